@@ -134,7 +134,7 @@ def burst_attention(
             groups), "double-ring" (blocks go round inside nodes, and from node to node behind that; BMBURST_NODE names
             a process's node where it is not its host), or "auto", the one that `bmburst.schedule.cost` finds
             cheapest. "kv" and "burst" are rings whose backward moves keys and values, or queries and their gradients;
-            "ring" takes the one with fewer bytes.
+            "ring" takes the one that costs less.
         transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":
             "peer" where every rank can reach the others' memory, else what the group has.
         deterministic: Whether repeated calls must give the same bits in backward too. Costs speed on a GPU.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
-from bmburst.schedule.layout import most_keys, narrowed_queries, rank_areas
+from bmburst.schedule.layout import key_areas, most_keys, narrowed_queries, rank_areas
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
 from bmburst.schedule.strategy_names import Strategy
@@ -171,10 +171,16 @@ class Problem:
         )
         return AttentionCost(forward, backward, sum(waits))
 
-    def head_seconds(self, shapes: HeadShapes) -> float:
-        """Return the forward seconds of one head on the rank with the most work; `shapes` has the degree."""
+    def head_seconds(self, shapes: HeadShapes, *, keys_stay: bool = False) -> float:
+        """Return the forward seconds of one head on the rank with the most work.
+
+        Args:
+            shapes: Sizes, with the degree.
+            keys_stay: Whether a rank computes all that its keys are seen by, in place of all that its queries see.
+        """
         sequence = shapes.outer, self.length, self.mask
-        most = max(map(lambda area, cut: area + EDGE_KEYS * cut, rank_areas(*sequence), narrowed_queries(*sequence)))
+        areas = key_areas(*sequence) if keys_stay else rank_areas(*sequence)
+        most = max(map(lambda area, cut: area + EDGE_KEYS * cut, areas, narrowed_queries(*sequence)))
         return 4.0 * shapes.batch * most * shapes.head_dim / self.hardware.attention_forward
 
     def link(self, transport: str) -> Link:
@@ -225,7 +231,9 @@ class _StrategyCost:
         """Return the seconds of a pass."""
         hardware, shapes = self.problem.hardware, self.shapes
         rate = hardware.attention_backward if backward else hardware.attention_forward
-        whole = self.problem.head_seconds(shapes) * shapes.own_heads * hardware.attention_forward / rate
+        keys_stay = backward and self.stops > 1 and self.strategy.moves_queries
+        whole = self.problem.head_seconds(shapes, keys_stay=keys_stay)
+        whole *= shapes.own_heads * hardware.attention_forward / rate
         whole *= ATTENTION_BACKWARD if backward else 1.0
         kernel = whole * (1 + hardware.attention_half_rows / shapes.tokens) + hardware.attention_call
         if backward:

@@ -15,7 +15,7 @@ import numpy as np
 
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
-from bmburst.schedule.tiles import visible_area
+from bmburst.schedule.tiles import seen_counts, visible_area
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
 
@@ -339,6 +339,13 @@ def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     if not isinstance(mask, Causal | Full | SlidingWindow) or not getattr(mask, "causal", True):
         return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
     return tuple(sum(_run_area(mask, length, run) for run in layout.runs(rank)) for rank in range(layout.size))
+
+
+@bounded_cache(maxsize=128)
+def key_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
+    """Return the number of visible (query, key) pairs of each rank's keys."""
+    key_length, seen = mask.key_length(length), seen_counts(mask, length)
+    return tuple(int(seen[real_positions(layout.keys, rank, key_length)].sum()) for rank in range(layout.size))
 
 
 @bounded_cache(maxsize=128)

@@ -55,6 +55,9 @@ def choose_strategy(
             f"the mesh has {ulysses_degree} ranks exchange heads, but {why or f'strategy {name!r} has others do so'}\n"
             "fix: use strategy='auto', or a mesh with other heads"
         )
+    if spec.ring_tensors is None:
+        rings = (strategy for strategy in found if strategy.ulysses_degree < shapes.layout.size)
+        found += [replace(ring, ring_tensors="kv") for ring in rings if ring.moves_queries]
     found = [problem.in_units(strategy) for strategy in found]
     if len(found) == 1:
         return found[0]

@@ -28,6 +28,11 @@ class Strategy:
     most_kv_heads: int = 0
     pace: float = 0.0
 
+    @property
+    def moves_queries(self) -> bool:
+        """Whether backward is a ring of queries, in which each rank's keys stay."""
+        return self.outer != "gather" and self.ring_tensors == "q"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySpec:
@@ -37,7 +42,7 @@ class StrategySpec:
         exchange: How many neighbouring ranks exchange heads: none, groups of some, all, or any number.
         outer: What is allowed between such groups: a ring, a gather of the keys and values that a rank needs, or a
             double ring (inside nodes and between nodes). If all ranks are one group, it is a ring of one.
-        ring_tensors: What a ring sends in backward; None: whichever has fewer bytes.
+        ring_tensors: What a ring sends in backward; None: whichever costs less.
     """
 
     exchange: Literal["none", "some", "all", "any"]

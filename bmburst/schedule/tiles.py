@@ -5,6 +5,7 @@ Among keys in global order a query sees one interval, and both of its ends do no
 along the diagonal with the same band become the segments of one call.
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,6 +94,19 @@ def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
     return int(_counts(rows, edges, columns, mask.blocks.cells[blocks]).sum())
 
 
+def seen_counts(mask: Mask, length: int) -> IntArray:
+    """Return how many queries of the sequence see each of its keys, in global order."""
+    rows, keys = mask.rows(np.arange(length), length), mask.key_length(length)
+    if mask.blocks is None:
+        return _counted(rows, slice(None), keys)
+    size, cells = mask.blocks
+    seen = np.zeros(keys, np.int64)
+    for first, row in zip(range(0, length, size), cells, strict=False):
+        columns = np.flatnonzero(row)
+        seen += _counted(rows, slice(first, first + size), keys) * np.isin(np.arange(keys) // size, columns)
+    return seen
+
+
 def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
     """Return the global positions of the keys that any of the consecutive queries `first` to `last` sees.
 
@@ -108,6 +122,12 @@ def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
     edges, values = _runs(used)
     spans = (Span(max(whole.start, a * size), min(whole.stop, b * size)) for a, b in pairwise(edges.tolist()))
     return [span for span, on in zip(spans, values, strict=True) if on and span.start < span.stop]
+
+
+def _counted(rows: VisibleRanges, queries: slice, keys: int) -> IntArray:
+    """Return how many of these queries' intervals each key is in."""
+    ends = (np.bincount(bound[queries], minlength=keys + 1) for bound in (rows.start, rows.stop))
+    return np.cumsum(operator.sub(*ends))[:keys]
 
 
 def _index_of(ascending: IntArray, values: IntArray) -> IntArray:

@@ -15,6 +15,7 @@ from bmburst.schedule.layout import (
     Balanced,
     Run,
     deal,
+    key_areas,
     make_layout,
     most_keys,
     narrowed_queries,
@@ -86,6 +87,7 @@ def test_rank_areas_are_what_ranks_see(seed):
     layout, seen = padded_layout(name, size, length, mask), visible(mask, length)
     held = [[p for p in positions(layout, rank) if p < length] for rank in range(size)]
     assert list(rank_areas(layout, length, mask)) == [seen[part].sum() for part in held]
+    assert list(key_areas(layout, length, mask)) == [seen[:, part].sum() for part in held]
     if mask.blocks is None:
         assert list(narrowed_queries(layout, length, mask)) == [(~seen[part, 0]).sum() for part in held]
 

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 
 from bmburst.schedule.cost import EDGE_KEYS, KERNEL_BACKWARD_Q, AttentionCost, Placement, Problem
+from bmburst.schedule.cross import CrossMask, PairedLayout
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import HOST, load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
-from bmburst.schedule.layout import LAYOUTS, make_layout, narrowed_queries, rank_areas
+from bmburst.schedule.layout import LAYOUTS, make_layout, narrowed_queries, padded_layout, rank_areas
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy, gather_refusal
 from bmburst.schedule.strategy_names import STRATEGIES, Strategy
@@ -118,6 +119,21 @@ def test_the_rank_with_most_to_see_decides():
         most = {name: max(rank_areas(s.layout, 1 << 18, mask)) for name, s in sizes.items()}
         assert sorted(took, key=took.get) == sorted(most, key=most.get) == ["balanced", "zigzag", "contiguous"]
     assert len({seconds(Strategy(8, "ring", "q"), s, mask) for s in sizes.values()}) == 1
+
+
+def test_a_ring_of_queries_waits_for_the_rank_whose_keys_are_seen_most():
+    """Zigzag halves the queries' work of bottom-right causal cross-attention, not the keys': stripes of keys do."""
+    queries, keys = 1 << 16, 1 << 17
+    mask, took = CrossMask(Causal(), queries, keys), {}
+    for name in ("zigzag", "striped"):
+        layout = PairedLayout.of(padded_layout("zigzag", 2, queries), padded_layout(name, 2, keys))
+        assert len(set(rank_areas(layout, queries, mask))) == 1
+        sizes = replace(shapes(2, queries), layout=layout)
+        took[name] = [cost(Strategy(1, "ring", tensors), sizes, mask).backward for tensors in ("q", "kv")]
+        assert choose("ring", sizes, "nccl", mask).ring_tensors == ("kv" if name == "zigzag" else "q")
+    (q, kv), (striped_q, striped_kv) = took["zigzag"], took["striped"]
+    assert kv.kernel == pytest.approx(striped_kv.kernel, rel=1e-3)
+    assert q.kernel / striped_q.kernel == pytest.approx(14 / 12, rel=1e-3)  # 7 of 12 of the pairs, not half
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 16), (4, 4), (8, 2)])
