@@ -2,11 +2,12 @@
 
 65,536 tokens of a 128,256-word vocabulary are 15.7 GiB of logits in bfloat16, and their gradient is as much again.
 While the model is called, the forward function of its head computes head and loss in one, a chunk of tokens at a time
-(`bmburst_ops.linear_cross_entropy`), and returns the sum as logits of shape `[1, 1, 1]`. So all that wraps the model
-stays in effect: FSDP2 gathers the head's weight and sees the output that backward begins with.
+(`bmburst_ops.linear_cross_entropy`), and returns the sum as the first of the logits of one token, `[1, 1, vocabulary]`.
+So all that wraps the model stays in effect: FSDP2 gathers the head's weight and sees the output that backward begins
+with.
 
-A model that changes its logits behind the head (softcaps, scales) would change the loss. Then what it returns is not
-what the head has returned.
+A model that changes its logits behind the head (softcaps, scales, words that it forbids) would change the loss. Then
+what it returns is not what the head has returned.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,9 @@ class _LossHead:
         if self.calls > 1 or not is_one or isinstance(weight, DTensor):
             return nn.functional.linear(hidden, weight)
         summed = linear_cross_entropy(hidden, weight, self._labels)
-        self.loss = summed.view(1, 1, 1).clone()  # FSDP2 warns of views
+        with torch.inference_mode(False):  # tensors of inference mode do not count their changes
+            # As wide as logits are: a model may set those of some words. Not a view: FSDP2 warns of views.
+            self.loss = nn.functional.pad(summed.reshape(1, 1, 1), (0, len(weight) - 1))
         self._version = self.loss._version
         return self.loss
 
@@ -67,7 +70,7 @@ def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor])
     finally:
         del head.forward
     if own.is_result(found):
-        return found.view(()), None
+        return found[0, 0, 0], None
     return None, found if own.loss is None else None
 
 

@@ -13,6 +13,7 @@ import torch
 from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
+from bmburst.data.batches import Sequences
 from bmburst.data.corpus import find_corpus, require_cache
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
 from bmburst.data.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train.config import check_packing
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.loading import LocalBatch, causal_cut, token_losses
+from bmburst.train.text import say_too_long
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
@@ -139,7 +141,14 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
     length = max(min(config.sequence_length, max(file.token_count for file in corpus.files)), runtime.world_size)
     cut = causal_cut(mesh, length, config.layout)
-    sequences = mixed(corpus, partial(pack_sequences, split="all", sequence_length=length, pack=config.pack))
+
+    def packed(file: TokenFile) -> Sequences:
+        found = pack_sequences(file, split="all", sequence_length=length, pack=config.pack)
+        if runtime.rank == 0:
+            say_too_long(found)
+        return found
+
+    sequences = mixed(corpus, packed)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
     measured = measure(model, mesh, cut, batches, runtime.device, positions)

@@ -20,6 +20,7 @@ from bmburst.plan.memory import KEPT, Memory, memory_of
 from bmburst.plan.search import choose_recompute, first_layer_candidates
 from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
+from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import peak_bytes
@@ -124,6 +125,7 @@ class DeviceMemory:
         peak: Most of them at a time, in this step.
         reserved: What torch's allocator has taken.
         host: What the memory of its host still has; None where it is not known.
+        expands: Whether torch's allocator has segments that grow already, as the launcher sets it.
     """
 
     device: str
@@ -132,6 +134,7 @@ class DeviceMemory:
     peak: int
     reserved: int
     host: int | None = None
+    expands: bool = False
 
     @classmethod
     def now(cls) -> "DeviceMemory":
@@ -145,6 +148,7 @@ class DeviceMemory:
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.memory_reserved(),
             host=available_bytes(),
+            expands=any(EXPANDING in os.environ.get(name, "") for name in ALLOCATOR),
         )
 
 
@@ -193,8 +197,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
         f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
     ]
-    if memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
-        lines.append("  much is reserved and not allocated: PYTORCH_ALLOC_CONF=expandable_segments:True may help")
+    if not memory.expands and memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
+        lines.append(f"  much is reserved and not allocated: {ALLOCATOR[0]}={EXPANDING} may help")
     predicted = _memory(config, ranks, nodes, hardware)
     if predicted is None:
         return "\n".join([*lines, "the planner cannot say what uses it: bmburst plan --help"])

@@ -120,8 +120,7 @@ def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.
         corpus = replace(corpus, path=Path(config.data.source))
         corpus.require_vocab(config.model.vocab_size)
         sequences = sequences_of(corpus, config, "train")
-        if isinstance(sequences, WholeDocuments) and sequences.left_out:
-            _say_left_out(f"{sequences.left_out} records longer than sequence_length {config.sequence_length}")
+        say_too_long(sequences)
         sequences_of(corpus, config, "held_out")
     return text
 
@@ -248,6 +247,12 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
         f"data {source}: holds no preference pairs, and dpo.beta is {config.dpo.beta}\nallowed: JSONL of {PAIRS}\n"
         "fix: give such data, or leave dpo.beta out"
     )
+
+
+def say_too_long(sequences: Sequences) -> None:
+    """Say how many records are longer than a sequence, if any are; they are in none."""
+    if isinstance(sequences, WholeDocuments) and sequences.left_out:
+        _say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
 
 
 def _say_left_out(file: str) -> None:

@@ -113,7 +113,11 @@ def test_the_length_filter_and_its_report(here, capsys):
 
 
 def test_evaluation_counts_answers_alone(here, capfd):
-    """Of a mixture, with a template from a file; records are packed apart unless it is said otherwise."""
+    """Of a mixture, with a template from a file; records are packed apart unless it is said otherwise.
+
+    One record is longer than a sequence: that it does not count is said once.
+    """
+    chat.write(here / "chats.jsonl", *chat.records(40), {"prompt": "p", "completion": "x" * 200})
     (here / "book.txt").write_text("once upon a time. " * 60)
     (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}, {path: book.txt, weight: 1}]\n")
     given = ["eval", "--checkpoint", "model", "--data", "mix.yaml", "--tokenizer", "model", "--nproc", "2"]
@@ -121,8 +125,9 @@ def test_evaluation_counts_answers_alone(here, capfd):
     says(refused(capfd, *given), "chats.jsonl:1", "no chat template", "--chat-template")
     (here / "own.jinja").write_text(chat.MARKED)
     assert main([*given, "--chat-template", "own.jinja", "--sequence-length", "128"]) == 0
-    out = capfd.readouterr().out
+    out, told = capfd.readouterr()
     assert "nan" not in out and int(out.split("tokens")[-1].split()[0].replace(",", "")) > 18 * 60
+    assert told.count("left out: 1 records longer than sequence_length 128\n") == 1
     parser = CommandParser(prog="bmburst eval", description="")
     configure(parser)
     packs = [resolve_options(parser.read([*given[1:], *more])).pack for more in ([], ["--pack", "stream"])]

@@ -21,7 +21,7 @@ from tests.refusals import refused
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 IDS = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(1))
 RELATIVE = 1e-6  # transformers computes norms and losses in fp32
-ONE = (1, 1, 1)
+ONE = (1, 1, 61)  # the loss, as wide as logits
 WHOLE = (2, 24, 61)  # a cut in zigzag is even
 
 
@@ -53,6 +53,10 @@ def _expected(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
 
 def _softer(_: nn.Module, __: object, output: Any) -> None:
     output.logits.mul_(0.5)  # in place: the tensor is the same
+
+
+def _forbidding(_: nn.Module, __: object, output: Any) -> None:
+    output.logits[:, :, [7, 41]] = -1e9  # as Chameleon does with its images' tokens
 
 
 def _as_it_is(model: PreTrainedModel) -> None:
@@ -95,16 +99,27 @@ def test_the_loss_is_the_models_own(name: str) -> None:
         assert "forward" not in vars(model.lm_head)
 
 
-def test_logits_changed_in_place_are_noticed() -> None:
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [_softer, _forbidding])
+def test_logits_changed_in_place_are_noticed(change: Any, without_gradients: Any) -> None:
     model = _model("llama")
-    model.register_forward_hook(_softer)
-    with torch.no_grad():
+    model.register_forward_hook(change)
+    labels = torch.where((IDS == 7) | (IDS == 41), -100, IDS)
+    with without_gradients():
         model.set_attn_implementation("eager")
         logits = model(input_ids=IDS, use_cache=False).logits
-        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         model.set_attn_implementation("bmburst")
-        found = SplitSequences(ALONE).part(IDS, labels=IDS).loss(model)
+        found = SplitSequences(ALONE).part(IDS, labels=labels).loss(model)
     assert found.item() == pytest.approx(expected.item(), rel=RELATIVE)
+
+
+def test_inference_mode_makes_no_logits_either() -> None:
+    model = _model("llama")
+    shapes, part = _of_head(model, model.lm_head), SplitSequences(ALONE).part(IDS, labels=IDS)
+    expected = part.loss(model)
+    with torch.inference_mode():
+        assert part.loss(model) == expected and shapes == [ONE, ONE]
 
 
 def test_a_wrong_call_leaves_the_head_as_it_was() -> None:

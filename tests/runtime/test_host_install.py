@@ -55,7 +55,9 @@ print(faults() - before)
 def test_freed_memory_is_kept_for_the_next_tensors() -> None:
     pages = 20 * (24 << 20) // 4096  # that the kernel would clear, or a share of it where it has huge ones
     assert int(python("-c", PAGES).stdout) < pages // 100
-    assert int(python("-c", PAGES, MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="4096").stdout) > pages // 100
+    tunables = "glibc.malloc.mmap_threshold=4096:glibc.malloc.trim_threshold=0"
+    for given in ({"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "4096"}, {"GLIBC_TUNABLES": tunables}):
+        assert int(python("-c", PAGES, **given).stdout) > pages // 100
 
 
 REFUSED = """

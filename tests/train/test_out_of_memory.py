@@ -30,7 +30,7 @@ def long(length):
     return dataclasses.replace(preset("llama-3-8b"), max_position_embeddings=length)
 
 
-def said(run, ranks=8, gib=139.8, reserved=130.0, host=None):
+def said(run, ranks=8, gib=139.8, reserved=130.0, host=None, expands=False):
     memory = DeviceMemory(
         device="NVIDIA H200",
         total=int(gib * GIB),
@@ -38,6 +38,7 @@ def said(run, ranks=8, gib=139.8, reserved=130.0, host=None):
         peak=int(126.5 * GIB),
         reserved=int(reserved * GIB),
         host=None if host is None else int(host * GIB),
+        expands=expands,
     )
     return explain(run, ranks, 1, memory, "rank 3 (host gpu07)", ERROR)
 
@@ -148,6 +149,7 @@ def test_weights_in_host_memory_are_named_where_it_has_room():
 def test_fragments_are_named_where_they_are_large():
     assert "expandable_segments" in said(config(2**20), reserved=138)
     assert "expandable_segments" not in said(config(2**20), reserved=126)
+    assert "expandable_segments" not in said(config(2**20), reserved=138, expands=True)  # it is done already
 
 
 def test_a_model_that_the_planner_cannot_spread_is_said_in_words():

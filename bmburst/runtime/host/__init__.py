@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _FLUSH = 10.0  # seconds to wait at exit for pending sends
 # Of malloc.h, with bytes: blocks below the first come from the heap, which keeps up to the second when they are freed.
-_KEPT = (("MALLOC_MMAP_THRESHOLD_", -3, 32 << 20), ("MALLOC_TRIM_THRESHOLD_", -1, 1 << 30))
+_KEPT = (("mmap_threshold", -3, 32 << 20), ("trim_threshold", -1, 1 << 30))
 
 
 def install() -> None:
@@ -89,11 +89,13 @@ def _keep_freed_memory() -> None:
     """Let the C library keep freed memory for the tensors of the next layer.
 
     By default it returns most of it to the kernel, which clears each page before it hands it out again: a fifth of the
-    processor's time in a step of llama-tiny. What the environment says of it stays.
+    processor's time in a step of llama-tiny. What the environment says of it, in either of glibc's ways, stays.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
     for name, option, nbytes in _KEPT:
-        if mallopt is not None and name not in os.environ:
+        is_given = f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables
+        if mallopt is not None and not is_given:
             mallopt(option, nbytes)
 
 

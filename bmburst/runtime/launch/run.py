@@ -32,7 +32,14 @@ from bmburst.runtime.launch.agent import (
 from bmburst.runtime.launch.guard import kill_groups, rank_pids
 from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
 from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost_a_peer
-from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.runtime.launch.spec import (
+    ALLOCATOR,
+    EXPANDING,
+    LaunchSpec,
+    StoreAddress,
+    require_command,
+    require_devices,
+)
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
 # Variables that bmburst/runtime/rank.py reads. It imports nothing of bmburst, so it repeats the names.
@@ -43,7 +50,6 @@ START_TIMEOUT = "BMBURST_START_TIMEOUT"
 HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name of the first
 _KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
@@ -73,7 +79,7 @@ def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str
     if nnodes == 1:
         found |= LOOPBACK_ONLY
     if cuda:
-        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", _ALLOCATOR[0]: "expandable_segments:True"}
+        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
     return found
 
 
@@ -91,7 +97,7 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
             "fix: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
     found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
-    own = set(environ) | (set(_ALLOCATOR) if any(name in environ for name in _ALLOCATOR) else set())
+    own = set(environ) | (set(ALLOCATOR) if any(name in environ for name in ALLOCATOR) else set())
     return {name: value for name, value in found.items() if name not in own}
 
 

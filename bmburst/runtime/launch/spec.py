@@ -12,6 +12,10 @@ from bmburst.runtime.stores import LOOPBACK
 
 DEFAULT_HANG_TIMEOUT = 1800.0  # seconds; a step of a million tokens and a checkpoint of a large model take minutes
 DEFAULT_PORT = 29500  # what torchrun and most clusters' scripts use
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's allocator; the second is the older name of the first."""
+EXPANDING = "expandable_segments:True"
+"""The setting with which it takes memory in segments that grow."""
 
 
 DEFAULT_START_TIMEOUT = 3600.0  # seconds; to load a large model from a slow disk and compile its kernels takes long
