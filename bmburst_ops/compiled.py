@@ -24,16 +24,17 @@ def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
         flags: Of the compiler, beside those of every library here.
 
     Returns:
-        The library; None where there is no compiler, or it fails.
+        The library; None where there is no compiler, it fails, or no folder for temporary files can be written to.
     """
     compiler = find_compiler()
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="bmburst-") as folder:  # of this process: others cannot change what it runs
-        library = Path(folder) / f"{source.stem}.so"
-        command = [compiler, *_FLAGS, *flags, str(source), "-o", str(library), "-lm"]
-        try:
+    try:
+        # A folder of this process: others cannot change what it runs. NFS keeps the file of a loaded library in it.
+        with tempfile.TemporaryDirectory(prefix="bmburst-", ignore_cleanup_errors=True) as folder:
+            library = Path(folder) / f"{source.stem}.so"
+            command = [compiler, *_FLAGS, *flags, str(source), "-o", str(library), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError):
+        return None

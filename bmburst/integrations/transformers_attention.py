@@ -123,6 +123,8 @@ class SequenceMask:
         """Return attention's output also to the tokens before, which a `SplitLayer` keeps."""
         options = self._options(scale, softcap)
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
+        if self.window is not None:  # of a turn shorter than its window the mask is causal, of the tokens before not
+            options = replace(options, mask=SlidingWindow(self.window))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
         return part.out
 

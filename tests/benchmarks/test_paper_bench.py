@@ -1,12 +1,14 @@
 """`bmburst bench paper`: its cells, tables, and a run on two ranks of the CPU; predictions; perplexity by method."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, BaseSelection, Results
 from benchmarks.engine.report import markdown
-from benchmarks.paper import curve, perplexity
+from benchmarks.paper import curve, measure, perplexity
 from benchmarks.paper.cells import METHODS, PaperCell, list_cells
 from benchmarks.paper.kind import KIND
 from benchmarks.paper.overheads import METHODS as FORMULAS
@@ -45,6 +47,17 @@ def test_tables_show_times_bytes_and_memory():
     )
     assert KIND.describe(at, made.rows[at.key]).startswith("forward 1.50 ms, backward 2.50 ms")
     assert KIND.estimate(made, at) == 1.0
+
+
+def test_a_kernels_compilation_is_in_no_time(monkeypatch):
+    """Of a call that is long the first time because something is compiled, and of one that is long each time."""
+    job = Job(kind="paper", ranks=2, cells=(), output="", repeats=5, cell_seconds=1.0)
+    for costs in ((20_000.0, 3.0), (20_000.0, 18_000.0)):
+        found = iter(costs)
+        monkeypatch.setattr(measure, "once", lambda *_, left=found: next(left))
+        monkeypatch.setattr(measure, "in_turns", lambda *_, **__: ((2.0, 3.0, 4.0),))
+        times = measure.PaperRun._time(SimpleNamespace(job=job), lambda: None, None)
+        assert (times.median, times.count) == ((3.0, 3) if costs[1] == 3.0 else (18_000.0, 1))
 
 
 @pytest.mark.parametrize("ranks", ["1", "2,4"])

@@ -6,6 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from bmburst.attention.options import AttentionOptions
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import run_ranks
+from bmburst.integrations.transformers_attention import SequenceMask
+from bmburst.integrations.transformers_cache import SplitLayer
+from bmburst.schedule.cache_split import CacheSplit
+from bmburst_ops.flash import Partial, select
+from bmburst_ops.flash.cpu import CpuKernel
+from bmburst_ops.flash.limits import unless_able
+from bmburst_ops.pattern import Need, Pattern
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_generate_program as program
 from tests.integrations.transformers_program import FAMILIES, make_model
@@ -44,3 +54,39 @@ def test_tokens_equal_transformers(ranks: int, expected: dict[str, torch.Tensor]
     assert all(each["refused"] == seen[0]["refused"] for each in seen)
     for words, text in zip(program.REFUSED, seen[0]["refused"], strict=True):
         assert says(text, words), text
+
+
+class WithoutWindows(CpuKernel):
+    """A kernel as cuDNN's, which has no windows, where others have them."""
+
+    name = "without windows"
+
+    def refusal(self, q: torch.Tensor, k: torch.Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        del q, k
+        return unless_able(needs)
+
+    def forward(self, *inputs: torch.Tensor, pattern: Pattern, **options: Any) -> Partial:
+        assert not pattern.needs
+        return super().forward(*inputs, pattern=pattern, **options)
+
+
+def test_a_turn_shorter_than_the_window_takes_a_kernel_that_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn's own mask is causal; what it sees of the turns before is not."""
+    monkeypatch.setattr(select, "KERNELS", (WithoutWindows(), *select.KERNELS))
+    before, turn, window = 9, 4, 6
+    q, k, v = torch.randn(3, 1, 2, before + turn, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    distance = torch.arange(turn)[:, None] + before - torch.arange(before + turn)
+    visible = (distance >= 0) & (distance < window)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, before:], k, v, attn_mask=visible)
+
+    def body(comm: CheckedCommunicator) -> None:
+        layer = SplitLayer(None, CacheSplit.choose("tokens", 1, 0, 2, 2))  # type: ignore[arg-type]  # for decoding
+        layer.update(k[:, :, :before], v[:, :, :before])
+        layer.prefilling = turn
+        layer.update(k[:, :, before:], v[:, :, before:])
+        mask = SequenceMask(comm=comm, options=AttentionOptions(layout="striped"), shape=(1, turn), length=turn)
+        new = (t[:, :, before:].transpose(1, 2) for t in (q, k, v))
+        out = mask.seen(window).attend_behind(layer, *new, None)
+        torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-10, atol=1e-10)
+
+    run_ranks(1, body)

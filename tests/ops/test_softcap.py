@@ -134,6 +134,19 @@ def test_a_softcap_far_above_all_scores_changes_nothing():
         assert error(ours, wanted) < 1e-4
 
 
+@pytest.mark.parametrize("softcap", [1e6, 1e30])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_scores_keep_their_digits_under_a_large_softcap(name, softcap):
+    """The difference of numbers as large as the softcap would have none of a score's, and weigh all keys alike."""
+    tile = Masked(CAUSAL, *SIZE, torch.float32, softcap=softcap)
+    kernel = select_kernel(name, tile.q, tile.k, needs=CAPPED)
+    out, lse = tile.forward(kernel)
+    assert error(out, tile.out) < 1e-6
+    torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=0, atol=2e-6)
+    for ours, wanted in zip(tile.backward(kernel), tile.gradients, strict=True):
+        assert error(ours, wanted) < 2e-6
+
+
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_token_after_a_cache(kernel, splits):
