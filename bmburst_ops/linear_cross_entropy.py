@@ -90,8 +90,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # A GPU would round a tensor of no dimensions to the 16 bits of the other one.
+        factor = grad_output.view(1) if grad_output.is_cuda else grad_output
         grads = [
-            None if grad is None else torch.mul(grad, grad_output, out=torch.empty_like(grad, dtype=dtype))
+            None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *grads, None, None, None, None, None

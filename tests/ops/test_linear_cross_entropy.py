@@ -9,6 +9,8 @@ from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks, t
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def _problem(tokens: int, features: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
@@ -44,6 +46,19 @@ def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int, gathered: int
         assert ours.dtype == dtype
         # Terms cancel: an element is as exact as the largest of them, whatever order a machine adds them in.
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+def test_gradients_are_scaled_by_all_digits_of_the_factor() -> None:
+    """1 / (valid tokens) has more digits than 16 bits, and would scale the gradients of all weights but the head's."""
+    factor = torch.tensor(1 / 1001, device=DEVICE)
+    hidden, weight, labels = (x.detach().to(DEVICE) for x in _problem(13, 5, 17, torch.bfloat16))
+    gradients = []
+    for each in (torch.ones_like(factor), factor):
+        given = hidden.clone().requires_grad_()
+        (linear_cross_entropy(given, weight, labels) * each).backward()
+        assert given.grad is not None
+        gradients.append(given.grad)
+    assert torch.equal(gradients[1], (gradients[0].float() * factor).bfloat16())
 
 
 def test_weight_gradient_is_summed_wide() -> None:
