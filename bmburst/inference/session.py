@@ -36,6 +36,7 @@ class Session:
             raise UserError(f"max_tokens {max_tokens!r}\nallowed: at least 1 token\nfix: for example 4096")
         self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
+        self._answer: object = None  # the newest; older iterators may not go on, their tokens would stand behind it
         self._encoder = PromptEncoder(None, engine.weights.config.vocab_size)
 
     @property
@@ -61,6 +62,7 @@ class Session:
         comm = self._batch.engine.comm
         with comm.checking():
             turn = comm.decided(lambda: self._checked(ids))
+        self._answer = None
         self._batch.prefill([turn], on_tokens)
         self._tokens += turn[len(turn) - len(ids) :]
 
@@ -75,16 +77,18 @@ class Session:
 
         Raises:
             UserError: No prompt was prefilled since the last answer, an option does not fit, or the session has no
-                room for `max_new_tokens`.
+                room for `max_new_tokens`. The iterator raises it where the session went on without it.
         """
         options = options or self._options(**given)
         batch = self._batch
         if batch.logits is None:
             raise UserError("the text ends with an answer\nfix: append a prompt first, session.prefill(ids)")
         batch.cache.require_room(0, options.max_new_tokens)
-        return self._generate(options)
+        self._answer = answer = object()
+        return self._generate(options, answer)
 
-    def _generate(self, options: GenerationOptions) -> Iterator[int]:
+    def _generate(self, options: GenerationOptions, answer: object) -> Iterator[int]:
+        self._require_newest(answer)
         weights = self._batch.engine.weights
         row = SamplerRow(0, 0, self._tokens)
         sampler = Sampler(options, [row], weights.config.vocab_size, weights.device)
@@ -94,6 +98,11 @@ class Session:
             yield token
             if token in options.eos_ids:
                 return
+            self._require_newest(answer)
+
+    def _require_newest(self, answer: object) -> None:
+        if answer is not self._answer:
+            raise UserError("the session went on behind this answer\nfix: iterate over session.generate() anew")
 
     def fork(self) -> "Session":
         """Return a session with a copy of this text and its cache, which goes on by itself."""

@@ -129,6 +129,18 @@ def test_sessions_go_on_by_turns_and_forks(ranks: int, cache: str) -> None:
         assert tokens == (*text, *last)
 
 
+def test_an_answer_ends_where_its_session_goes_on() -> None:
+    session = alone().session(90)
+    session.prefill(prompt(13))
+    never, answer = session.generate(max_new_tokens=9), session.generate(max_new_tokens=9, eos_ids=(VOCAB + 1,))
+    first = next(answer)
+    refuse(lambda: next(never), "went on", "generate() anew")
+    session.prefill(prompt(4))
+    refuse(lambda: next(answer), "went on", "generate() anew")
+    assert session.tokens == (*prompt(13), first, *prompt(4))
+    assert list(session.generate(max_new_tokens=5, eos_ids=(VOCAB + 1,))) == greedy("llama", session.tokens[:18], 5)
+
+
 def test_progress_is_told_in_order() -> None:
     seen: list[Any] = []
     progress = Progress(
