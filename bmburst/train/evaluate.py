@@ -162,14 +162,17 @@ def check_inputs(config: EvalConfig) -> Path:
         The directory with the weights, verified if it is a checkpoint.
 
     Raises:
-        UserError: `read_model` refuses the checkpoint, there is no such tokenizer, or tokens cannot be kept.
+        UserError: `read_model` refuses the checkpoint, there is no such tokenizer, tokens cannot be kept, or a source
+            cannot be read or holds preference pairs.
     """
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
     for source in _sources(config):
         text = find_corpus(source.path, tokenizer, text_field=config.text_field, chat_template=config.chat_template)
-        if not isinstance(text, TokenFile):
+        if isinstance(text, TokenFile):
+            _require_text(source, text)
+        else:
             require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
             if text.encoder is not None:  # all lines are read before a rank starts: one may be refused
                 _open_one(source, tokenizer, config)
@@ -182,9 +185,20 @@ def _sources(config: EvalConfig) -> tuple[Source, ...]:
 
 
 def _open_one(source: Source, tokenizer: str | None, config: EvalConfig) -> TokenFile:
-    return open_corpus(
+    file = open_corpus(
         source.path, tokenizer, user_cache(), text_field=config.text_field, chat_template=config.chat_template
     )
+    return _require_text(source, file)
+
+
+def _require_text(source: Source, file: TokenFile) -> TokenFile:
+    if file.pairs:
+        raise UserError(
+            f"data {source.path}: holds preference pairs, whose rejected answers are no text to predict\n"
+            "allowed: text, or records with one answer\n"
+            "fix: bmburst train --dpo.beta evaluates held-out pairs itself"
+        )
+    return file
 
 
 def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
@@ -195,13 +209,6 @@ def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
     """
     sources = _sources(config)
     files = tuple(_open_one(source, tokenizer, config) for source in sources)
-    for source, file in zip(sources, files, strict=True):
-        if file.pairs:
-            raise UserError(
-                f"data {source.path}: holds preference pairs, whose rejected answers are no text to predict\n"
-                "allowed: text, or records with one answer\n"
-                "fix: bmburst train --dpo.beta evaluates held-out pairs itself"
-            )
     corpus = MixedFiles(files, tuple(source.weight for source in sources))
     corpus.require_one_tokenizer()
     return corpus

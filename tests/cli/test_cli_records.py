@@ -112,6 +112,17 @@ def test_the_length_filter_and_its_report(here, capsys):
     )
 
 
+def test_preference_pairs_are_not_evaluated(here, capfd, monkeypatch):
+    """Records, and tokens that were built ahead."""
+    (here / "pairs.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
+    assert main(["data", "--input", "pairs.jsonl", "--tokenizer", "model", "--output", "pairs.tokens"]) == 0
+    capfd.readouterr()
+    monkeypatch.setattr("bmburst.runtime.launch.launch", None)  # no rank starts
+    for data in ("pairs.jsonl", "pairs.tokens"):
+        given = ["eval", "--checkpoint", "model", "--data", data, "--tokenizer", "model", "--nproc", "2"]
+        says(refused(capfd, *given), data, "preference pairs", "--dpo.beta")
+
+
 def test_evaluation_counts_answers_alone(here, capfd):
     """Of a mixture, with a template from a file; records are packed apart unless it is said otherwise.
 
