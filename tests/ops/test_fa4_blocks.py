@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from bmburst import BlockSparse, SlidingWindow
+from bmburst.comm.local import run_ranks
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
 from bmburst_ops.flash.memory import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
+from tests.attention.oracle import problem
+from tests.attention.test_burst_attention import split_attention
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import attention_under, blocks, visible
 from tests.ops.package_stand_ins import check_statistic_memory, install
@@ -139,6 +143,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 def mask_of(given, rows, columns, device):
     """What a kernel reads of the tensors, in blocks; checked as `normalize_block_sparse_tensors` does, and stricter."""
+    if given is None:  # between ranks there are tiles that are seen as a whole
+        return [np.zeros((rows, columns), bool), np.ones((rows, columns), bool)]
     assert isinstance(given, BlockSparseTensorsTorch) and given.block_size == (128, 128)
     assert given[4:6] == (None, None) and given[7:] == (None, None, None)
     seen = []
@@ -304,3 +310,42 @@ def test_few_blocks_and_other_lengths(monkeypatch, made, queries, keys):
         pattern = blocks(random.Random(2), queries, keys, size, 0.9)
         pattern = pattern if band == FULL else banded(pattern, band)
         hold(kernel, Masked(pattern, queries, keys, 4, 2, made[2], torch.float16))
+
+
+def pretended(monkeypatch):
+    """The stand-in, which takes tensors on CPUs where it would take them on a GPU."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr("bmburst_ops.flash.fa4.unless_half_on_gpu", lambda _: None)
+    monkeypatch.setattr("bmburst_ops.flash.fa4.version_of", lambda _: (4, 0, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("bmburst_ops.flash.fa4.BLOCK_HEAD_DIMS", frozenset({8}))
+
+
+def split(comm, mask, length, strategy):
+    whole, expected = problem(length, 4, 2, mask, False)
+    options = {"with_lse": False, "kernel": "fa4", "strategy": strategy}
+    for got, wanted in zip(split_attention(comm, whole, "zigzag", mask, **options), expected, strict=True):
+        torch.testing.assert_close(got.detach(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["heads", "gather", "kv", "burst"])
+def test_ranks_share_a_sequence(monkeypatch, strategy):
+    pretended(monkeypatch)
+    on = np.random.default_rng(0).random((4, 4)) < 0.6
+    for causal in (True, False):
+        run_ranks(2, split, BlockSparse(on, BLOCK, causal), 4 * BLOCK, strategy)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length"),
+    [
+        (BlockSparse(np.ones((4, 4)), BLOCK), 4 * BLOCK - 4),  # 254 tokens a rank, in two runs
+        (BlockSparse(np.ones((8, 8)), BLOCK // 2), 4 * BLOCK),
+        (BlockSparse(np.ones((4, 4)), BLOCK) & SlidingWindow(9), 4 * BLOCK),
+    ],
+    ids=str,
+)
+def test_every_rank_says_what_it_cannot_split(monkeypatch, mask, length):
+    pretended(monkeypatch)
+    with refused("kernel 'fa4' | multiple of 128 | nothing but Causal | over ranks | fix: | 'auto'"):
+        run_ranks(2, split, mask, length, "kv")
