@@ -103,7 +103,7 @@ ODD = {
     "other cells of queries": changed(query_edges=np.array([0, 128, 256, 380, 400])),
     "other cells of keys": changed(key_edges=np.array([0, 64, 256, 384, 500])),
     "a window": changed(start=np.maximum(ROWS - 99, 0), stop=ROWS + 101),
-    "starts that cut": changed(start=np.where(ROWS < 64, 0, 50)),
+    "starts that cut": changed(start=np.where(ROWS < 390, 0, 50)),
     "no band": changed(stop=np.where(ROWS < 200, 100, 450)),
     "a band that lies too low": changed(stop=np.maximum(ROWS - 40, 0)),
     "ends that jump inside a block": changed(stop=np.where(ROWS < 200, 0, 500)),
