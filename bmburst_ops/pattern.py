@@ -9,8 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-Need = Literal["window", "segments", "cells", "softcap"]
-"""What a kernel must be able to do beyond full and causal rectangles of plain scores. Patterns have the first three."""
+Need = Literal["window", "segments", "blocks", "cells", "softcap"]
+"""What a kernel must be able to do beyond full and causal rectangles of plain scores. Patterns have all but the last.
+
+A block-sparse pattern has one of two: "blocks" where `blocks_of` can express it, else "cells".
+"""
+
+BLOCK = 128
+"""Tokens of a side of the blocks that a kernel for block-sparse patterns takes whole or leaves out."""
 
 
 class Band(NamedTuple):
@@ -75,7 +81,7 @@ class Cells:
     @property
     def needs(self) -> frozenset[Need]:
         """See `Need`."""
-        return frozenset({"cells"})
+        return frozenset({"cells"} if blocks_of(self) is None else {"blocks"})
 
 
 Pattern = Band | Segments | Cells
@@ -130,3 +136,48 @@ def transposed(rows: VisibleRanges, keys: int) -> VisibleRanges:
     every = np.arange(keys)
     first = np.searchsorted(rows.stop, every, side="right")  # the first whose interval ends behind the key
     return VisibleRanges(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))
+
+
+class Blocks(NamedTuple):
+    """A pattern in blocks of `BLOCK` queries and `BLOCK` keys; the last of either side may be shorter.
+
+    Attributes:
+        band: What each query sees of a block in `part`. It hides nothing of a block in `whole`.
+        part: `[blocks of queries, blocks of keys]`, true where some pairs of the block are visible and others are not.
+        whole: The same shape, true where all pairs are.
+    """
+
+    band: Band
+    part: NDArray[np.bool_]
+    whole: NDArray[np.bool_]
+
+
+def blocks_of(pattern: Cells) -> Blocks | None:
+    """Return the pattern in blocks, or None where it has cells or intervals that blocks cannot express.
+
+    Edges of cells must be multiples of `BLOCK`. Intervals may cut a block where their ends form one band: under a
+    causal mask the blocks on the diagonal.
+    """
+    queries, keys = len(pattern.start), int(pattern.key_edges[-1])
+    for edges, count in ((pattern.query_edges, queries), (pattern.key_edges, keys)):
+        if (edges[edges < count] % BLOCK).any():
+            return None
+    rows, columns = np.arange(0, queries, BLOCK), np.arange(0, keys, BLOCK)
+    last = np.minimum(rows + BLOCK, queries) - 1
+    # Of edges that repeat, an empty cell's, the last one begins the cell of the token there.
+    row_cells = np.searchsorted(pattern.query_edges, rows, side="right") - 1
+    column_cells = np.searchsorted(pattern.key_edges, columns, side="right") - 1
+    ends = np.minimum(columns + BLOCK, keys)
+    start, stop = pattern.start[:, None], pattern.stop[:, None]
+    seen = pattern.cells[np.ix_(row_cells, column_cells)] & (stop[last] > columns) & (start[rows] < ends)
+    whole = seen & (start[last] <= columns) & (stop[rows] >= ends)
+    part = seen & ~whole
+    if not part.any():
+        return Blocks(FULL, part, whole)
+    if (part & (start[last] > columns)).any():
+        return None
+    inside = np.flatnonzero((pattern.stop > 0) & (pattern.stop < keys))
+    every = np.arange(queries) + keys - queries + 1
+    right = int((pattern.stop - every)[inside[0]]) if len(inside) else -1
+    is_band = right >= 0 and np.array_equal(pattern.stop, np.clip(every + right, 0, keys))
+    return Blocks(Band(None, right), part, whole) if is_band else None

@@ -30,7 +30,7 @@ from bmburst.schedule.cost import Placement
 from bmburst.schedule.cross import Sequence, attended
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
-from bmburst.schedule.layout import Layout
+from bmburst.schedule.layout import Layout, kernel_needs
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
@@ -266,7 +266,7 @@ def _decide(
         shapes = head_shapes(layout, q, k)
         call = AttentionCall(
             comm=comm,
-            kernel=options.kernel_for(mask, q, k),
+            kernel=options.kernel_for(kernel_needs(layout, mask), q, k),
             layout=layout,
             length=real,
             mask=mask,

@@ -86,7 +86,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         pattern = tiles(Contiguous(1, tokens), tokens, mask, 0, 0)[0].pattern
         q = torch.zeros(1, tokens, heads, head_dim, device="cuda", dtype=dtype)
         k = torch.zeros(1, tokens, kv_heads, head_dim, device="cuda", dtype=dtype)
-        kernel, softcap = self.options.kernel_for(mask, q, k), self.options.softcap
+        kernel, softcap = self.options.kernel_for(mask.needs, q, k), self.options.softcap
         lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0, softcap=softcap).lse
         given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
         deterministic = self.options.deterministic

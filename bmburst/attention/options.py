@@ -41,15 +41,15 @@ class AttentionOptions:
         """Return whether a call with so many real keys (None: not given) says that they are another sequence."""
         return key_length is not None or self.key_layout is not None
 
-    def kernel_for(self, mask: Mask, q: Tensor, k: Tensor) -> Kernel:
-        """Return the kernel for such queries and keys.
+    def kernel_for(self, needs: frozenset[Need], q: Tensor, k: Tensor) -> Kernel:
+        """Return the kernel for such queries and keys, under a mask with such needs.
 
         Raises:
             UserError: None of that name computes them.
         """
         capped: frozenset[Need] = frozenset() if self.softcap is None else frozenset({"softcap"})
         try:
-            return select_kernel(self.kernel, q, k, self.deterministic, mask.needs | capped)
+            return select_kernel(self.kernel, q, k, self.deterministic, needs | capped)
         except KernelError as error:
             raise UserError(str(error)) from None
 

@@ -17,7 +17,7 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import seen_counts, visible_area
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.pattern import IntArray
+from bmburst_ops.pattern import BLOCK, IntArray, Need
 
 
 class Run(NamedTuple):
@@ -331,6 +331,22 @@ def real_tokens(layout: Layout, rank: int, length: int) -> int:
 def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
     """Return the global positions below `length` of a rank's local tokens, ascending."""
     return np.concatenate([np.arange(run.real(length)) * run.stride + run.start for run in layout.runs(rank)])
+
+
+def kernel_needs(layout: Layout, mask: Mask) -> frozenset[Need]:
+    """Return what a kernel must be able to do for a mask over each rank's tokens: a layout may cut inside blocks."""
+    if "blocks" not in mask.needs or all(_keeps_blocks(layout.runs(rank)) for rank in range(layout.size)):
+        return mask.needs
+    return mask.needs - {"blocks"} | {"cells"}
+
+
+def _keeps_blocks(runs: Sequence[Run]) -> bool:
+    """Whether local tokens change their block of the sequence at multiples of `BLOCK` alone."""
+    for i, run in enumerate(runs):
+        follows = i > 0 and runs[i - 1].start + runs[i - 1].tokens == run.start
+        if run.stride > 1 or (run.start - run.offset) % BLOCK or (run.offset % BLOCK and not follows):
+            return False
+    return True
 
 
 @bounded_cache(maxsize=128)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bmburst.amounts import array_of, digest, require_flag, whole_number
 from bmburst.errors import UserError, require_known
-from bmburst_ops.pattern import IntArray, Need, VisibleRanges
+from bmburst_ops.pattern import BLOCK, IntArray, Need, VisibleRanges
 
 NAMES = ("causal", "full")
 _WIDEST = 1 << 62  # users may pass block sizes above 64 bits; no sequence is as long
@@ -199,7 +199,7 @@ class BlockSparse(Mask):
     @property
     def needs(self) -> frozenset[Need]:
         """See `Mask.needs`."""
-        return frozenset({"cells"})
+        return frozenset({"cells"} if self.block_size % BLOCK else {"blocks"})
 
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
@@ -241,8 +241,10 @@ class Intersection(Mask):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """See `Mask.needs`."""
-        return frozenset().union(*(mask.needs for mask in self.masks))
+        """See `Mask.needs`. Other intervals than causal ones may cut blocks anywhere."""
+        needs = frozenset[Need]().union(*(mask.needs for mask in self.masks))
+        is_cut = "blocks" in needs and not all(isinstance(mask, BlockSparse | Causal) for mask in self.masks)
+        return needs - {"blocks"} | {"cells"} if is_cut else needs
 
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""

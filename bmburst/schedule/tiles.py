@@ -269,7 +269,8 @@ def _cells(blocks: BlockMap, rows: VisibleRanges, queries: IntArray, keys: IntAr
         return ()
     used = np.flatnonzero(cells.any(0))
     q = Span(int(seeing[0]), int(seeing[-1]) + 1)
-    k = Span(int(key_edges[used[0]]), int(key_edges[used[-1] + 1]))
+    # No further than the last query sees: under a causal mask, that ends at its diagonal whatever else is on.
+    k = Span(int(key_edges[used[0]]), int(min(key_edges[used[-1] + 1], rows.stop[q.stop - 1])))
     start, stop = (np.clip(side[q.slice], *k) - k.start for side in rows)
     edges = np.clip(query_edges, *q) - q.start, np.clip(key_edges, *k) - k.start
     pattern = Cells(start, stop, *edges, cells)

@@ -155,9 +155,9 @@ class FlashAttention3Kernel:
             return f"needs FlashAttention-3, whose module is {_MODULE_3}"
         return None
 
-    def nondeterminism(self, q: Tensor) -> str:
+    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str:
         """See `NotAlwaysDeterministic`. Builds of 2025 drop the flag (flash-attention pull requests 1766 and 1893)."""
-        del q
+        del q, needs
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 
     def forward(

@@ -1,10 +1,13 @@
 """FlashAttention-4: the package flash-attn-4, kernels in CuTe DSL that are compiled when first used."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import fully_masked
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
@@ -12,21 +15,40 @@ from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     CAPPED,
     import_package,
+    unable,
     unless_able,
     unless_half_on_gpu,
     unless_head_dim,
+    unless_repeating,
     version_of,
-    without_cells,
 )
-from bmburst_ops.flash.memory import aligned, gradient_memory, writable, writable_statistic
+from bmburst_ops.flash.memory import (
+    DeviceVectors,
+    aligned,
+    copy_to_device,
+    gradient_memory,
+    writable,
+    writable_statistic,
+)
 from bmburst_ops.flash.varlen import PackageArguments, package_arguments
-from bmburst_ops.pattern import FULL, Need, Pattern
+from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
 
 _MODULE = "flash_attn.cute.interface"
+_SPARSE = "flash_attn.cute.block_sparsity"
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
 # other head dims for V or with a backward that takes no dLSE.
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
 _UNCAPPED = (12,)  # the package refuses other functions of scores in its backward there
+
+BLOCK_HEAD_DIMS = frozenset({128})
+"""Head dims under block-sparse masks. `tests/ops/test_fa4_blocks.py` holds output and gradients of more on a GPU; one
+joins these where that test passes. At 64 wrong gradients were reported (flash-attention issue 2623)."""
+_WHOLE_BLOCKS = (
+    f"takes block-sparse masks only with a block_size that is a multiple of {BLOCK}, joined with nothing but Causal, "
+    f"and split over ranks at multiples of {BLOCK} tokens"
+)
+_UNCAPPED_BLOCKS = "cannot do logit softcapping under block-sparse masks"
+_NOT_REPEATING = "has no deterministic backward under block-sparse masks"
 
 
 class FlashAttention4Kernel:
@@ -43,19 +65,27 @@ class FlashAttention4Kernel:
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q) or unless_able(needs, CAPPED)) is not None:
+        if (reason := unless_half_on_gpu(q)) is not None:
+            return reason
+        if "cells" in needs:
+            return _WHOLE_BLOCKS
+        if (reason := unless_able(needs, CAPPED | {"blocks"})) is not None:
             return reason
         generation = torch.cuda.get_device_capability(q.device)[0]
         if generation not in _WIDEST:
             return f"needs Hopper or Blackwell, got {torch.cuda.get_device_name(q.device)}"
         if (reason := unless_head_dim(q, _WIDEST[generation], " here")) is not None:
             return reason
+        if "blocks" in needs and (reason := _unless_blocks(q, needs, generation)) is not None:
+            return reason
         if "softcap" in needs and generation in _UNCAPPED:
             return f"cannot do logit softcapping on {torch.cuda.get_device_name(q.device)}"
         return "needs the package flash-attn-4" if version_of("flash-attn-4") is None else None
 
-    def nondeterminism(self, q: Tensor) -> str | None:
+    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `NotAlwaysDeterministic`."""
+        if "blocks" in needs:
+            return _NOT_REPEATING
         if torch.cuda.get_device_capability(q.device)[0] == 12:
             return f"has no deterministic backward for {torch.cuda.get_device_name(q.device)}"
         return None
@@ -71,11 +101,12 @@ class FlashAttention4Kernel:
         softcap: float | None = None,
         into: Partial | None = None,
     ) -> Partial:
-        """See `Kernel.forward`."""
+        """See `Kernel.forward`. Under a block-sparse mask the package itself leaves queries right that see nothing."""
         function = import_package(_MODULE, self.name)._flash_attn_fwd
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
-            call = package_arguments(seen, q, k)
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, into: Partial | None, **sparse: object
+        ) -> Partial:
             flat = [aligned(call.flat(t)) for t in (q, k, v)]
             out, statistic = (None, None) if into is None else into
             with torch.cuda.device_of(q):
@@ -88,10 +119,17 @@ class FlashAttention4Kernel:
                     out=writable(call.flat_target(out), q),
                     lse=writable_statistic(call.flat_statistic_target(statistic)),
                     **fa4_options(call, softcap),
+                    **sparse,
                 )
             return call.partial(result, lse, q, into)
 
-        found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+            return attend(q, k, v, package_arguments(seen, q, k), into)
+
+        if isinstance(pattern, Cells):
+            lists = _lists(pattern, "queries", q.device, softcap)
+            return attend(q, k, v, package_arguments(lists.band, q, k), into, block_sparse_tensors=lists.tensors())
+        found = fully_masked.forward(part, q, k, v, pattern, into)
         return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
 
     def backward(
@@ -112,8 +150,9 @@ class FlashAttention4Kernel:
         """
         function = import_package(_MODULE, self.name)._flash_attn_bwd
 
-        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
-            call = package_arguments(seen, given.q, given.k)
+        def differentiate(
+            given: BackwardInputs, call: PackageArguments, into: Gradients | None, **sparse: object
+        ) -> Gradients:
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
             with torch.cuda.device_of(q):
@@ -131,10 +170,19 @@ class FlashAttention4Kernel:
                     dv=gradients.v,
                     dlse=-call.flat_statistic(given.delta).float(),
                     **fa4_options(call, softcap),
+                    **sparse,
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+            return differentiate(given, package_arguments(seen, given.q, given.k), into)
+
+        if isinstance(pattern, Cells):
+            unless_repeating(deterministic, self.name, _NOT_REPEATING)
+            lists = _lists(pattern, "keys", given.q.device, softcap)
+            call = package_arguments(lists.band, given.q, given.k)
+            return differentiate(given, call, into, block_sparse_tensors=lists.tensors())
+        found = fully_masked.backward(part, given, pattern, into)
         if not given.q.is_cuda:
             return found
         return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
@@ -152,3 +200,80 @@ def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[st
     if not call.causal and call.band != FULL:
         options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
     return options
+
+
+def _unless_blocks(q: Tensor, needs: frozenset[Need], generation: int) -> str | None:
+    """Refuse what the kernels for block-sparse masks cannot do, or were not measured at."""
+    if generation != 9:  # tiles of Blackwell's forward are 256 queries
+        return f"does block-sparse masks on Hopper alone, got {torch.cuda.get_device_name(q.device)}"
+    if "softcap" in needs:
+        return _UNCAPPED_BLOCKS
+    if q.shape[-1] not in BLOCK_HEAD_DIMS:
+        able = ", ".join(map(str, sorted(BLOCK_HEAD_DIMS)))
+        return f"takes head dims {able} alone under block-sparse masks, got {q.shape[-1]}"
+    return None
+
+
+_Side = Literal["queries", "keys"]
+
+
+class _BlockLists(NamedTuple):
+    """A block-sparse pattern on a device, for the kernel whose programs hold blocks of one side.
+
+    Attributes:
+        band: What hides pairs inside blocks. The kernel is told of it by its causal flag, or its window.
+        rows: Blocks of the side.
+        sent: Counts and places, int32 and flat, of the blocks that are seen in part, then of those seen as a whole.
+    """
+
+    band: Band
+    rows: int
+    sent: DeviceVectors
+
+    def tensors(self) -> object:
+        """Return the package's tuple of tensors: counts `[1, 1, rows]`, places `[1, 1, rows, most]`, for all heads."""
+        counts, places, whole_counts, whole_places = (t.view(1, 1, self.rows, -1) for t in self.sent.here())
+        # The masked list without a function of its own: the causal flag and the window hold in all blocks.
+        return import_package(_SPARSE, FlashAttention4Kernel.name).BlockSparseTensorsTorch(
+            mask_block_cnt=counts.squeeze(-1),
+            mask_block_idx=places,
+            full_block_cnt=whole_counts.squeeze(-1),
+            full_block_idx=whole_places,
+            block_size=(BLOCK, BLOCK),
+        )
+
+
+def _lists(pattern: Cells, side: _Side, device: torch.device, softcap: float | None) -> _BlockLists:
+    """Return what a block-sparse kernel is told of a pattern.
+
+    Raises:
+        KernelError: It is called for what `refusal` refuses.
+    """
+    if softcap is not None:
+        raise unable(FlashAttention4Kernel.name, _UNCAPPED_BLOCKS)
+    lists = _block_lists(pattern, side, device)
+    if lists is None:
+        raise unable(FlashAttention4Kernel.name, _WHOLE_BLOCKS)
+    return lists
+
+
+@bounded_cache(maxsize=64)
+def _block_lists(pattern: Cells, side: _Side, device: torch.device) -> _BlockLists | None:
+    """Return the lists of forward, whose programs hold queries, or of backward, whose programs hold keys."""
+    blocks = blocks_of(pattern)
+    if blocks is None:
+        return None
+    part, whole = (each if side == "queries" else each.T for each in (blocks.part, blocks.whole))
+    return _BlockLists(blocks.band, len(part), copy_to_device((*listed(part), *listed(whole)), device))
+
+
+def listed(seen: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """Return how many of each row are true, `[rows]`, and their columns, ascending: `[rows, most]`, zero behind them.
+
+    A kernel looks for the end of the sequence in the last block of a list alone, which must be the last block there is.
+    """
+    counts = np.count_nonzero(seen, axis=1)
+    rows, columns = np.nonzero(seen)
+    places = np.zeros((len(seen), max(1, counts.max(initial=0))), np.int64)
+    places[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
+    return counts, places

@@ -123,6 +123,6 @@ class NotAlwaysDeterministic(Protocol):
     Its backward raises `KernelError` where it is asked for what it cannot do.
     """
 
-    def nondeterminism(self, q: Tensor) -> str | None:
+    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """Return why backward cannot give the same bits each time on q's device, as a phrase, or None if it can."""
         ...

@@ -61,6 +61,7 @@ _NAMES: Mapping[Need, str] = MappingProxyType(
     {
         "window": "sliding windows",
         "segments": "packed segments",
+        "blocks": "block-sparse masks",
         "cells": "block-sparse masks",
         "softcap": "logit softcapping",
     }
@@ -103,7 +104,7 @@ def without_cells(pattern: Pattern, kernel: str) -> Band | Segments:
         KernelError: It is one.
     """
     if isinstance(pattern, Cells):
-        raise _unable(kernel, unless_able(pattern.needs))
+        raise unable(kernel, unless_able(pattern.needs))
     return pattern
 
 
@@ -114,7 +115,7 @@ def band_of(pattern: Pattern, kernel: str) -> Band:
         KernelError: It is of another kind.
     """
     if not isinstance(pattern, Band):
-        raise _unable(kernel, unless_able(pattern.needs))
+        raise unable(kernel, unless_able(pattern.needs))
     return pattern
 
 
@@ -125,7 +126,7 @@ def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
         KernelError: It is neither.
     """
     if (reason := unless_able(pattern.needs)) is not None:
-        raise _unable(kernel, reason)
+        raise unable(kernel, reason)
     return pattern == CAUSAL
 
 
@@ -136,7 +137,7 @@ def require_no_softcap(softcap: float | None, kernel: str) -> None:
         KernelError: There is one.
     """
     if softcap is not None:
-        raise _unable(kernel, unless_able(frozenset({"softcap"})))
+        raise unable(kernel, unless_able(frozenset({"softcap"})))
 
 
 def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
@@ -146,8 +147,9 @@ def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
         KernelError: It is one.
     """
     if deterministic:
-        raise _unable(kernel, reason)
+        raise unable(kernel, reason)
 
 
-def _unable(kernel: str, reason: str | None) -> KernelError:
+def unable(kernel: str, reason: str | None) -> KernelError:
+    """Return the error of a kernel that was called for what it refuses."""
     return KernelError(f"kernel '{kernel}' {reason}\nfix: choose another kernel")

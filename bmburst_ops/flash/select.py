@@ -1,7 +1,8 @@
 """The table of kernels, in order of preference, and the choice from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from bmburst_ops.pattern import Need
 #
 # Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch do the first two, by
 # window sizes and variable lengths; cpu too, with a call for each segment; cudnn none; triton and reference all three.
+# fa4 does cells of whole blocks on Hopper, where it is asked for by name.
 # Softcap: fa4, fa3, fa2, triton and reference.
 KERNELS: tuple[Kernel, ...] = (
     FlashAttention4Kernel(),
@@ -33,6 +35,8 @@ KERNELS: tuple[Kernel, ...] = (
     TritonKernel(),
     ReferenceKernel(),
 )
+_UNMEASURED: Mapping[str, frozenset[Need]] = MappingProxyType({"fa4": frozenset({"blocks"})})
+"""What a kernel can do but is not chosen for: its speed there is not known."""
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 
 
@@ -72,18 +76,19 @@ def able_kernels(
 
 def _able(q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> Iterator[Kernel]:
     able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
-    return (kernel for kernel in able if not _is_interpreter(kernel, q))
+    return (kernel for kernel in able if not _is_by_name_alone(kernel, q, needs))
 
 
-def _is_interpreter(kernel: Kernel, q: Tensor) -> bool:
-    """Whether it is Triton's, which is for tests: on CPUs it runs where it is asked for by name alone."""
-    return isinstance(kernel, TritonKernel) and q.device.type == "cpu"
+def _is_by_name_alone(kernel: Kernel, q: Tensor, needs: frozenset[Need]) -> bool:
+    """Whether it runs only where it is asked for by name: Triton's interpreter on CPUs, and what was not measured."""
+    is_interpreter = isinstance(kernel, TritonKernel) and q.device.type == "cpu"
+    return is_interpreter or bool(needs & _UNMEASURED.get(kernel.name, frozenset()))
 
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> str | None:
     reason = kernel.refusal(q, k, needs)
     if reason is None and deterministic and isinstance(kernel, NotAlwaysDeterministic):
-        return kernel.nondeterminism(q)
+        return kernel.nondeterminism(q, needs)
     return reason
 
 

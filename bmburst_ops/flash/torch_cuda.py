@@ -146,9 +146,9 @@ class CudnnKernel:
         widest = 256 if capability == (9, 0) and version >= _WIDE_HEADS else 128
         return unless_head_dim(q, widest, " here")
 
-    def nondeterminism(self, q: Tensor) -> str:
+    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str:
         """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""
-        del q
+        del q, needs
         return "has no deterministic backward in torch"
 
     def forward(

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from benchmarks import families, hugging_face, lora_peers, main_job
+from benchmarks import block_sparse, families, hugging_face, lora_peers, main_job
 from benchmarks.engine.machine import write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
 from tests.docs.scripts import run_script
+from tests.mask_oracle import visible
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
@@ -34,6 +36,7 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
 def test_there_are_scripts():
     known = {
         "biased",
+        "block_sparse",
         "cross",
         "double_ring",
         "elementwise",
@@ -78,6 +81,33 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
         else:
             assert row["forward"]["ratio"] > 0 and row["forward and backward"]["ratio"] > 0
     assert (tmp_path / "found.md").read_text().count("| causal |") == 5
+
+
+def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
+    words = ["-m", "benchmarks.block_sparse", "--small", "--kernels", "reference,fa4", "--output", "found.json"]
+    run_script(tmp_path, 1, words)
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = found["rows"]
+    assert [(row["asked"], row["kernel"]) for row in rows] == [
+        (density, kernel) for density in (0.1, 0.25, 0.5) for kernel in ("reference", "fa4")
+    ]
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert 0 < ours["density"] == theirs["density"] <= 1 and "'fa4'" in theirs["refused"]  # there is no GPU
+        for direction in ("forward", "forward and backward"):
+            assert ours[direction]["ratio"] > 0 and ours[direction]["milliseconds"] > 0
+    text = (tmp_path / "found.md").read_text()
+    assert text == block_sparse.table(found) + "\n" and text.count("| reference |") == 3
+
+
+def test_the_density_of_a_block_sparse_mask_is_that_of_its_pairs():
+    mask, density = block_sparse.sparse_mask(700, 0.5)
+    seen = visible(mask, 700)
+    assert density == pytest.approx(seen.sum() / np.tri(700).sum()) and seen.any(1).all()
+    assert block_sparse.sparse_mask(131_072, 0.1)[1] == pytest.approx(0.1, abs=2e-3)
+    row = {"density": 0.1009, "kernel": "fa4", "refused": "no"}
+    row["forward"] = {"milliseconds": 30.0, "dense_milliseconds": 240.0, "ratio": 1.2388}
+    found = {"tokens": 131072, "block_size": 128, "heads": 32, "kv_heads": 8, "head_dim": 128, "rows": [row]}
+    assert "| 10.1% | fa4 | 30.0, 240.0, 1.24 | no |" in block_sparse.table(found)
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):

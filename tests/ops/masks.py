@@ -73,7 +73,11 @@ def some(seed, queries, keys, kinds=("window", "segments", "cells")):
 
 def attention(q, k, v, pattern, scale, softcap=None):
     """Output and log-sum-exp of the definition; zero and -inf where a query sees nothing."""
-    mask = visible(pattern, q.shape[1], k.shape[1])
+    return attention_under(visible(pattern, q.shape[1], k.shape[1]), q, k, v, scale, softcap)
+
+
+def attention_under(mask, q, k, v, scale, softcap=None):
+    """The same of a mask `[queries, keys]`."""
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
 from bmburst.schedule.layout import (
     LAYOUTS,
     Balanced,
     Run,
     deal,
     key_areas,
+    kernel_needs,
     make_layout,
     most_keys,
     narrowed_queries,
@@ -26,6 +28,8 @@ from bmburst.schedule.layout import (
     real_tokens,
 )
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.ring_schedule import tiles
+from bmburst_ops.pattern import Cells, blocks_of
 from tests.mask_oracle import random_mask, visible
 from tests.refusals import refused
 
@@ -168,6 +172,60 @@ def test_any_mask_is_balanced_to_the_spread_of_chunks():
         areas = rank_areas(layout, length, mask)
         assert sum(areas) == seen.sum()
         assert max(areas) - min(areas) <= max(chunks) - min(chunks)
+
+
+def _every_tile(layout, length, mask):
+    """All that any strategy gives a kernel: of a ring, of a gather, and of one of both behind an exchange of heads."""
+    for degree in (n for n in range(1, layout.size + 1) if layout.size % n == 0):
+        outer = layout.over_groups(degree)
+        for query_rank, key_rank in product(range(outer.size), repeat=2):
+            yield from tiles(outer, length, mask, query_rank, key_rank)
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 2, "itemsize": 4}
+        shapes = GatherShapes(visibility=Visibility(outer, length, mask), **sizes)
+        for rank in range(outer.size):
+            plan = make_gather_plan(shapes, rank, 0)
+            yield from (*plan.own, *plan.forward, *plan.backward)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_layouts_that_keep_blocks_give_kernels_tiles_of_blocks(seed):
+    rng = random.Random(seed)
+    name, size = rng.choice(("contiguous", "zigzag", "balanced")), rng.randint(1, 4)
+    tokens = LAYOUTS[name].chunks * 128 * rng.choice((1, 2))
+    length = max(1, size * tokens - rng.choice((0, 0, 1, 100, 300)))
+    block_size, share = rng.choice((128, 256, 384)), rng.choice((0.2, 0.5, 0.9))
+    blocks = -(-length // block_size)
+    on = [[rng.random() < share for _ in range(blocks)] for _ in range(blocks)]
+    mask = BlockSparse(on, block_size, causal=rng.random() < 0.6)
+    layout = make_layout(name, size, tokens, mask, length)
+    assert kernel_needs(layout, mask) == {"blocks"}
+    for tile in _every_tile(layout, length, mask):
+        assert not isinstance(tile.pattern, Cells) or blocks_of(tile.pattern) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tokens", "keeps"),
+    [
+        ("zigzag", 1, 300, True),  # its chunks follow each other
+        ("zigzag", 2, 256, True),
+        ("zigzag", 2, 192, False),
+        ("contiguous", 3, 128, True),
+        ("contiguous", 3, 200, False),
+        ("contiguous", 1, 201, True),
+        ("striped", 1, 256, True),
+        ("striped", 2, 256, False),
+        ("balanced", 2, 1024, True),
+        ("balanced", 2, 512, False),
+    ],
+)
+def test_a_layout_that_cuts_inside_blocks_needs_cells(name, size, tokens, keeps):
+    blocks = -(-size * tokens // 128)
+    mask = BlockSparse(np.tri(blocks), 128)
+    layout = make_layout(name, size, tokens, mask)
+    assert kernel_needs(layout, mask) == ({"blocks"} if keeps else {"cells"})
+    assert kernel_needs(layout, SlidingWindow(3)) == {"window"}
+    found = [tile.pattern for tile in _every_tile(layout, size * tokens, mask)] if name != "striped" else []
+    assert not found or keeps == all(blocks_of(p) is not None for p in found if isinstance(p, Cells))
 
 
 def test_unknown_and_impossible_layouts_are_refused():

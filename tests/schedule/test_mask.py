@@ -162,6 +162,10 @@ def test_what_masks_say_of_themselves():
         (PREFIXES, 8, (0, 5), {"segments"}),
         (BLOCKS, None, (), {"cells"}),
         (BlockSparse(MAP, 3, causal=True), None, (), {"cells"}),
+        (BlockSparse(MAP, 384), None, (), {"blocks"}),
+        (BlockSparse(MAP, 384) & Causal(), None, (), {"blocks"}),
+        (BlockSparse(MAP, 384) & SlidingWindow(9), None, (), {"cells", "window"}),
+        (BlockSparse(MAP, 4) & DOCUMENTS, 8, (0, 3, 4), {"cells", "segments"}),
         (both, 8, (0, 3, 4, 5), {"segments", "window"}),
     ):
         assert (mask.length, mask.starts, mask.needs) == (length, starts, needs)
