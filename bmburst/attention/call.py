@@ -93,11 +93,14 @@ class AttentionCall(SequenceCall):
         kernel: What computes a tile.
         deterministic: Whether repeated calls must give the same bits.
         softcap: Scaled scores become `softcap * tanh(score / softcap)`; None: they stay as they are.
+        is_cross: Whether the caller said that keys are another sequence. Where both lie alike, the plan is that of
+            self-attention, but what a checkpoint keeps must not depend on the two lengths being equal by chance.
     """
 
     kernel: Kernel
     deterministic: bool
     softcap: float | None = None
+    is_cross: bool = False
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """Return the work between one rank's queries and another's keys."""
@@ -274,6 +277,7 @@ def _decide(
             strategy=request.choose(shapes, real, mask),
             deterministic=options.deterministic,
             softcap=None if options.softcap is None else float(options.softcap),
+            is_cross=is_cross,
         )
         hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
         return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
@@ -356,7 +360,7 @@ class StrategyRequest:
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return what must be equal on every rank, in names that a user knows: a pace follows from the rest."""
-    keys = "" if call.layout.keys is call.layout else f", key_layout {call.layout.keys.name}"
+    keys = f", key_layout {call.layout.keys.name}" if call.is_cross else ""
     facts = {
         "q": describe_tensors(q),
         "k": describe_tensors(k),

@@ -216,7 +216,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         group: The ranks that share the sequences, for example `mesh.sequence`; see `BurstAttention`.
         dtype: dtype of weights and activations.
         recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
-            decoder's self-attention, and needs different layouts; other attention is saved whole.
+            decoder's self-attention, whose layout must have it; other attention is saved whole.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
         seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
 
@@ -248,12 +248,6 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
             raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
-        if 0 < policy.attention < 1 and source_layout == target_layout:
-            # With equal lengths cross-attention would be planned as self-attention, whose full mask has no prefix.
-            raise UserError(
-                f"recompute policy '{recompute}' with source and target both '{source_layout}'\n"
-                "fix: block-keep-attention, or another source_layout"
-            )
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
             raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")
         attend = partial(BurstAttention, group=group, **(attention or {}))

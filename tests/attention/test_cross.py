@@ -195,6 +195,17 @@ def test_ranks_that_disagree_on_keys_are_refused():
     run_ranks(2, body)
 
 
+def test_ranks_that_disagree_on_whether_keys_are_another_sequence_are_refused():
+    """Their plans are alike, but checkpoints would keep different parts."""
+
+    def body(comm):
+        q = torch.zeros(1, 4, 2, 8)
+        with refused("key_layout zigzag"):
+            bmburst.burst_attention(q, q, q, key_length=8 if comm.rank else None, group=comm)
+
+    run_ranks(2, body)
+
+
 def test_documents_of_other_numbers_are_refused():
     with refused("3 documents | 2 documents | key | fix: "):
         bmburst.Documents((3, 5), key_lengths=(1, 2, 3))

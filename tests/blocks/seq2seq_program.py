@@ -49,6 +49,7 @@ CASES = {
     "striped": Case((11, 5), ("striped", "striped"), zero_level=2),
     "block": Case((7, 7), ("striped", "zigzag"), recompute="block"),
     "half": Case((9, 16), recompute="block-keep-attention:0.5"),
+    "half, equal": Case((12, 12), ("zigzag", "zigzag"), recompute="block-keep-attention:0.5"),
     "keep": Case((5, 13), ("zigzag", "contiguous"), recompute="block-keep-attention", zero_level=2),
     "packed": Case(pairs=PACKED),
     "padded": Case(pairs=PADDED, recompute="block-keep-attention"),
@@ -167,7 +168,6 @@ def refusals() -> None:
         ({"recompute": "block+offload"}, "'block+offload' | block-keep-attention"),
         ({"recompute": "blocks"}, "'blocks' | block"),
         ({"zero_level": 1}, "zero_level 1 | 2 or 3"),
-        ({"recompute": "block-keep-attention:0.5", "source_layout": "zigzag"}, "both 'zigzag' | source_layout"),
         ({"attention": {"mask": "causal"}}, "'mask' | source_layout"),
         ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
     ):
