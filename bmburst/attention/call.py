@@ -71,8 +71,7 @@ class SequenceCall:
     def double_schedule(self, ring_tensors: RingTensors, *, returning: bool) -> DoubleSchedule:
         """Return this rank's schedule in a double ring; `returning`: whether gradients follow the blocks home."""
         assert self.double_ring is not None
-        nodes = self.double_ring.inter.size
-        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, nodes)
+        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, self.double_ring.inter.size)
         return make_double_schedule(*options, returning=returning)
 
     def schedule(self, ring_tensors: RingTensors) -> Schedule:
@@ -93,8 +92,7 @@ class AttentionCall(SequenceCall):
         kernel: What computes a tile.
         deterministic: Whether repeated calls must give the same bits.
         softcap: Scaled scores become `softcap * tanh(score / softcap)`; None: they stay as they are.
-        is_cross: Whether the caller said that keys are another sequence. Where both lie alike, the plan is that of
-            self-attention, but what a checkpoint keeps must not depend on the two lengths being equal by chance.
+        is_cross: Whether the caller said that keys are another sequence, even where both lie alike by chance.
     """
 
     kernel: Kernel
@@ -243,8 +241,7 @@ def decide(
         decided = _decided_calls(comm, (length, key_length), options)
     except TypeError:  # an option that cannot be hashed, a list, is refused
         return anew()
-    kind = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
-    return decided.get(kind, anew)
+    return decided.get(tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]), anew)
 
 
 def _decide(
