@@ -28,9 +28,9 @@ from bmburst.blocks.seq2seq_config import Seq2SeqConfig
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, token_loss_sum
 from bmburst.mesh import current_mesh
-from bmburst.recompute.policy import Policy
+from bmburst.recompute.policy import Policy, require_end
 from bmburst.sequence import ShardedBatch
-from bmburst.zero import named_shards, scatter
+from bmburst.zero import gather, named_shards, scatter
 
 POSITION_OFFSET = 2
 """Rows of BART's position tables before that of position 0."""
@@ -236,6 +236,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
             raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
+        require_end(policy.attention, target_layout, resolve_group(group).size)
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
             raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")
         group = None if group is None and current_mesh() is None else resolve_group(group)
@@ -296,6 +297,15 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         for shard in shards:
             if shard.count:
                 scatter(shard, weights[shard.name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights as `BartForConditionalGeneration.load_state_dict` takes them, whole on every rank.
+
+        Every rank calls it.
+        """
+        found = {shard.name: whole for shard in named_shards(self) if (whole := gather(shard)) is not None}
+        table = found["model.shared.weight"]
+        return {**found, **dict.fromkeys(_TIED, table), _LOGITS_BIAS: table.new_zeros(1, len(table))}
 
     def _initialize(self, seed: int) -> None:
         """Fill norms with 1, biases with 0, and all else from N(0, init_std), as BART."""

@@ -96,7 +96,8 @@ def real_tokens(case: Case) -> Tensor:
 def run(weights: Path, output: Path) -> None:
     """Compute logits, loss and gradients of each case with the weights of a BART."""
     mesh = Mesh.over_bmtrain()
-    found = {name: _case(case, torch.load(weights), mesh) for name, case in CASES.items()}
+    given = torch.load(weights)
+    found = {name: _case(case, given, mesh) for name, case in CASES.items()}
     if mesh.rank == 0:
         torch.save(found, output)
 
@@ -118,6 +119,10 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
         seed=None,
     )
     model.load_weights(weights)
+    if case.dtype == torch.float64:
+        returned = model.weights()
+        assert returned.keys() == weights.keys()
+        assert all(torch.equal(returned[name], weight) for name, weight in weights.items())
     source, target, labels = data(case)
     each = [Pairs(*pair) for pair in case.pairs]
     given = {"decoder_input_ids": target, "pairs": each[0] if len(each) == 1 else each or None}
@@ -162,7 +167,6 @@ def learn(output: Path, steps: int) -> None:
 def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
     from bmburst.blocks.seq2seq import Seq2Seq
-    from bmburst.zero import gather, named_shards
 
     with refused("decoder_layers 0 | at least 1"):
         Seq2SeqConfig(**{**SIZES, "decoder_layers": 0})
@@ -198,7 +202,7 @@ def refusals() -> None:
         with refused(words):
             Seq2Seq(config, **options)
     model = Seq2Seq(config)
-    weights = {shard.name: gather(shard) for shard in named_shards(model)}
+    weights = model.weights()
     name = "model.decoder.layers.1.encoder_attn.k_proj.bias"
     with refused(f"{name} | missing | [16]"):
         model.load_weights({key: weight for key, weight in weights.items() if key != name})
@@ -211,11 +215,13 @@ def refusals() -> None:
 
 
 def bad_batches() -> None:
-    """See what is said of batches that do not fit, on every rank."""
+    """See what is said of layouts and batches that do not fit, on every rank."""
     from bmburst.blocks.seq2seq import Seq2Seq
 
     mesh = Mesh.over_bmtrain()
     config = Seq2SeqConfig(**SIZES)
+    with refused("'contiguous' | 2 ranks | zigzag (0.5)"):
+        Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
     cut = Seq2Seq(config, group=mesh.sequence).cut
     ids, labels = torch.full((2, 7), 3), torch.full((2, 5), 4)
     holes, left = torch.ones(2, 7), torch.ones(2, 7)
