@@ -114,7 +114,8 @@ def burst_attention(
         key_length: Real tokens of the keys' sequence, where it is another one than the queries'. Keys then have local
             tokens and padding of their own. "causal" and `SlidingWindow` are aligned at the bottom right: the last
             query sees the last key, query i is treated as key `i + key_length - length`. `Documents` take
-            `key_lengths`. Other masks are refused. Default: queries and keys are one sequence.
+            `key_lengths`. Other masks are refused. Default: with `key_layout`, what the mask is made for, or as many
+            as queries; else queries and keys are one sequence.
         sink: `[heads]`, any float dtype: a logit for each query head that takes a share of every row's softmax and has
             no value, as in gpt-oss. Rows that see no key are not changed. Every rank gives all heads' sinks. Its
             gradient is this rank's queries' part, which the caller adds up over the group as that of other weights.

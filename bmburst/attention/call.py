@@ -71,8 +71,7 @@ class SequenceCall:
     def double_schedule(self, ring_tensors: RingTensors, *, returning: bool) -> DoubleSchedule:
         """Return this rank's schedule in a double ring; `returning`: whether gradients follow the blocks home."""
         assert self.double_ring is not None
-        nodes = self.double_ring.inter.size
-        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, nodes)
+        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, self.double_ring.inter.size)
         return make_double_schedule(*options, returning=returning)
 
     def schedule(self, ring_tensors: RingTensors) -> Schedule:
@@ -93,11 +92,13 @@ class AttentionCall(SequenceCall):
         kernel: What computes a tile.
         deterministic: Whether repeated calls must give the same bits.
         softcap: Scaled scores become `softcap * tanh(score / softcap)`; None: they stay as they are.
+        is_cross: Whether the caller said that keys are another sequence, even where both lie alike by chance.
     """
 
     kernel: Kernel
     deterministic: bool
     softcap: float | None = None
+    is_cross: bool = False
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """Return the work between one rank's queries and another's keys."""
@@ -240,8 +241,7 @@ def decide(
         decided = _decided_calls(comm, (length, key_length), options)
     except TypeError:  # an option that cannot be hashed, a list, is refused
         return anew()
-    kind = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
-    return decided.get(kind, anew)
+    return decided.get(tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]), anew)
 
 
 def _decide(
@@ -274,6 +274,7 @@ def _decide(
             strategy=request.choose(shapes, real, mask),
             deterministic=options.deterministic,
             softcap=None if options.softcap is None else float(options.softcap),
+            is_cross=is_cross,
         )
         hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
         return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
@@ -356,7 +357,7 @@ class StrategyRequest:
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return what must be equal on every rank, in names that a user knows: a pace follows from the rest."""
-    keys = "" if call.layout.keys is call.layout else f", key_layout {call.layout.keys.name}"
+    keys = f", key_layout {call.layout.keys.name}" if call.is_cross else ""
     facts = {
         "q": describe_tensors(q),
         "k": describe_tensors(k),

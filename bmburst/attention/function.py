@@ -105,7 +105,7 @@ class Prefix:
             UserError: Layout or mask have no such prefix; on every rank.
         """
         layout = call.layout
-        if layout.keys is not layout:  # no prefix of the queries attends to a prefix of the keys alone: all are kept
+        if call.is_cross:  # no prefix of the queries attends to a prefix of the keys alone: all are kept
             return cls(executor, call, 0, inputs)
         require_end(kept, layout.name, layout.size)
         rows = min(layout.tokens - 1, round((1 - kept) * layout.tokens))

@@ -1,16 +1,16 @@
 """An encoder-decoder on BMTrain as BART (arXiv:1910.13461): source and target are both split over the ranks.
 
 The encoder attends over the whole source. The decoder attends causally over the target, then from the target to the
-encoder's output (cross-attention). Each sequence has a `SequenceShard` of its own, so lengths, layouts and padding may
-differ. Norms follow the residual additions, positions are learned, and the head is the embedding table. Parameters are
-named as in transformers' `BartForConditionalGeneration`. There is no dropout.
+encoder's output (cross-attention). Lengths, layouts and padding of the two may differ. Norms follow the residual
+additions, positions are learned, and the head is the embedding table. Parameters are named as in transformers'
+`BartForConditionalGeneration`. There is no dropout.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import bmtrain as bmt
 import torch
@@ -18,37 +18,24 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 from bmburst import recompute
+from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.layers import Linear, Table, parameter, project, rows_of
 from bmburst.blocks.model import draw_normal
-from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
+from bmburst.blocks.seq2seq_batch import Seq2SeqBatch, Seq2SeqCut
+from bmburst.blocks.seq2seq_config import Seq2SeqConfig
 from bmburst.errors import UserError
-from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
-from bmburst.recompute.policy import Policy
+from bmburst.loss import DEFAULT_CHUNK, token_loss_sum
+from bmburst.mesh import current_mesh
+from bmburst.recompute.policy import Policy, require_end
 from bmburst.sequence import ShardedBatch
-from bmburst.zero import named_shards, scatter
+from bmburst.zero import gather, named_shards, scatter
 
 POSITION_OFFSET = 2
 """Rows of BART's position tables before that of position 0."""
 _TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _LOGITS_BIAS = "final_logits_bias"
-
-
-class _Masks(NamedTuple):
-    """The masks of a batch; None: those of the attention modules."""
-
-    source: MaskOption | None = None
-    target: MaskOption | None = None
-    cross: MaskOption | None = None
-
-    @classmethod
-    def of(cls, pairs: Pairs | Sequence[Pairs] | None) -> "_Masks":
-        if pairs is None:
-            return cls()
-        if isinstance(pairs, Pairs):
-            return cls(pairs.source, pairs.target, pairs.cross)
-        return cls(*(tuple(getattr(each, name) for each in pairs) for name in cls._fields))
 
 
 class LayerNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -76,7 +63,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
     def forward(
         self,
         hidden: Tensor,
-        length: int,
+        length: int | None,
         mask: MaskOption | None,
         keys: Tensor | None = None,
         key_length: int | None = None,
@@ -85,10 +72,10 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
 
         Args:
             hidden: `[batch, local_tokens, d_model]`, which queries are made of.
-            length: Real tokens of their sequence.
+            length: Real tokens of their sequence; None: those of the mask.
             mask: In place of the attention module's.
             keys: `[batch, local_keys, d_model]`, which keys and values are made of; None: `hidden`.
-            key_length: Real tokens of the sequence of `keys`.
+            key_length: Real tokens of the sequence of `keys`; None: those of the mask.
         """
         if keys is None:
             projected = project(hidden, self.q_proj, self.k_proj, self.v_proj)
@@ -121,7 +108,7 @@ class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
     def _forward(self, hidden: Tensor, *args: Any) -> Tensor:
         raise NotImplementedError
 
-    def _attended(self, hidden: Tensor, length: int, mask: MaskOption | None) -> Tensor:
+    def _attended(self, hidden: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
         normed: Tensor = self.self_attn_layer_norm(hidden + self.self_attn(hidden, length, mask))
         return normed
 
@@ -133,7 +120,7 @@ class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 class EncoderLayer(_Layer):
     """A layer of the encoder: `(hidden, length, mask)` to hidden."""
 
-    def _forward(self, hidden: Tensor, length: int, mask: MaskOption | None) -> Tensor:
+    def _forward(self, hidden: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
         return self._fed(self._attended(hidden, length, mask))
 
 
@@ -158,8 +145,8 @@ class DecoderLayer(_Layer):
         self,
         hidden: Tensor,
         encoded: Tensor,
-        length: int,
-        key_length: int,
+        length: int | None,
+        key_length: int | None,
         mask: MaskOption | None,
         cross_mask: MaskOption | None,
     ) -> Tensor:
@@ -206,7 +193,8 @@ class Seq2SeqModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has 
 class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """BART with its language model head, on this rank's parts of source and target.
 
-    Every rank of the world builds it with the same arguments and calls the same methods in the same order.
+    Every rank of the world builds it with the same arguments and calls the same methods in the same order. They take
+    batches of `model.cut.batch`, which cuts whole sequences as the model was made for them.
 
     Args:
         config: The model's configuration.
@@ -216,7 +204,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         group: The ranks that share the sequences, for example `mesh.sequence`; see `BurstAttention`.
         dtype: dtype of weights and activations.
         recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
-            decoder's self-attention, and needs different layouts; other attention is saved whole.
+            decoder's self-attention, whose layout must have it; other attention is saved whole.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
         seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
 
@@ -248,14 +236,10 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
             raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
-        if 0 < policy.attention < 1 and source_layout == target_layout:
-            # With equal lengths cross-attention would be planned as self-attention, whose full mask has no prefix.
-            raise UserError(
-                f"recompute policy '{recompute}' with source and target both '{source_layout}'\n"
-                "fix: block-keep-attention, or another source_layout"
-            )
+        require_end(policy.attention, target_layout, resolve_group(group).size)
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
             raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")
+        group = None if group is None and current_mesh() is None else resolve_group(group)
         attend = partial(BurstAttention, group=group, **(attention or {}))
         of_source = partial(attend, mask="full", layout=source_layout)
         of_target = partial(attend, mask="causal", layout=target_layout)
@@ -266,59 +250,31 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         encoders = [EncoderLayer(*encoder, of_source(), whole, dtype) for _ in range(config.encoder_layers)]
         decoders = [DecoderLayer(*decoder, of_target(), policy, dtype, across()) for _ in range(config.decoder_layers)]
         self.config = config
+        self.cut = Seq2SeqCut(config=config, source_layout=source_layout, target_layout=target_layout, group=group)
         self.model = Seq2SeqModel(
             config, Stack(config, encoders, dtype, zero_level), Stack(config, decoders, dtype, zero_level), dtype
         )
         if seed is not None:
             self._initialize(seed)
 
-    def forward(
-        self,
-        source: ShardedBatch,
-        target: ShardedBatch,
-        lengths: tuple[int, int],
-        pairs: Pairs | Sequence[Pairs] | None = None,
-    ) -> Tensor:
-        """Return the decoder's hidden states of this rank's target tokens, `[batch, local_tokens, d_model]`.
+    def forward(self, batch: Seq2SeqBatch) -> Tensor:
+        """Return the decoder's hidden states of this rank's target tokens, `[batch, local_tokens, d_model]`."""
+        return self._hidden(batch, self.model.shared.weight)
+
+    def logits(self, batch: Seq2SeqBatch) -> Tensor:
+        """Return the logits of this rank's target tokens, `[batch, local_tokens, vocab_size]`."""
+        table = self.model.shared.weight
+        return linear(self._hidden(batch, table), table)
+
+    def loss(self, batch: Seq2SeqBatch, *, chunk: int = DEFAULT_CHUNK) -> Tensor:
+        """Return the sum of this rank's token losses in nats, for `bmburst.loss.global_mean`.
 
         Args:
-            source: This rank's part of the source, from `SequenceShard.batch`; labels are not used.
-            target: This rank's part of the decoder's input.
-            lengths: Real tokens of the whole source and of the whole target.
-            pairs: The pairs of packed or padded sequences, one for all samples or one for each.
-
-        Raises:
-            UserError: A token id is out of range (checked on CPUs), or a sequence is longer than the position table.
-        """
-        return self._hidden(source, target, lengths, pairs, self.model.shared.weight)
-
-    def logits(
-        self,
-        source: ShardedBatch,
-        target: ShardedBatch,
-        lengths: tuple[int, int],
-        pairs: Pairs | Sequence[Pairs] | None = None,
-    ) -> Tensor:
-        """Return the logits of this rank's target tokens, `[batch, local_tokens, vocab_size]`; see `forward`."""
-        table = self.model.shared.weight
-        return linear(self._hidden(source, target, lengths, pairs, table), table)
-
-    def loss(
-        self,
-        source: ShardedBatch,
-        target: ShardedBatch,
-        lengths: tuple[int, int],
-        pairs: Pairs | Sequence[Pairs] | None = None,
-        *,
-        chunk: int = DEFAULT_CHUNK,
-    ) -> Tensor:
-        """Return the sum of this rank's token losses under `target.labels` in nats, for `bmburst.loss.global_mean`.
-
-        See `forward`; `chunk` is that of `bmburst.loss.token_loss_sum`.
+            batch: From `cut.batch`, with labels.
+            chunk: Tokens whose logits are computed at once.
         """
         table = self.model.shared.weight
-        hidden = self._hidden(source, target, lengths, pairs, table)
-        return token_loss_sum(hidden, table, target.labels, chunk=chunk)
+        return token_loss_sum(self._hidden(batch, table), table, batch.target.labels, chunk=chunk)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the weights of a `BartForConditionalGeneration.state_dict()`, which every rank has; no communication.
@@ -342,6 +298,15 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
             if shard.count:
                 scatter(shard, weights[shard.name])
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights as `BartForConditionalGeneration.load_state_dict` takes them, whole on every rank.
+
+        Every rank calls it.
+        """
+        found = {shard.name: whole for shard in named_shards(self) if (whole := gather(shard)) is not None}
+        table = found["model.shared.weight"]
+        return {**found, **dict.fromkeys(_TIED, table), _LOGITS_BIAS: table.new_zeros(1, len(table))}
+
     def _initialize(self, seed: int) -> None:
         """Fill norms with 1, biases with 0, and all else from N(0, init_std), as BART."""
         for shard in named_shards(self):
@@ -353,25 +318,10 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
             else:
                 scatter(shard, draw_normal(shard.shape, self.config.init_std, f"{seed} {shard.name}", shard.device))
 
-    def _hidden(
-        self,
-        source: ShardedBatch,
-        target: ShardedBatch,
-        lengths: tuple[int, int],
-        pairs: Pairs | Sequence[Pairs] | None,
-        table: Tensor,
-    ) -> Tensor:
-        each = [pairs] if isinstance(pairs, Pairs) else pairs or [Pairs(lengths[:1], lengths[1:])]
-        longest = max(tokens for one in each for tokens in (*one.sources, *one.targets))
-        if longest > self.config.max_position_embeddings:
-            raise UserError(
-                f"a sequence has {longest} tokens\nallowed: max_position_embeddings "
-                f"{self.config.max_position_embeddings}\nfix: a model with more positions, or a shorter sequence"
-            )
-        for part in (source, target):
-            if not part.tokens.is_cuda:
-                require_ids("token id", part.tokens, self.config.vocab_size)
-        masks = _Masks.of(pairs)
-        encoded = self.model.encoder(source, table, lengths[0], masks.source)
-        hidden: Tensor = self.model.decoder(target, table, encoded, lengths[1], lengths[0], masks.target, masks.cross)
+    def _hidden(self, batch: Seq2SeqBatch, table: Tensor) -> Tensor:
+        (source_length, target_length), masks = batch.lengths, batch.masks
+        encoded = self.model.encoder(batch.source, table, source_length, masks.source)
+        hidden: Tensor = self.model.decoder(
+            batch.target, table, encoded, target_length, source_length, masks.target, masks.cross
+        )
         return hidden

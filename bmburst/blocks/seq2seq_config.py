@@ -7,13 +7,15 @@ from typing import Any
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 
+_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqConfig:
     """Sizes of an encoder-decoder. Fields are named as in transformers' `BartConfig`.
 
     Raises:
-        UserError: A size is below 1, or heads do not divide `d_model`.
+        UserError: A size is below 1, heads do not divide `d_model`, or a token is not in the vocabulary.
     """
 
     vocab_size: int
@@ -30,6 +32,8 @@ class Seq2SeqConfig:
     """Whether token embeddings are multiplied by sqrt(d_model)."""
     pad_token_id: int | None = None
     """This token's row gets no gradient from the embeddings, only from the head."""
+    decoder_start_token_id: int | None = None
+    """The decoder's first input, before the first label; None: every batch must have the decoder's inputs."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -40,17 +44,32 @@ class Seq2SeqConfig:
         for name in ("encoder_attention_heads", "decoder_attention_heads"):
             if self.d_model % sizes[name]:
                 raise UserError(f"{name} {sizes[name]} do not divide d_model {self.d_model}\nfix: a divisor of d_model")
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            token = getattr(self, name)
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise UserError(f"{name} {token}\nallowed: 0 to {self.vocab_size - 1}\nfix: a token of the vocabulary")
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "Seq2SeqConfig":
-        """Return the configuration of a BART `config.json`, or of `BartConfig.to_dict()`. Dropout is not used.
+        """Return the configuration of a BART `config.json`, or of `BartConfig.to_dict()`.
 
         Raises:
-            UserError: The activation is not GELU, the head is not tied, or a size is missing.
+            UserError: The model is not BART (T5, mBART), has dropout, another activation than GELU or a head of its
+                own, or a size is missing.
         """
+        if (kind := values.get("model_type", "bart")) != "bart":
+            raise UserError(
+                f"model_type {kind!r} is not supported: other encoder-decoders have a position bias, norms before the "
+                "layers or gates\nallowed: 'bart'\nfix: a BART model"
+            )
         for name, wanted in (("activation_function", "gelu"), ("tie_word_embeddings", True)):
             if values.get(name, wanted) != wanted:
                 raise UserError(f"{name} {values[name]!r} is not supported\nfix: a model with {wanted!r}")
+        if dropped := {name: 0.0 for name in _DROPOUT if values.get(name)}:
+            said = ", ".join(f"{name} {values[name]!r}" for name in dropped)
+            raise UserError(
+                f"{said}: the model has no dropout\nfix: train it without: from_hugging_face(values | {dropped})"
+            )
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         try:
             return cls(**given)
@@ -62,26 +81,37 @@ class Seq2SeqConfig:
 class Pairs:
     """Source-target pairs that are packed into one source and one target sequence: no pair sees another.
 
-    A batch of padded samples has one `Pairs` for each, whose last pair is the padding: at least one token of the
-    target.
+    Tokens behind the last pair are padding, so a batch of padded samples has one `Pairs` for each.
 
     Attributes:
-        sources: Source tokens of each pair.
-        targets: Target tokens of each pair.
+        sources: Source tokens of each pair; may be 0 in some.
+        targets: Target tokens of each pair; may be 0 in some.
+
+    Raises:
+        UserError: The numbers of sources and targets differ, or all are 0.
     """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.sources) != len(self.targets):
+            raise UserError(
+                f"{len(self.sources)} sources and {len(self.targets)} targets\nfix: both of each pair, 0 for no token"
+            )
+        for name in ("sources", "targets"):
+            if not any(getattr(self, name)):
+                raise UserError(f"the {name} of {len(self.sources)} pairs have no token\nfix: at least one token")
+
     @property
     def source(self) -> Documents:
-        """The encoder's mask, also for `SequenceShard.batch` of the source."""
-        return Documents(self.sources, False)
+        """The encoder's mask."""
+        return Documents(tuple(tokens for tokens in self.sources if tokens), False)
 
     @property
     def target(self) -> Documents:
-        """The mask of the decoder's self-attention, also for `SequenceShard.batch` of the target."""
-        return Documents(self.targets)
+        """The mask of the decoder's self-attention."""
+        return Documents(tuple(tokens for tokens in self.targets if tokens))
 
     @property
     def cross(self) -> Documents:

@@ -291,9 +291,10 @@ def _window(function: Callable[..., Any]) -> int | None:
             # 0 is none: Qwen2-MoE without windows makes a mask of 0 tokens all the same, for layers that it has not.
             return int(getclosurevars(others[0]).nonlocals["sliding_window"]) or None
     name = function.__qualname__.split(".")[0]
+    is_of_encoder = name == "bidirectional_mask_function"
     raise _cannot(
         f"a mask that is neither causal nor a causal window ({name})",
-        _ELSEWHERE,
+        f"{_ELSEWHERE}, or a BART as bmburst.blocks.seq2seq" if is_of_encoder else _ELSEWHERE,
     )
 
 

@@ -164,12 +164,14 @@ def attended(size: int, queries: Sequence, keys: Sequence | None, mask: Mask) ->
     if keys is None:
         _require_one_sequence(mask)
         return make_layout(queries.layout, size, queries.tokens, mask, length), length, mask
-    if keys.length is None and keys.tokens != queries.tokens:
+    made_for = sum(mask.key_lengths) if isinstance(mask, Documents) and mask.key_lengths is not None else None
+    if keys.length is None and made_for is None and keys.tokens != queries.tokens:
         raise UserError(
             f"keys have {keys.tokens} local tokens and queries {queries.tokens}, but key_length is not given\n"
             "fix: key_length=, the number of real keys over all ranks"
         )
-    key_length = real_length(size, keys.tokens, length if keys.length is None else keys.length, "key_length")
+    given = next((n for n in (keys.length, made_for) if n is not None), length)
+    key_length = real_length(size, keys.tokens, given, "key_length")
     is_same = (queries.layout, queries.tokens, length) == (keys.layout, keys.tokens, key_length)
     if is_same and not isinstance(mask, Documents):  # self-attention needs less of a kernel
         return make_layout(queries.layout, size, queries.tokens, mask, length), length, mask

@@ -18,14 +18,15 @@ class Documents(Mask):
     """Packed documents: a query sees keys of its own document; if causal, only up to itself.
 
     Args:
-        lengths: Tokens of each document, 1 or more: any sequence of numbers, or a tensor `[documents]`.
+        lengths: Tokens of each document, 1 or more: any sequence of numbers, or a tensor `[documents]`. With
+            `key_lengths` the queries of each, 0 for none.
         causal: Whether a query sees only itself and earlier tokens.
         key_lengths: In cross-attention the keys of each document, 0 for none; queries of document i see keys of
             document i. If causal, the last query of a document sees its last key. Default: self-attention.
 
     Raises:
-        UserError: There is no document, a document has no token, `causal` is not a bool, or the numbers of documents
-            among queries and keys differ.
+        UserError: There is no document, a document has no token, `causal` is not a bool, or of two sequences one has
+            no token or another number of documents.
     """
 
     lengths: tuple[int, ...]
@@ -33,16 +34,17 @@ class Documents(Mask):
     key_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", document_lengths(self.lengths))
         require_flag("causal", self.causal)
         if self.key_lengths is None:
+            object.__setattr__(self, "lengths", document_lengths(self.lengths))
             return
-        keys = tuple(whole_number("keys of a document", n, 0) for n in whole_numbers("key_lengths", self.key_lengths))
-        if len(keys) != len(self.lengths):
+        queries, keys = _tokens("queries", self.lengths), _tokens("keys", self.key_lengths)
+        if len(keys) != len(queries):
             raise UserError(
-                f"got key lengths of {len(keys)} documents for {len(self.lengths)} documents of queries\n"
+                f"got key lengths of {len(keys)} documents for {len(queries)} documents of queries\n"
                 "fix: give one key length to each document, 0 for a document without keys"
             )
+        object.__setattr__(self, "lengths", queries)
         object.__setattr__(self, "key_lengths", keys)
 
     @classmethod
@@ -155,6 +157,20 @@ def document_lengths(values: Any) -> tuple[int, ...]:
         )
     if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
         raise UserError(f"document {first} has {lengths[first]} tokens\nfix: leave out documents without a token")
+    return lengths
+
+
+def _tokens(side: str, values: Any) -> tuple[int, ...]:
+    """Return the lengths of documents of one of two sequences; some may be 0.
+
+    Raises:
+        UserError: A length is no whole number of 0 or more, or all are 0.
+    """
+    lengths = tuple(whole_number(f"{side} of a document", n, 0) for n in whole_numbers(f"{side} of documents", values))
+    if not any(lengths):
+        raise UserError(
+            f"{len(lengths)} documents have no {side}\nfix: at least one token in each of the two sequences"
+        )
     return lengths
 
 

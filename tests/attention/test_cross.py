@@ -16,7 +16,7 @@ from bmburst.comm.transports import double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.cross import CrossMask
 from bmburst.schedule.tiles import make_tiles
-from tests.attention.cross_oracle import compare, problem
+from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
 from tests.refusals import refused
@@ -110,6 +110,48 @@ def test_balanced_sequences_are_cut_as_shard_cuts_them(mask):
     run_ranks(3, body)
 
 
+# documents without queries or keys at the start, between others and at the end
+EMPTY = bmburst.Documents((0, 5, 0, 0, 7, 1), True, (4, 0, 0, 9, 11, 5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_documents_of_either_sequence_may_be_empty(size):
+    def body(comm):
+        for causal, layouts, strategy in product(
+            (True, False), product(LAYOUTS, LAYOUTS), ("heads", "gather", "kv", "burst")
+        ):
+            if strategy == "gather" and layouts[1] == "striped":
+                continue
+            mask = replace(EMPTY, causal=causal)
+            compare(comm, mask, layouts, (13, 29), 2 * size, size, strategy=strategy)
+
+    run_ranks(size, body)
+
+
+def test_by_default_as_many_tokens_are_real_as_documents_have():
+    """Of each sample, where each has a mask of its own: the rest is padding."""
+    masks = bmburst.Documents((9,), False, (20,)), bmburst.Documents((6, 7), True, (0, 28))
+    lengths = [(mask.length, sum(mask.key_lengths)) for mask in masks]
+    problems = [problem(*each, 2, 1, mask) for mask, each in zip(masks, lengths, strict=True)]
+
+    def body(comm):
+        ql, kl = layout_of("zigzag", comm.size, 13, None), layout_of("contiguous", comm.size, 29, None)
+        of_each = [
+            (local(whole[0], ql, comm.rank, n), *(local(t, kl, comm.rank, m) for t in whole[1:3]))
+            for (whole, _), (n, m) in zip(problems, lengths, strict=True)
+        ]
+        q, k, v = (torch.cat([each[i][sample : sample + 1] for sample, each in enumerate(of_each)]) for i in range(3))
+        options = {"key_layout": "contiguous", "group": comm}
+        out = bmburst.burst_attention(q, k, v, mask=masks, **options)
+        for sample, (_, expected) in enumerate(problems):
+            alone = bmburst.burst_attention(*of_each[sample], mask=masks[sample], **options)
+            for got in (out[sample], alone[sample]):
+                whole = bmburst.unshard(got, dim=0, length=lengths[sample][0], group=comm)
+                torch.testing.assert_close(whole, expected[0][sample], rtol=1e-10, atol=1e-10)
+
+    run_ranks(3, body)
+
+
 def test_a_mask_for_each_sample():
     masks = bmburst.Documents((9, 4), False, (0, 29)), "causal"
 
@@ -195,11 +237,25 @@ def test_ranks_that_disagree_on_keys_are_refused():
     run_ranks(2, body)
 
 
+def test_ranks_that_disagree_on_whether_keys_are_another_sequence_are_refused():
+    """Their plans are alike, but checkpoints would keep different parts."""
+
+    def body(comm):
+        q = torch.zeros(1, 4, 2, 8)
+        with refused("key_layout zigzag"):
+            bmburst.burst_attention(q, q, q, key_length=8 if comm.rank else None, group=comm)
+
+    run_ranks(2, body)
+
+
 def test_documents_of_other_numbers_are_refused():
     with refused("3 documents | 2 documents | key | fix: "):
         bmburst.Documents((3, 5), key_lengths=(1, 2, 3))
     with refused("keys of a document | -1"):
         bmburst.Documents((3, 5), key_lengths=(1, -1))
+    for lengths, key_lengths, side in (((0, 0), (1, 2), "queries"), ((1, 2), (0, 0), "keys"), ((), (), "queries")):
+        with refused(f"{len(lengths)} documents | no {side} | at least one"):
+            bmburst.Documents(lengths, key_lengths=key_lengths)
 
 
 def test_paired_documents_of_one_sequence_are_refused():

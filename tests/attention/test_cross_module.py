@@ -83,3 +83,22 @@ def test_a_checkpoint_saves_all_of_cross_attention(monkeypatch: pytest.MonkeyPat
 
     run_ranks(2, body)
     assert len(ran) == (4 if policy == "block" else 2)  # block attends again in backward, on either rank
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_checkpoint_saves_all_of_it_where_keys_happen_to_lie_as_the_queries(
+    monkeypatch: pytest.MonkeyPatch, layout: str, mask: str
+) -> None:
+    """Such a call is planned as self-attention: whose prefix a full mask and a contiguous layout do not have."""
+    ran = []
+    watch_forward(monkeypatch, lambda *seen: ran.append(seen))
+
+    def body(comm):
+        x = torch.randn(1, 8, 2, 8, requires_grad=True)
+        options = {"mask": mask, "layout": layout, "length": 15, "key_length": 15, "group": comm}
+        attend = lambda t: bmburst.burst_attention(t, t, t, **options)  # noqa: E731
+        checkpoint("block-keep-attention:0.5", attend, x).sum().backward()
+
+    run_ranks(2, body)
+    assert len(ran) == 2  # one a rank: none is recomputed

@@ -1,6 +1,6 @@
 """What every rank does in the tests of the encoder-decoder. Rank 0 leaves what it saw in a file."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
-from bmburst.sequence import SequenceShard
+from bmburst.sequence import unshard
 from tests.refusals import refused
 
 SIZES: dict[str, Any] = {
@@ -24,6 +24,7 @@ SIZES: dict[str, Any] = {
     "decoder_ffn_dim": 20,
     "max_position_embeddings": 32,
     "pad_token_id": 1,
+    "decoder_start_token_id": 2,
 }
 
 
@@ -38,10 +39,15 @@ class Case:
     recompute: str = "none"
     zero_level: int = 3
     pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    shifted: bool = False
+    """Whether the decoder's input is made of labels, and padding said by an attention mask."""
+    real: tuple[int, ...] | None = None
+    """Real source tokens of each sample, where an attention mask says so."""
 
 
 PACKED = (((4, 6, 3), (9, 1, 19)),)
-PADDED = (((9, 4), (17, 12)), ((5, 8), (28, 1)))
+PADDED = (((9,), (17,)), ((5,), (28,)))
+EMPTY = (((4, 0, 6, 3), (9, 1, 0, 19)), ((13,), (29,)))
 CASES = {
     "plain": Case(),
     "fp32": Case(dtype=torch.float32),
@@ -49,9 +55,14 @@ CASES = {
     "striped": Case((11, 5), ("striped", "striped"), zero_level=2),
     "block": Case((7, 7), ("striped", "zigzag"), recompute="block"),
     "half": Case((9, 16), recompute="block-keep-attention:0.5"),
+    "half, equal": Case((12, 12), ("zigzag", "zigzag"), recompute="block-keep-attention:0.5"),
     "keep": Case((5, 13), ("zigzag", "contiguous"), recompute="block-keep-attention", zero_level=2),
     "packed": Case(pairs=PACKED),
     "padded": Case(pairs=PADDED, recompute="block-keep-attention"),
+    "padded, half": Case((13, 29), ("zigzag", "striped"), pairs=PADDED, recompute="block-keep-attention:0.5"),
+    "empty sides": Case(pairs=EMPTY),
+    "shifted": Case((11, 7), shifted=True),
+    "shifted, padded": Case((11, 9), shifted=True, real=(7, 11), recompute="block"),
 }
 BATCH = 2
 
@@ -62,16 +73,31 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     source, target = (torch.randint(SIZES["vocab_size"], (BATCH, n), generator=generator) for n in case.lengths)
     labels = torch.randint(SIZES["vocab_size"], target.shape, generator=generator)
     labels[0, 2:4] = IGNORE_INDEX
-    if case.pairs is PADDED:
-        for row, (_, (real, _)) in enumerate(case.pairs):
-            labels[row, real:] = IGNORE_INDEX
+    for row, (sources, targets) in enumerate(pairs_of(case)):
+        start = 0
+        for real, tokens in (*zip(sources, targets, strict=True), (0, case.lengths[1])):
+            if not real:  # transformers' decoder cannot attend to nothing
+                labels[row, start : start + tokens] = IGNORE_INDEX
+            start += tokens
     return source, target, labels
+
+
+def pairs_of(case: Case) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Return the pairs of each sample, or nothing."""
+    return case.pairs * (BATCH // len(case.pairs)) if case.pairs else ()
+
+
+def real_tokens(case: Case) -> Tensor:
+    """Return the attention mask of a case's source."""
+    assert case.real is not None
+    return (torch.arange(case.lengths[0])[None] < torch.tensor(case.real)[:, None]).long()
 
 
 def run(weights: Path, output: Path) -> None:
     """Compute logits, loss and gradients of each case with the weights of a BART."""
     mesh = Mesh.over_bmtrain()
-    found = {name: _case(case, torch.load(weights), mesh) for name, case in CASES.items()}
+    given = torch.load(weights)
+    found = {name: _case(case, given, mesh) for name, case in CASES.items()}
     if mesh.rank == 0:
         torch.save(found, output)
 
@@ -93,26 +119,25 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
         seed=None,
     )
     model.load_weights(weights)
-    source_cut, target_cut = (
-        SequenceShard.cut(n, layout=layout, group=mesh.sequence)
-        for n, layout in zip(case.lengths, case.layouts, strict=True)
-    )
+    if case.dtype == torch.float64:
+        returned = model.weights()
+        assert returned.keys() == weights.keys()
+        assert all(torch.equal(returned[name], weight) for name, weight in weights.items())
     source, target, labels = data(case)
     each = [Pairs(*pair) for pair in case.pairs]
-    pairs = each[0] if len(each) == 1 else each or None
-    of_each = each * (BATCH // len(each)) if each else []
-    source_masks, target_masks = [p.source for p in of_each] or None, [p.target for p in of_each] or None
-    of_source = source_cut.batch(source, documents=source_masks)
-    of_target = target_cut.batch(target, labels, documents=target_masks)
+    given = {"decoder_input_ids": target, "pairs": each[0] if len(each) == 1 else each or None}
+    if case.shifted:
+        given = {"attention_mask": None if case.real is None else real_tokens(case)}
+    batch = model.cut.batch(source, labels, **given)
     with torch.no_grad():
-        logits = model.logits(of_source, of_target, case.lengths, pairs)
-    loss_sum = model.loss(of_source, of_target, case.lengths, pairs, chunk=3)
-    valid = int(mesh.sum(count_valid(of_target.labels).item()))
+        logits = model.logits(batch)
+    loss_sum = model.loss(batch, chunk=3)
+    valid = int(mesh.sum(count_valid(batch.target.labels).item()))
     loss = global_mean(loss_sum, valid, world_size())
     (loss / world_size()).backward()  # the division is OptimManager.scale_loss
-    (parts,) = mesh.sequence.all_gather(logits).wait()
+    logits = unshard(logits, layout=case.layouts[1], length=case.lengths[1], group=mesh.sequence)
     gradients = {shard.name: gather(shard, shard.parameter.grad) for shard in named_shards(model)}
-    return {"logits": target_cut.join(parts), "loss": mesh.sum(loss.item()) / world_size(), "gradients": gradients}
+    return {"logits": logits, "loss": mesh.sum(loss.item()) / world_size(), "gradients": gradients}
 
 
 def learn(output: Path, steps: int) -> None:
@@ -122,23 +147,15 @@ def learn(output: Path, steps: int) -> None:
     from bmburst.blocks.seq2seq import Seq2Seq
 
     mesh = Mesh.over_bmtrain()
-    lengths = 7, 8
     sizes = {**SIZES, "encoder_layers": 1, "decoder_layers": 1, "d_model": 32}
     model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
     manager = bmt.optim.OptimManager(loss_scale=None)  # BMTrain's own optimizers take no fp64
     manager.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
-    cuts = [
-        SequenceShard.cut(n, layout=layout, group=mesh.sequence)
-        for n, layout in zip(lengths, ("contiguous", "zigzag"), strict=True)
-    ]
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):
-        tokens = torch.randint(3, SIZES["vocab_size"], (32, lengths[0]), generator=generator)
-        backwards = tokens.flip(1)
-        start, end = torch.zeros(32, 1, dtype=torch.int64), torch.full((32, 1), 2)
-        source = cuts[0].batch(tokens)
-        target = cuts[1].batch(torch.cat((start, backwards), 1), torch.cat((backwards, end), 1))
-        loss = global_mean(model.loss(source, target, lengths), 32 * lengths[1], bmt.world_size())
+        tokens = torch.randint(3, SIZES["vocab_size"], (32, 7), generator=generator)
+        labels = torch.cat((tokens.flip(1), torch.full((32, 1), 2)), 1)
+        loss = global_mean(model.loss(model.cut.batch(tokens, labels)), labels.numel(), bmt.world_size())
         manager.backward(loss)
         manager.step()
         manager.zero_grad()
@@ -150,7 +167,6 @@ def learn(output: Path, steps: int) -> None:
 def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
     from bmburst.blocks.seq2seq import Seq2Seq
-    from bmburst.zero import gather, named_shards
 
     with refused("decoder_layers 0 | at least 1"):
         Seq2SeqConfig(**{**SIZES, "decoder_layers": 0})
@@ -160,21 +176,33 @@ def refusals() -> None:
         Seq2SeqConfig.from_hugging_face({**SIZES, "activation_function": "relu"})
     with refused("vocab_size | config.json"):
         Seq2SeqConfig.from_hugging_face({name: SIZES[name] for name in SIZES if name != "vocab_size"})
-    config = Seq2SeqConfig.from_hugging_face({**SIZES, "dropout": 0.1})
+    with refused("dropout 0.1, encoder_layerdrop 0.2 | no dropout | 'dropout': 0.0"):
+        Seq2SeqConfig.from_hugging_face({**SIZES, "dropout": 0.1, "encoder_layerdrop": 0.2, "attention_dropout": 0.0})
+    for kind in ("t5", "mbart"):
+        with refused(f"model_type '{kind}' | 'bart' | position bias"):
+            Seq2SeqConfig.from_hugging_face({**SIZES, "model_type": kind})
+    with refused("tie_word_embeddings | False | True"):
+        Seq2SeqConfig.from_hugging_face({**SIZES, "tie_word_embeddings": False})
+    with refused("decoder_start_token_id 19 | 0 to 18"):
+        Seq2SeqConfig(**{**SIZES, "decoder_start_token_id": 19})
+    with refused("2 sources and 1 targets"):
+        Pairs((1, 2), (3,))
+    with refused("sources of 2 pairs | at least one"):
+        Pairs((0, 0), (3, 1))
+    config = Seq2SeqConfig.from_hugging_face({**SIZES, "model_type": "bart", "dropout": 0.0})
     assert config == Seq2SeqConfig(**SIZES)
     for options, words in (
         ({"source_layout": "balanced"}, "'balanced' | 'zigzag'"),
         ({"recompute": "block+offload"}, "'block+offload' | block-keep-attention"),
         ({"recompute": "blocks"}, "'blocks' | block"),
         ({"zero_level": 1}, "zero_level 1 | 2 or 3"),
-        ({"recompute": "block-keep-attention:0.5", "source_layout": "zigzag"}, "both 'zigzag' | source_layout"),
         ({"attention": {"mask": "causal"}}, "'mask' | source_layout"),
         ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
     ):
         with refused(words):
             Seq2Seq(config, **options)
     model = Seq2Seq(config)
-    weights = {shard.name: gather(shard) for shard in named_shards(model)}
+    weights = model.weights()
     name = "model.decoder.layers.1.encoder_attn.k_proj.bias"
     with refused(f"{name} | missing | [16]"):
         model.load_weights({key: weight for key, weight in weights.items() if key != name})
@@ -184,11 +212,55 @@ def refusals() -> None:
         model.load_weights({**weights, "model.encoder.layers.2.fc1.bias": torch.zeros(1)})
     with refused("final_logits_bias | not 0"):
         model.load_weights({**weights, "final_logits_bias": torch.ones(1, 19)})
-    cut = SequenceShard.cut(33, layout="zigzag", size=1, rank=0)
-    part = cut.batch(torch.zeros(1, 33, dtype=torch.int64))
-    with refused("33 tokens | max_position_embeddings 32"):
-        model(part, part, (33, 33))
-    with refused("33 tokens | max_position_embeddings 32"):
-        model(part, part, (33, 33), Pairs((1, 32), (33, 1)))
-    with refused("token id | 19 | 0 to 18"):
-        model(part._replace(tokens=part.tokens + 19), part, (32, 32))
+
+
+def bad_batches() -> None:
+    """See what is said of layouts and batches that do not fit, on every rank."""
+    from bmburst.blocks.seq2seq import Seq2Seq
+
+    mesh = Mesh.over_bmtrain()
+    config = Seq2SeqConfig(**SIZES)
+    with refused("'contiguous' | 2 ranks | zigzag (0.5)"):
+        Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
+    cut = Seq2Seq(config, group=mesh.sequence).cut
+    ids, labels = torch.full((2, 7), 3), torch.full((2, 5), 4)
+    holes, left = torch.ones(2, 7), torch.ones(2, 7)
+    holes[1, 2], left[0, 0], nothing = 0, 0, torch.tensor([[1] * 7, [0] * 7])
+    for given, words in (
+        ({"input_ids": ids.tolist()}, "input_ids | list | return_tensors"),
+        ({"input_ids": ids.float()}, "input_ids | float32 [2, 7] | token ids"),
+        ({"labels": labels[0]}, "labels | [5] | [batch, tokens]"),
+        ({"labels": None}, "labels | decoder_input_ids"),
+        ({"labels": labels[:1]}, "input_ids [2, 7] | labels [1, 5] | as many samples"),
+        ({"decoder_input_ids": labels[:, 1:]}, "labels [2, 5] | decoder_input_ids [2, 4]"),
+        ({"input_ids": ids + 16}, "input_ids 19 | 0 to 18 | tokenizer"),
+        ({"labels": labels - 5}, "labels -1 | 0 to 18 or -100"),
+        ({"labels": labels[:, :1]}, "1 tokens | 2 ranks"),
+        ({"input_ids": ids[:, :1].expand(2, 33)}, "33 tokens | max_position_embeddings 32"),
+        ({"pairs": Pairs((3, 4), (3, 4))}, "7 tokens | 5"),
+        ({"pairs": [Pairs((7,), (5,))]}, "1 samples | batch of 2"),
+        ({"pairs": Pairs((7,), (5,)), "attention_mask": holes}, "attention_mask | pairs"),
+        ({"attention_mask": holes}, "attention_mask | before a token | padding_side"),
+        ({"attention_mask": left}, "attention_mask | before a token | padding_side"),
+        ({"attention_mask": nothing}, "no token of sample 1"),
+        ({"attention_mask": holes[:, 1:]}, "attention_mask | [2, 6] | [2, 7]"),
+        ({"input_ids": ids + mesh.rank}, "rank | fix: "),
+    ):
+        with refused(words):
+            cut.batch(**{"input_ids": ids, "labels": labels, **given})
+    for missing, words in (
+        ("decoder_start_token_id", "decoder_input_ids"),
+        ("pad_token_id", "-100 | decoder_input_ids"),
+    ):
+        with refused(f"{missing} | {words}"):
+            replace(cut, config=replace(config, **{missing: None})).batch(
+                ids, labels.masked_fill(ids[:, :5] == 3, -100)
+            )
+
+
+def tensor_parallelism() -> None:
+    """See that ranks that share matrices are refused."""
+    from bmburst.blocks.seq2seq import Seq2Seq
+
+    with refused("tensor parallelism 2 | encoder-decoder | tensor=1"):
+        Seq2Seq(Seq2SeqConfig(**SIZES))

@@ -33,14 +33,18 @@ def _unsplit(case: program.Case) -> Found:
     """Logits, loss and gradients of transformers, in fp64."""
     model = _bart(case.scaled)
     source, target, labels = program.data(case)
-    if case.pairs is program.PADDED:
-        shapes = (source, [pair[0][0] for pair in case.pairs]), (target, [pair[1][0] for pair in case.pairs])
-        seen = [torch.arange(x.shape[1])[None] < torch.tensor(real)[:, None] for x, real in shapes]
-        logits = model(source, seen[0].long(), decoder_input_ids=target, decoder_attention_mask=seen[1].long()).logits
+    if case.shifted:
+        mask = None if case.real is None else program.real_tokens(case)
+        logits = model(source, mask, labels=labels).logits
     elif case.pairs:
-        sources, targets = (x.split(n, 1) for x, n in zip((source, target), case.pairs[0], strict=True))
-        each = [model(s, decoder_input_ids=t).logits for s, t in zip(sources, targets, strict=True)]
-        logits = torch.cat(each, 1)
+        logits = torch.zeros(*target.shape, program.SIZES["vocab_size"], dtype=torch.float64)
+        for row, (sources, targets) in enumerate(program.pairs_of(case)):
+            first, start = 0, 0
+            for many, tokens in zip(sources, targets, strict=True):
+                if many and tokens:
+                    of_pair = source[row, None, first : first + many], target[row, None, start : start + tokens]
+                    logits[row, start : start + tokens] = model(of_pair[0], decoder_input_ids=of_pair[1]).logits[0]
+                first, start = first + many, start + tokens
     else:
         logits = model(source, decoder_input_ids=target).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -87,3 +91,11 @@ def test_reversing_is_learned_alike_on_one_rank_and_on_two(tmp_path: Path) -> No
 
 def test_what_cannot_be_is_refused() -> None:
     run_program(1, program.refusals)
+
+
+def test_batches_that_do_not_fit_are_refused_on_every_rank() -> None:
+    run_program(2, program.bad_batches)
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    run_program(2, program.tensor_parallelism, tensor=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
@@ -53,7 +53,7 @@ def _rope(kind: str) -> dict[str, Any]:
         ("llama4_text", {"num_local_experts": 2}, "layers | 'chunked_attention'"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router | loss | sum over tokens"),
         ("bloom", {}, "attention | registry"),
-        ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function"),
+        ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
     ],
 )
 def test_models(family: str, options: dict[str, Any], words: str) -> None:
@@ -81,6 +81,17 @@ def test_a_model_with_another_attention() -> None:
         _part().loss(model)
     with refused("Linear | no model of transformers"):
         _part().loss(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_an_encoder_decoder(family: str) -> None:
+    register()
+    config = AutoConfig.for_model(
+        family, vocab_size=16, d_model=16, d_kv=8, num_heads=2, encoder_layers=1, decoder_layers=1, num_layers=1
+    )
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="bmburst").eval()
+    with refused("causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"):
+        model(input_ids=IDS, labels=IDS)
 
 
 def test_a_convolution_and_a_state() -> None:
