@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bmburst
 from bmburst.blocks import config as block_config
-from bmburst.blocks.config import head_parts
+from bmburst.blocks.config import kv_heads_at_once
 from bmburst.schedule.documents import Documents
 from tests import tiny
 from tests.attention.counting import count_forward
@@ -217,6 +217,9 @@ def _16_bits_add_gradients_of_chunks_up_in_fp32():
         assert off[1] < 1.1 * off[0] + 1e-3, (name, off)
 
 
-def test_heads_are_cut_into_parts_that_keep_a_gpu_busy():
-    assert [head_parts(8, 32 << shift) for shift in (10, 15, 16, 17, 18, 20)] == [1, 1, 1, 2, 4, 8]
-    assert head_parts(3, 2 << 21) == 2
+def test_as_few_heads_attend_as_keep_a_gpu_busy():
+    assert [kv_heads_at_once(8, 32 << shift) for shift in (10, 15, 16, 17, 18, 20)] == [8, 8, 8, 4, 2, 1]
+    assert [kv_heads_at_once(8, parts << 21) for parts in (3, 5, 7)] == [2, 1, 1]  # never more than their share
+    assert kv_heads_at_once(3, 2 << 21) == 1
+    assert [kv_heads_at_once(8, 32 << 20, ranks) for ranks in (1, 2, 3, 4, 8, 16)] == [1, 2, 8, 4, 8, 8]
+    assert [kv_heads_at_once(8, 32 << shift, 2) for shift in (14, 16, 17, 18, 19)] == [8, 8, 4, 2, 2]
