@@ -100,7 +100,7 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(gone=others * self._let_go()),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
@@ -110,7 +110,7 @@ class LeanMoments(StepMoments):
 
     def _projections_backward(self) -> Lines:
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(gone=self._let_go()),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
@@ -121,13 +121,17 @@ class LeanMoments(StepMoments):
         }
 
     def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
-        del gone
         return {
-            "kept for backward": self._all_kept(),
+            "kept for backward": self._all_kept(gone),
             "computed again by its segment": self.others.segment,
             "back from host memory": self._visiting(backward=True),
             "gathered weights, gradients": self._weights_and_gradients(),
         }
+
+    def _let_go(self) -> float:
+        """Return the bytes kept of attention's output that attention's backward lets go of, heads by heads."""
+        policy = self.policy
+        return self.attended if policy.in_segment and policy.attention == 1 and policy.offload != "all" else 0.0
 
     def _output(self) -> float:
         """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""
