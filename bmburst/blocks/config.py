@@ -390,11 +390,18 @@ GROUP_ROWS = 1 << 21
 On an H200, llama-3-8b at 128K tokens, 8 parts cost 1.3 % of a step. There 2 parts need 1 GiB more."""
 
 
-def head_parts(kv_heads: int, query_rows: int) -> int:
-    """Return in how many parts a recomputed block on one rank attends, each of some KV heads with their query heads.
+def kv_heads_at_once(kv_heads: int, query_rows: int, ranks: int = 1) -> int:
+    """Return with how many KV heads, and their query heads, a recomputed block attends at a time.
+
+    The last time there may be fewer. Over ranks it is a multiple of their number, so that they can exchange these heads
+    as they can exchange all; where there is no such multiple, all attend at once.
 
     Args:
         kv_heads: KV heads of the block.
-        query_rows: Tokens times query heads. Each part has about `GROUP_ROWS` of them or more.
+        query_rows: Tokens of a rank times query heads. As long as they are few, all heads attend at once. Each part has
+            half of `GROUP_ROWS` or more.
+        ranks: Ranks that share a sequence.
     """
-    return max(1, min(kv_heads, query_rows // GROUP_ROWS))
+    shares = 1 if kv_heads % ranks else kv_heads // ranks
+    parts = max(1, min(shares, query_rows // GROUP_ROWS))
+    return kv_heads // shares * (shares // parts)

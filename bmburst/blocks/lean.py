@@ -18,7 +18,6 @@ Gradients of weights are added up over chunks in fp32 and rounded once. Results 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.config import head_parts
+from bmburst.blocks.config import kv_heads_at_once
 from bmburst.blocks.layers import Linear, RMSNorm
 from bmburst.recompute.checkpointing import Tape, is_keeping, recording
 from bmburst.recompute.policy import Policy
@@ -159,12 +158,12 @@ class BlockWork:
         return grad, sums
 
     def _split_heads(self, count: int) -> tuple[Span, ...]:
-        """Return the KV heads that attention is given at a time; all, where it is spread over ranks or not ours."""
-        if self._is_ours and resolve_group(self._attention.attention.group).size == 1:
-            parts = head_parts(self._kv_heads, count * self._heads)
-            edges = [i * self._kv_heads // parts for i in range(parts + 1)]
-            return tuple(Span(a, b) for a, b in pairwise(edges))
-        return (Span(0, self._kv_heads),)
+        """Return the KV heads that attention is given at a time; all, where it is not ours."""
+        every = size = self._kv_heads
+        if self._is_ours:
+            ranks = resolve_group(self._attention.attention.group).size
+            size = kv_heads_at_once(every, count * self._heads, ranks)
+        return tuple(Span(at, min(at + size, every)) for at in range(0, every, size))
 
     def _columns(self, group: Span, *, kv: bool = False) -> slice:
         """Return the columns of some KV heads among all of keys, or of their query heads among all of queries."""

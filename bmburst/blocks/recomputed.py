@@ -89,7 +89,8 @@ class _Pass:
     def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
         self.block, self.batch, policy = block, batch, block.recompute
         self._group = None if policy.offload == "nothing" else block.store.new_group()
-        self.tape = Tape(policy, self._group) if policy.attention else None
+        # A segment has one backward, in which what its blocks have kept is let go of head by head.
+        self.tape = Tape(policy, self._group, replays_once=policy.in_segment) if policy.attention else None
         self.recomputation = Recomputation(block.forward, self.tape)
         self.again: Tape | None = None
 
@@ -130,7 +131,7 @@ class BlockSegments:
     def join(self, done: _Pass, hidden: Tensor) -> "_Segment | None":
         """Return the segment of a pass of a block, or None where each block saves its input."""
         policy = done.block.recompute
-        if policy.is_stored and not policy.feeds_next:
+        if not policy.in_segment:
             return None
         if policy.is_stored:
             self._open = _Segment(self, done, hidden)

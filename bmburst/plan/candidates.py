@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, cast
 
-from bmburst.blocks.config import LlamaConfig, head_parts, mlp_chunk
+from bmburst.blocks.config import LlamaConfig, kv_heads_at_once, mlp_chunk
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import ITEMSIZE, WIDE, adapter_elements
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, adapter_elements
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
 from bmburst.schedule.hardware import Hardware
@@ -25,6 +25,7 @@ from bmburst.schedule.mesh_shape import can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, RingTensors, Strategy
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors
+from bmburst_ops.bounded_cache import bounded_cache
 
 MOST_GPUS = 65536
 
@@ -207,10 +208,22 @@ class Candidate:
         """Tokens that pass through an MLP at once, in the layers that the policy holds for."""
         return mlp_chunk(self.rows, self.task.mlp_chunk, recomputes=self.policy.recomputes)
 
+    def is_lean(self, operators: Operators) -> bool:
+        """Return whether blocks of this policy are those of `bmburst.blocks.lean`."""
+        return operators.lean and self.policy.recomputes and self.tensor == 1
+
+    def at_once(self, operators: Operators) -> "Candidate":
+        """Return this candidate with as few heads as a block attends with at a time."""
+        return self._few_heads if self.is_lean(operators) else self
+
     @cached_property
-    def head_parts(self) -> int:
-        """In how many parts a recomputed block attends."""
-        return head_parts(self.own_kv_heads, self.rows * self.own_heads) if self.sequence == 1 else 1
+    def _few_heads(self) -> "Candidate":
+        model, every = self.task.model, self.own_kv_heads
+        at_once = kv_heads_at_once(every, self.rows * self.own_heads, self.sequence)
+        if at_once == every:
+            return self
+        few = replace(model, num_heads=model.num_heads * at_once // every, num_kv_heads=at_once)
+        return replace(self, task=replace(self.task, model=few))
 
     @cached_property
     def micro_steps(self) -> int:
@@ -279,8 +292,7 @@ class Candidate:
 
     def attention_cost(self, hardware: Hardware) -> AttentionCost:
         """Return the seconds of one layer's attention, of a micro batch."""
-        problem = self.problem(hardware)
-        return problem.cost(problem.in_units(self.sizes.strategy))
+        return _attention_cost(self.problem(hardware), self.sizes.strategy)
 
     @property
     def _pattern(self) -> tuple[int, Mask, str]:
@@ -302,6 +314,11 @@ class Candidate:
         mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
         policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
         return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
+
+
+@bounded_cache(maxsize=256)
+def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
+    return problem.cost(problem.in_units(strategy))
 
 
 def candidates(

@@ -12,7 +12,7 @@ class LeanMoments(StepMoments):
     def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
         super().__init__(candidate, operators, others)
         self.part = candidate.mlp_rows / candidate.rows  # of all tokens that are one chunk
-        self.heads = 1.0 / candidate.head_parts  # of all heads that attend at once
+        self.heads = self.attends.own_heads / candidate.own_heads  # of all heads that attend at once
         self.projected = self.query + 2 * self.key
 
     def in_backward(self) -> Moments:
@@ -41,7 +41,7 @@ class LeanMoments(StepMoments):
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "attention's output": whole,
-            "heads in work": self.heads * (self.projected + self._attention(self._buffers(backward=False))),
+            "heads in work": self.heads * self.projected + self._attention(self._buffers(backward=False)),
         }
 
     def _mlp_forward(self) -> Lines:
@@ -61,7 +61,7 @@ class LeanMoments(StepMoments):
             **self._block_in_backward(),
             "gradients in flight": self.hidden,
             "attention's output": (1 - self.heads) * self.attended,
-            "heads in work": self.heads * (self.projected + self._attention(self._buffers(backward=False))),
+            "heads in work": self.heads * self.projected + self._attention(self._buffers(backward=False)),
         }
 
     def _mlp_backward(self) -> Lines:
@@ -100,22 +100,17 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(gone=others * self._let_go()),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
-            "heads in work": self.heads
-            * (
-                self.projected
-                + self.query
-                + (self.attended if self._output() else 0.0)
-                + self._attention(self._buffers(backward=True))
-            ),
+            "heads in work": self.heads * (self.projected + self.query + (self.attended if self._output() else 0.0))
+            + self._attention(self._buffers(backward=True)),
         }
 
     def _projections_backward(self) -> Lines:
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(gone=self._let_go()),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
@@ -126,13 +121,17 @@ class LeanMoments(StepMoments):
         }
 
     def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
-        del gone
         return {
-            "kept for backward": self._all_kept(),
+            "kept for backward": self._all_kept(gone),
             "computed again by its segment": self.others.segment,
             "back from host memory": self._visiting(backward=True),
             "gathered weights, gradients": self._weights_and_gradients(),
         }
+
+    def _let_go(self) -> float:
+        """Return the bytes kept of attention's output that attention's backward lets go of, heads by heads."""
+        policy = self.policy
+        return self.attended if policy.in_segment and policy.attention == 1 and policy.offload != "all" else 0.0
 
     def _output(self) -> float:
         """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""
@@ -146,4 +145,4 @@ class LeanMoments(StepMoments):
         return self._of_matrices(numbers * (self.task.itemsize if self.part == 1 else WIDE))
 
     def _buffers(self, *, backward: bool) -> tuple[float, float, float, float]:
-        return attention_buffers(self.candidate, backward=backward)
+        return attention_buffers(self.attends, backward=backward)

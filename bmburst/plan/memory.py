@@ -89,11 +89,7 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     found = {name: held | moment() for name, moment in blocks.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
-    outside = {
-        "boxes that peers read": held_outside(candidate),
-        "kept by CUDA graphs": held_by_graphs(candidate),
-        **_libraries(candidate.task, hardware),
-    }
+    outside = blocks.outside() | _libraries(candidate.task, hardware)
     return Memory(
         moment,
         _used(found[moment]),
@@ -175,6 +171,14 @@ class _Blocks:
                 found |= {f"{name} of block {fullest + 1}": moment for name, moment in moments.items()}
         return found
 
+    def outside(self) -> Lines:
+        """Return the bytes outside of torch's allocator that attention takes."""
+        calls = [each.attends for each in set(self._kinds)]
+        return {
+            "boxes that peers read": max(map(held_outside, calls)),
+            "kept by CUDA graphs": max(map(held_by_graphs, calls)),
+        }
+
     def in_host(self) -> Lines:
         """Return the bytes in a node's host memory."""
         task = self._task
@@ -195,8 +199,8 @@ class _Blocks:
         return Others(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
 
     def _moments(self, way: Candidate, others: Others) -> StepMoments:
-        is_lean = self._operators.lean and way.policy.recomputes and way.tensor == 1
-        return (LeanMoments if is_lean else StepMoments)(way, self._operators, others)
+        kind = LeanMoments if way.is_lean(self._operators) else StepMoments
+        return kind(way, self._operators, others)
 
 
 def _used(lines: Mapping[str, float]) -> Lines:

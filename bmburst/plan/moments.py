@@ -62,6 +62,7 @@ class StepMoments:
         task, model = candidate.task, candidate.task.model
         self.others = others
         self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
+        self.attends = candidate.at_once(operators)
         self.rows = float(candidate.rows)
         self.own_rows = -(-candidate.rows // candidate.tensor)
         item = task.itemsize
@@ -210,7 +211,7 @@ class StepMoments:
 
     def _attention_forward(self) -> Lines:
         """Attention of the last block: all blocks before it keep their activations."""
-        buffers = attention_buffers(self.candidate, backward=False)
+        buffers = attention_buffers(self.attends, backward=False)
         return {
             "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._weights(),
@@ -307,7 +308,7 @@ class StepMoments:
         }
 
     def _attention_backward(self) -> Lines:
-        buffers = attention_buffers(self.candidate, backward=True)
+        buffers = attention_buffers(self.attends, backward=True)
         return {
             **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention()),
             "gradients in flight": self.hidden + self.query,
@@ -339,5 +340,5 @@ class StepMoments:
     def _attention(self, buffers: tuple[float, float, float, float]) -> float:
         results, kernel, working, boxes = buffers
         inside = results + working
-        inside += 0.0 if held_outside(self.candidate) else boxes
-        return inside + (0.0 if held_by_graphs(self.candidate) else kernel)
+        inside += 0.0 if held_outside(self.attends) else boxes
+        return inside + (0.0 if held_by_graphs(self.attends) else kernel)

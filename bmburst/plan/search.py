@@ -16,7 +16,6 @@ from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.recompute.policy import EVERY, FIRST, KEEP_LAST, MIXED, OFFLOAD_FIRST, POLICIES, Policy, require_end
-from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -96,8 +95,6 @@ def search(
     Raises:
         UserError: There is none.
     """
-    costs: dict[tuple[int, int, int, str], AttentionCost] = {}
-    found = []
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     ways: list[Candidate] = []
     enough = [_ALL_ATTENTION] if _ALL_ATTENTION in recompute else recompute
@@ -111,12 +108,7 @@ def search(
             ):
                 break
     require_possible(recompute, spreads)
-    for candidate in ways:
-        spread = candidate.data, candidate.tensor, candidate.ulysses_degree, candidate.outer
-        if spread not in costs:  # neither recomputation nor ZeRO changes it
-            costs[spread] = candidate.attention_cost(hardware)
-        time = step_time(candidate, hardware, attention=costs[spread])
-        found.append(Prediction(candidate, hardware, time, memory_of(candidate, hardware)))
+    found = [predict(candidate, hardware) for candidate in ways]
     found.sort(key=lambda each: (each.memory.lacking, each.seconds if each.memory.fits else each.memory.total))
     return _own_choice_first(_frugal_first(found))
 

@@ -76,27 +76,21 @@ class _Work:
     backward: float
 
 
-def step_time(
-    candidate: Candidate,
-    hardware: Hardware,
-    *,
-    attention: AttentionCost | None = None,
-    operators: Operators = CURRENT,
-) -> StepTime:
+def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> StepTime:
     """Return the predicted seconds of a step.
 
     Args:
         candidate: The way to train.
         hardware: The machine.
-        attention: Cost of one layer's attention, if it is known already.
         operators: The operators between matrix products.
     """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
-    attention = attention or candidate.attention_cost(hardware)
     parts = _outside_layers(candidate, hardware, operators)
     for kind, count in candidate.kinds:
+        attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
+        parts["host"] += count * attention.host
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parameters = candidate.task.trained / _ranks(candidate)
     if candidate.offload is Offload.NOTHING:
@@ -104,8 +98,8 @@ def step_time(
     else:
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks runs beside the next forward pass
         parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
-    waits = passes * sum(count for _, count in candidate.kinds) * attention.host
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
+    waits = parts.pop("host")
     return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
 
 
@@ -156,6 +150,12 @@ def collective(hardware: Hardware, candidate: Candidate, nbytes: float, ranks: i
     return max(home, away) + latency
 
 
+def _attention(kind: Candidate, hardware: Hardware, operators: Operators) -> AttentionCost:
+    """Return the seconds of one layer's attention, over all calls that it takes."""
+    call = kind.at_once(operators)
+    return call.attention_cost(hardware).times(kind.own_heads / call.own_heads)
+
+
 def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention: AttentionCost) -> dict[str, float]:
     """Return the seconds of one layer, forward and backward."""
     products, elements = _products(kind, hardware), _elements(kind, hardware, operators)
@@ -183,7 +183,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
 
 def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
     """Return the seconds of embedding, head and loss, by the part that each is of."""
-    inside = ("attention", "recompute", "attention_communication", "tensor", "offload")
+    inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
     return dict.fromkeys(inside, 0.0) | {
         "matmul": _head(candidate, hardware),
         "elementwise": _loss(candidate, hardware, operators),
@@ -248,10 +248,11 @@ def _again(
     forward = products.forward + elements.forward - (0.0 if operators.repeats_last else product)
     beginning = prefix_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
     seconds = policy.again(forward, attention.forward.total, beginning)
-    if operators.lean and candidate.tensor == 1:
+    if candidate.is_lean(operators):
         if policy.feeds_next:
             seconds += products.forward + elements.forward
-        elif candidate.head_parts > 1 and policy.attention < 1:  # queries, keys and values are projected twice
+        elif candidate.at_once(operators) is not candidate and policy.attention < 1:
+            # Queries, keys and values are projected twice.
             seconds += hardware.matmul_seconds(2.0 * candidate.rows * projections(candidate.task.model), candidate.rows)
     return seconds
 

@@ -261,6 +261,11 @@ class Policy:
             return block.input + block.attended + block.rest
         return self._held(block) - self.hosted(block)
 
+    @property
+    def in_segment(self) -> bool:
+        """Of one layer: whether others compute its input again, or it theirs."""
+        return self.feeds_next or not self.is_stored
+
     def hosted(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves in host memory."""
         saved = block.input if self.is_stored else 0.0

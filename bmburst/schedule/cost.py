@@ -66,6 +66,10 @@ class Pass(NamedTuple):
         """The sum of all parts."""
         return self.kernel + self.joining + self.exposed
 
+    def times(self, calls: float) -> "Pass":
+        """Return the seconds of several passes."""
+        return Pass(*(calls * seconds for seconds in self))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
@@ -85,6 +89,10 @@ class AttentionCost:
     def total(self) -> float:
         """Seconds of both passes, by which strategies are compared."""
         return self.forward.total + self.backward.total + self.host
+
+    def times(self, calls: float) -> "AttentionCost":
+        """Return the cost of several calls, one after the other."""
+        return AttentionCost(self.forward.times(calls), self.backward.times(calls), calls * self.host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bmburst
 from bmburst.blocks import config as block_config
-from bmburst.blocks.config import head_parts
+from bmburst.blocks.config import kv_heads_at_once
 from bmburst.schedule.documents import Documents
 from tests import tiny
 from tests.attention.counting import count_forward
@@ -21,11 +21,12 @@ POLICIES = (
     *("block+offload", "block-keep-attention+offload", "block-keep-attention+offload-all"),
 )
 CASES = [*((policy, 7) for policy in POLICIES), ("block", 1), ("block", 0), ("block-keep-attention", 0)]
+# Some have more KV heads than 2, 3 or 4 ranks, which then attend with as many at a time.
 MODELS = {
-    "llama": {"num_heads": 6, "num_kv_heads": 3},
+    "llama": {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4},
     "mistral": {},
     "qwen2": {},
-    "qwen3": {"num_heads": 4, "num_kv_heads": 4},
+    "qwen3": {"num_heads": 8, "num_kv_heads": 8},
     "minicpm": {"num_heads": 4, "num_kv_heads": 1},
 }
 EXACT = {torch.float64: (1e-12, 1e-13), torch.float32: (1e-5, 1e-6)}
@@ -99,7 +100,7 @@ def test_segments_of_blocks_store_one_input(size, zero):
 
 
 def _segments_of_blocks_store_one_input(zero):
-    config = tiny.config("qwen3", num_layers=5, num_heads=6, num_kv_heads=3)
+    config = tiny.config("qwen3", num_layers=5, num_heads=12, num_kv_heads=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64)
@@ -157,13 +158,36 @@ def test_masks_of_a_batch(size, mask):
 
 
 def _masks_of_a_batch(mask):
-    config = tiny.config(num_heads=6, num_kv_heads=3)
+    config = tiny.config(num_heads=12, num_kv_heads=6, head_dim=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64, mask=mask)
         for policy in POLICIES:
             if ":0.5" not in policy:
                 require_equal(step(config, policy, torch.float64, mask=mask, chunk=11), wanted, torch.float64, policy)
+
+
+def test_every_strategy_attends_with_some_heads_at_a_time():
+    run_program(2, _every_strategy_attends_with_some_heads_at_a_time)
+
+
+def _every_strategy_attends_with_some_heads_at_a_time():
+    from bmburst.attention.module import BurstAttention
+    from bmburst.mesh import Mesh
+
+    config, seen = tiny.config(num_heads=8, num_kv_heads=4, head_dim=4), []
+    wanted = step(config, "none", torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_config, "GROUP_ROWS", 1)
+        count_forward(patch, seen.append)
+        for strategy in ("heads", "gather", "kv", "burst"):
+            attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence, strategy=strategy)
+            for policy in ("block", "block-keep-attention", "block+every-2"):
+                seen.clear()
+                got = step(config, policy, torch.float64, attention=attention, chunk=11)
+                require_equal(got, wanted, torch.float64, f"{strategy} {policy}")
+                calls = config.num_layers * (2 if "keep" in policy else 3)
+                assert len(seen) == 2 * calls, (strategy, policy)  # in two parts each time
 
 
 class TorchAttention(torch.nn.Module):
@@ -217,6 +241,9 @@ def _16_bits_add_gradients_of_chunks_up_in_fp32():
         assert off[1] < 1.1 * off[0] + 1e-3, (name, off)
 
 
-def test_heads_are_cut_into_parts_that_keep_a_gpu_busy():
-    assert [head_parts(8, 32 << shift) for shift in (10, 15, 16, 17, 18, 20)] == [1, 1, 1, 2, 4, 8]
-    assert head_parts(3, 2 << 21) == 2
+def test_as_few_heads_attend_as_keep_a_gpu_busy():
+    assert [kv_heads_at_once(8, 32 << shift) for shift in (10, 15, 16, 17, 18, 20)] == [8, 8, 8, 4, 2, 1]
+    assert [kv_heads_at_once(8, parts << 21) for parts in (3, 5, 7)] == [2, 1, 1]  # never more than their share
+    assert kv_heads_at_once(3, 2 << 21) == 1
+    assert [kv_heads_at_once(8, 32 << 20, ranks) for ranks in (1, 2, 3, 4, 8, 16)] == [1, 2, 8, 4, 8, 8]
+    assert [kv_heads_at_once(8, 32 << shift, 2) for shift in (14, 16, 17, 18, 19)] == [8, 8, 4, 2, 2]

@@ -2,14 +2,23 @@
 
 import gc
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from bmburst.attention.options import AttentionOptions
+from bmburst.blocks import config as block_config
+from bmburst.comm.memory import MessageMover, copy_own
+from bmburst.comm.protocol import CompletedTransfer
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
+from bmburst.schedule.exchange import Exchange
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from tests import tiny
 from tests.live_bytes import LiveBytes
 
@@ -96,6 +105,51 @@ def links() -> None:
     found = measure_links(torch.device("cpu"))
     assert len(found) == 4 and set(found) < set(NUMBERS)
     assert all(fact.value > 0 and fact.kind == "measured" and "gloo, 2 ranks" in fact.source for fact in found.values())
+
+
+class KernelOfWork:
+    """Allocates what the planner counts of a GPU kernel's own memory, and computes nothing."""
+
+    name, recordable, takes_delta = "work", False, True
+
+    def forward(self, q: Tensor, *_keys: Tensor, into: Partial | None = None, **_options: Any) -> Partial:
+        """Return results that are not written."""
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        own = torch.empty_like(lse)
+        del own
+        return into or Partial(torch.empty_like(q), lse)
+
+    def backward(self, given: BackwardInputs, *, into: Gradients | None = None, **_options: Any) -> Gradients:
+        """Return gradients that are not written, beside sums in fp32 and two statistics."""
+        _, q, k, v, lse, _ = given
+        summed = (q, k, v) if q.shape[2] > k.shape[2] else (q,)
+        sums = [torch.empty(each.shape, dtype=torch.float32) for each in summed]
+        statistics = [torch.empty(lse.shape, dtype=torch.float32) for _ in range(2)]
+        results = into or Gradients(*map(torch.empty_like, (q, k, v)))
+        del sums, statistics
+        return results
+
+
+def _own_blocks_alone(
+    mover: MessageMover, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> CompletedTransfer:
+    """Make no messages, as copy engines need none."""
+    del mover
+    copy_own(exchange, sources, targets)
+    return CompletedTransfer(tuple(targets))
+
+
+def measure_heads(cases: list[dict[str, Any]], file: Path) -> None:
+    """Write what is measured where attention takes the memory that it takes on GPUs, of as few heads as may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionOptions, "kernel_for", lambda *_: KernelOfWork())
+        patch.setattr(MessageMover, "_exchange", _own_blocks_alone)
+        found = []
+        for case in cases:
+            patch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
+            found.append(measure(case))
+    if not Mesh.over_bmtrain().sequence_rank:
+        file.write_text(json.dumps(found))
 
 
 def measure_all(cases: list[dict[str, Any]], file: Path) -> None:

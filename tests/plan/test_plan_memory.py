@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from bmburst.blocks import config as block_config
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.plan.buffers import attention_buffers, held_outside
@@ -17,7 +18,7 @@ from bmburst.schedule.layout import make_layout
 from bmburst.schedule.units import HeadShapes
 from tests import tiny
 from tests.distributed.programs import run_program
-from tests.plan.program import after_frozen_forward, measure_all
+from tests.plan.program import after_frozen_forward, measure_all, measure_heads
 
 HARDWARE = load_hardware("h200")
 # Changes of a tiny model, as data for the process that measures.
@@ -98,12 +99,16 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")
 def test_activations_are_those_of_the_model(measured, index):
     case = CASES[index]
-    model = tiny.config(**case["model"])
     memory = predicted(case)
     assert memory.moment.startswith(case.get("moment", "MLP backward"))
-    angles = case["tokens"] * model.head_dim * 4
+    assert activations(memory, case) == pytest.approx(measured[index]["peak"], rel=case.get("within", 0.02))
+
+
+def activations(memory, case):
+    """Return the predicted bytes of what `Activations` counts."""
+    angles = case["tokens"] * case["model"]["head_dim"] * 4
     lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in (*ALWAYS_THERE, GATHERED, WHOLE)}
-    assert sum(lines.values()) + angles == pytest.approx(measured[index]["peak"], rel=case.get("within", 0.02))
+    return sum(lines.values()) + angles
 
 
 @pytest.mark.parametrize("index", range(len(FEW_TOKENS)))
@@ -116,6 +121,33 @@ def test_few_tokens_take_what_zero_gathers(measured, index):
     aligned = found["block"] / held_block(tiny.config(**case["model"]))  # BMTrain aligns what it moves
     gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
     assert aligned * gathered + sum(lines.values()) == pytest.approx(found["peak"], rel=0.01)
+
+
+HEADS = SHAPE | {"hidden_size": 64, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 16, "head_dim": 16}
+EVERY, FEW = 1 << 40, 1  # query rows of a call of attention: of all heads, of as few as may be
+HEAD_CASES = [
+    {"model": HEADS | {"num_layers": 2}, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 2048,
+     "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows}
+    for recompute in ("block", "block-keep-attention", "block+every-2+keep-attention-last-1")
+    for rows in (EVERY, FEW)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 4))])
+def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
+    """Over ranks the boxes of the head exchange are among them: none lies outside of torch's allocator here."""
+    run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes")
+    measured = json.loads((tmp_path / "bytes").read_text())
+    for case, found in zip(HEAD_CASES, measured, strict=True):
+        monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
+        one = predicted_way(case)
+        task = replace(one.task, sequence=case["tokens"] * size, gpus=size)
+        way = replace(one, task=task, ulysses_degree=size, transport="gloo")
+        memory = memory_of(way, HARDWARE, operators=replace(PLAIN, lean=True))
+        assert memory.moment == "attention backward"
+        assert activations(memory, case) == pytest.approx(found["peak"], rel=1e-3)
+    peaks = [found["peak"] for found in measured]
+    assert all(few < 0.8 * every for every, few in zip(peaks[::2], peaks[1::2], strict=True))
 
 
 def predicted(case):
