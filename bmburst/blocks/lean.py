@@ -8,7 +8,7 @@ tokens. Backward goes in this order:
 2. A chunk at a time, output projection and MLP are computed again and differentiated. The gradient of the stream in
    between takes the memory of the gradient of the block's output.
 3. For some KV heads and their query heads at a time, queries, keys and values are projected again, and attention is
-   differentiated.
+   differentiated. Over ranks each time is a call of its own, which exchanges these heads alone.
 4. A chunk at a time, the projections and the first norm are differentiated.
 
 Gradients of weights are added up over chunks in fp32 and rounded once. Results are those of the block as

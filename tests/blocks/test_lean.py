@@ -11,7 +11,7 @@ from bmburst.blocks import config as block_config
 from bmburst.blocks.config import kv_heads_at_once
 from bmburst.schedule.documents import Documents
 from tests import tiny
-from tests.attention.counting import count_forward
+from tests.attention.counting import count_forward, watch_forward
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 
@@ -167,27 +167,32 @@ def _masks_of_a_batch(mask):
                 require_equal(step(config, policy, torch.float64, mask=mask, chunk=11), wanted, torch.float64, policy)
 
 
-def test_every_strategy_attends_with_some_heads_at_a_time():
-    run_program(2, _every_strategy_attends_with_some_heads_at_a_time)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_every_strategy_attends_with_some_heads_at_a_time(size):
+    run_program(size, _every_strategy_attends_with_some_heads_at_a_time, size)
 
 
-def _every_strategy_attends_with_some_heads_at_a_time():
+def _every_strategy_attends_with_some_heads_at_a_time(size):
+    """And with each head as often as where all attend at once; without gradients, forward and backward."""
     from bmburst.attention.module import BurstAttention
     from bmburst.mesh import Mesh
 
-    config, seen = tiny.config(num_heads=8, num_kv_heads=4, head_dim=4), []
-    wanted = step(config, "none", torch.float64)
+    config, seen = tiny.config(num_layers=3, num_heads=4 * size, num_kv_heads=2 * size, head_dim=4), []
+    group = Mesh.over_bmtrain().sequence
+    attention = partial(BurstAttention, group=group, softcap=5.0)
+    wanted = step(config, "none", torch.float64, attention=attention)
+    times = {"block": 3 + 3 + 3, "block-keep-attention": 3 + 3, "block+every-2+keep-attention-last-2": 3 + 3 + 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
-        count_forward(patch, seen.append)
-        for strategy in ("heads", "gather", "kv", "burst"):
-            attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence, strategy=strategy)
-            for policy in ("block", "block-keep-attention", "block+every-2"):
+        watch_forward(patch, lambda call, inputs, _: seen.append((call.strategy.ulysses_degree, inputs[1].shape[2])))
+        for strategy in ("heads", "gather", "kv", "burst") if size == 2 else ("heads", "heads+ring"):
+            attention = partial(BurstAttention, group=group, softcap=5.0, strategy=strategy)
+            for policy, attended in times.items():
                 seen.clear()
                 got = step(config, policy, torch.float64, attention=attention, chunk=11)
                 require_equal(got, wanted, torch.float64, f"{strategy} {policy}")
-                calls = config.num_layers * (2 if "keep" in policy else 3)
-                assert len(seen) == 2 * calls, (strategy, policy)  # in two parts each time
+                degree = {"heads": size, "heads+ring": 2}.get(strategy, 1)
+                assert seen == [(degree, size)] * (2 * attended), (strategy, policy)
 
 
 class TorchAttention(torch.nn.Module):
