@@ -62,6 +62,7 @@ CASES = {
     "padded, half": Case((13, 29), ("zigzag", "striped"), pairs=PADDED, recompute="block-keep-attention:0.5"),
     "empty sides": Case(pairs=EMPTY),
     "shifted": Case((11, 7), shifted=True),
+    "shifted, packed": Case(pairs=PACKED, shifted=True),
     "shifted, padded": Case((11, 9), shifted=True, real=(7, 11), recompute="block"),
 }
 BATCH = 2
@@ -127,7 +128,7 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     each = [Pairs(*pair) for pair in case.pairs]
     given = {"decoder_input_ids": target, "pairs": each[0] if len(each) == 1 else each or None}
     if case.shifted:
-        given = {"attention_mask": None if case.real is None else real_tokens(case)}
+        given = {"pairs": given["pairs"], "attention_mask": None if case.real is None else real_tokens(case)}
     batch = model.cut.batch(source, labels, **given)
     with torch.no_grad():
         logits = model.logits(batch)
