@@ -319,6 +319,8 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
                 scatter(shard, draw_normal(shard.shape, self.config.init_std, f"{seed} {shard.name}", shard.device))
 
     def _hidden(self, batch: Seq2SeqBatch, table: Tensor) -> Tensor:
+        if not isinstance(batch, Seq2SeqBatch):
+            raise UserError(f"a batch must be a Seq2SeqBatch, got {type(batch).__name__}\nfix: model.cut.batch(...)")
         (source_length, target_length), masks = batch.lengths, batch.masks
         encoded = self.model.encoder(batch.source, table, source_length, masks.source)
         hidden: Tensor = self.model.decoder(

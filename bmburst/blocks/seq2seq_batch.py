@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bmburst.amounts import brief
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.comm.checks import CheckedCommunicator
@@ -175,6 +176,8 @@ def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: P
             raise UserError("attention_mask beside pairs\nfix: pairs alone; tokens behind the last one are padding")
         return _padded(source, attention_mask, targets)
     each = (pairs,) * len(source) if isinstance(pairs, Pairs) else tuple(pairs or ())
+    if not all(isinstance(pair, Pairs) for pair in each):
+        raise UserError(f"pairs must be Pairs, got {brief(pairs)}\nfix: Pairs(sources, targets), or one a sample")
     if each and len(each) != len(source):
         raise UserError(f"pairs of {len(each)} samples for a batch of {len(source)}\nfix: one Pairs, or one a sample")
     return each

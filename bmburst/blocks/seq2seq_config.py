@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from bmburst.amounts import whole_number, whole_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 
@@ -88,13 +89,16 @@ class Pairs:
         targets: Target tokens of each pair; may be 0 in some.
 
     Raises:
-        UserError: The numbers of sources and targets differ, or all are 0.
+        UserError: One is no list of whole numbers of at least 0, their numbers differ, or all are 0.
     """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for name in ("sources", "targets"):
+            tokens = tuple(whole_number(f"{name} of a pair", n, 0) for n in whole_numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, tokens)
         if len(self.sources) != len(self.targets):
             raise UserError(
                 f"{len(self.sources)} sources and {len(self.targets)} targets\nfix: both of each pair, 0 for no token"

@@ -62,6 +62,7 @@ CASES = {
     "padded, half": Case((13, 29), ("zigzag", "striped"), pairs=PADDED, recompute="block-keep-attention:0.5"),
     "empty sides": Case(pairs=EMPTY),
     "shifted": Case((11, 7), shifted=True),
+    "shifted, packed": Case(pairs=PACKED, shifted=True),
     "shifted, padded": Case((11, 9), shifted=True, real=(7, 11), recompute="block"),
 }
 BATCH = 2
@@ -127,7 +128,7 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     each = [Pairs(*pair) for pair in case.pairs]
     given = {"decoder_input_ids": target, "pairs": each[0] if len(each) == 1 else each or None}
     if case.shifted:
-        given = {"attention_mask": None if case.real is None else real_tokens(case)}
+        given = {"pairs": given["pairs"], "attention_mask": None if case.real is None else real_tokens(case)}
     batch = model.cut.batch(source, labels, **given)
     with torch.no_grad():
         logits = model.logits(batch)
@@ -189,6 +190,9 @@ def refusals() -> None:
         Pairs((1, 2), (3,))
     with refused("sources of 2 pairs | at least one"):
         Pairs((0, 0), (3, 1))
+    with refused("targets of a pair | -1"):
+        Pairs((2, 1), (3, -1))
+    assert Pairs([2, 1], torch.tensor([3, 0])) == Pairs((2, 1), (3, 0))
     config = Seq2SeqConfig.from_hugging_face({**SIZES, "model_type": "bart", "dropout": 0.0})
     assert config == Seq2SeqConfig(**SIZES)
     for options, words in (
@@ -222,7 +226,10 @@ def bad_batches() -> None:
     config = Seq2SeqConfig(**SIZES)
     with refused("'contiguous' | 2 ranks | zigzag (0.5)"):
         Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
-    cut = Seq2Seq(config, group=mesh.sequence).cut
+    model = Seq2Seq(config, group=mesh.sequence)
+    with refused("Seq2SeqBatch | Tensor | model.cut.batch"):
+        model.loss(torch.zeros(2, 7))
+    cut = model.cut
     ids, labels = torch.full((2, 7), 3), torch.full((2, 5), 4)
     holes, left = torch.ones(2, 7), torch.ones(2, 7)
     holes[1, 2], left[0, 0], nothing = 0, 0, torch.tensor([[1] * 7, [0] * 7])
@@ -238,6 +245,7 @@ def bad_batches() -> None:
         ({"labels": labels[:, :1]}, "1 tokens | 2 ranks"),
         ({"input_ids": ids[:, :1].expand(2, 33)}, "33 tokens | max_position_embeddings 32"),
         ({"pairs": Pairs((3, 4), (3, 4))}, "7 tokens | 5"),
+        ({"pairs": ((7,), (5,))}, "pairs | ((7,), (5,)) | Pairs(sources, targets)"),
         ({"pairs": [Pairs((7,), (5,))]}, "1 samples | batch of 2"),
         ({"pairs": Pairs((7,), (5,)), "attention_mask": holes}, "attention_mask | pairs"),
         ({"attention_mask": holes}, "attention_mask | before a token | padding_side"),

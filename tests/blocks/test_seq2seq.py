@@ -33,7 +33,7 @@ def _unsplit(case: program.Case) -> Found:
     """Logits, loss and gradients of transformers, in fp64."""
     model = _bart(case.scaled)
     source, target, labels = program.data(case)
-    if case.shifted:
+    if case.shifted and not case.pairs:
         mask = None if case.real is None else program.real_tokens(case)
         logits = model(source, mask, labels=labels).logits
     elif case.pairs:
@@ -42,8 +42,10 @@ def _unsplit(case: program.Case) -> Found:
             first, start = 0, 0
             for many, tokens in zip(sources, targets, strict=True):
                 if many and tokens:
-                    of_pair = source[row, None, first : first + many], target[row, None, start : start + tokens]
-                    logits[row, start : start + tokens] = model(of_pair[0], decoder_input_ids=of_pair[1]).logits[0]
+                    name, said = ("labels", labels) if case.shifted else ("decoder_input_ids", target)
+                    of_pair = {name: said[row, None, start : start + tokens]}
+                    found = model(source[row, None, first : first + many], **of_pair).logits
+                    logits[row, start : start + tokens] = found[0]
                 first, start = first + many, start + tokens
     else:
         logits = model(source, decoder_input_ids=target).logits
