@@ -18,9 +18,10 @@ from benchmarks.paper.tables import FACTS
 from bmburst.amounts import short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate, Task, candidates
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
 from bmburst.plan.search import predict
+from bmburst.plan.ways import candidates
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from benchmarks.training.cells import OURS, TrainCell, task_of
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates, with_attention_choice
+from bmburst.plan.candidates import Candidate
 from bmburst.plan.search import Prediction, predict
+from bmburst.plan.ways import candidates, with_attention_choice
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst.schedule.mesh_shape import MeshShape

@@ -5,26 +5,23 @@ stand as `bmburst.schedule.mesh_shape` says, node by node: tensor ranks are neig
 exchange, then the ring or gather between such groups, then data.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import product
 from typing import Literal, cast
 
-from bmburst.blocks.config import LlamaConfig, kv_heads_at_once, mlp_chunk
+from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.parts import kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
 from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, adapter_elements
 from bmburst.recompute.policy import POLICIES, Policy
-from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
+from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
-from bmburst.schedule.mesh_shape import can_share, divisors
-from bmburst.schedule.strategy import choose_strategy, possible_strategies
-from bmburst.schedule.strategy_names import STRATEGIES, Outer, RingTensors, Strategy
-from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors
+from bmburst.schedule.strategy_names import Outer, RingTensors, Strategy
+from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, most_kv_heads
 from bmburst_ops.bounded_cache import bounded_cache
 
 MOST_GPUS = 65536
@@ -45,7 +42,7 @@ class Task:
         micro_batch: Sequences that a data parallel group computes at once.
         dtype: dtype of weights and activations.
         loss_chunk: Tokens of a rank whose logits are computed at once.
-        mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
+        mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.parts.mlp_chunk`.
         lora: Adapters that are trained in place of the weights, which are frozen; None trains the weights.
         pairs: Whether answers are compared with a reference's (DPO), which computes them forward in each step.
         second_model: Whether the reference is a model beside the trained one, not that without its adapters.
@@ -321,33 +318,6 @@ def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
     return problem.cost(problem.in_units(strategy))
 
 
-def candidates(
-    task: Task, *, recompute: Sequence[str] = RECOMPUTE, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
-) -> list[Candidate]:
-    """Return every sensible candidate.
-
-    Args:
-        task: What is trained.
-        recompute: Recompute policies to try.
-        zero: ZeRO stages to try.
-        tensor: Tensor parallel degrees to try; by default all that fit into a node.
-
-    Raises:
-        UserError: There is none, or a policy is unknown or names too many layers.
-    """
-    for policy in recompute:
-        Policy.parse(policy).require_layers(task.model.num_layers)
-    found = [
-        replace(each, recompute=policy, zero=stage)
-        for data, degree in _meshes(task, tensor)
-        for each in attention_candidates(task, data, degree)
-        for policy, stage in product(recompute, zero)
-    ]
-    if not found:
-        raise _none(task, tensor)
-    return found
-
-
 def _in_words(policy: Policy) -> str:
     if not policy.recomputes:
         return "no recompute"
@@ -355,63 +325,3 @@ def _in_words(policy: Policy) -> str:
     kept = f"keep {part}attention" if policy.attention else "recompute all"
     layers = "" if policy.layers is None else f" (first {policy.layers} layers; the rest keep all)"
     return kept + _SHORT[policy.offload] + layers
-
-
-def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int]]:
-    model, passes = task.model, task.batch // task.micro_batch
-    for degree in divisors(task.gpus_per_node):
-        wanted = tensor is None or degree in tensor
-        if not wanted or model.intermediate_size % degree:
-            continue
-        if not can_share(degree, model.num_heads, model.num_kv_heads):
-            continue
-        if degree > 1 and not model.shares_matrices:
-            continue
-        rest = task.gpus // degree
-        for data in divisors(passes):
-            if rest % data == 0 and rest // data <= task.sequence:
-                yield data, degree
-
-
-def attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candidate]:
-    """Yield a candidate for each attention strategy that a mesh can run."""
-    one = Candidate(task=task, data=data, tensor=tensor, ulysses_degree=1, outer="ring")
-    _, mask, _ = one._pattern
-    for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, mask, one.placement):
-        yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
-
-
-def with_attention_choice(
-    candidate: Candidate, strategy: str, ulysses_degree: int | None, hardware: Hardware
-) -> Candidate:
-    """Return a candidate with the attention strategy that `burst_attention` takes on its mesh.
-
-    Args:
-        candidate: The mesh; its own strategy does not count.
-        strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        ulysses_degree: Ranks that exchange heads; None for the fastest degree.
-        hardware: The machine by whose rates "auto" takes the fastest.
-    """
-    asked = candidate.problem(hardware)
-    try:
-        chosen = choose_strategy(
-            strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, ulysses_degree
-        )
-    except UserError:  # burst_attention will refuse it
-        return candidate.with_strategy(1, "ring")
-    return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), ring_tensors=chosen.ring_tensors)
-
-
-def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
-    if tensor is not None and not any(True for _ in _meshes(task, None)):
-        tensor = None
-    if tensor is not None:
-        return UserError(
-            f"--tensor {','.join(map(str, tensor))}: no such degree divides this model over "
-            f"{task.gpus_per_node} GPUs a node\n"
-            "fix: divisors of the GPUs a node that divide the attention heads and intermediate_size"
-        )
-    return UserError(
-        f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"
-        "fix: a longer --seq, a larger --batch or fewer --gpus"
-    )

@@ -11,9 +11,10 @@ from typing import Any
 from bmburst.amounts import GIB, short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError, require_known
-from bmburst.plan.candidates import MOST_GPUS, Candidate, Task, with_attention_choice
+from bmburst.plan.candidates import MOST_GPUS, Candidate, Task
 from bmburst.plan.counts import ITEMSIZE, block_matrices, table
 from bmburst.plan.inference import TOKENS_OF_RANK, InferenceMemory, InferenceWork, read_bandwidth, usable
+from bmburst.plan.ways import with_attention_choice
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.hardware import Hardware
 

@@ -9,10 +9,11 @@ from typing import Any
 from bmburst.amounts import GIB, short
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, Offload, Task, candidates
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
 from bmburst.plan.search import Prediction, best, require_possible, with_policies, with_usable_memory
+from bmburst.plan.ways import candidates
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 

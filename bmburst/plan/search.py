@@ -11,10 +11,11 @@ from functools import cached_property
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task, candidates, with_attention_choice
+from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
+from bmburst.plan.ways import candidates, with_attention_choice
 from bmburst.recompute.policy import EVERY, FIRST, KEEP_LAST, MIXED, OFFLOAD_FIRST, POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES

@@ -19,9 +19,7 @@ from bmburst.schedule.strategy_names import Strategy
 from bmburst.schedule.units import (
     HeadShapes,
     Sizes,
-    hides_transfers,
-    most_exchanged,
-    most_gathered,
+    most_kv_heads,
 )
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
@@ -205,22 +203,6 @@ class Problem:
         moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.head_dim * shapes.itemsize
         moving = moved / self.link(self.placement.transport).bandwidth
         return moving / max(self.head_seconds(shapes), moving / shapes.own_heads)
-
-
-def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
-    """Return how many KV heads move in one step, which bounds memory; 0: all.
-
-    Args:
-        shapes: Sizes; `degree` is the strategy's.
-        length: Real tokens of the sequence.
-        mask: Which keys a query sees.
-        transport: The transport.
-    """
-    work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
-    hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
-    if shapes.degree == 1:
-        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens, hides=hides)
-    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.most_tokens, hides=hides)
 
 
 def _mover(hardware: Hardware, transport: str) -> Hardware:

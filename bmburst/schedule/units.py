@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bmburst.schedule.layout import Layout
+from bmburst.schedule.layout import Layout, rank_areas
+from bmburst.schedule.mask import Mask
 from bmburst.schedule.strategy_names import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
@@ -335,3 +336,19 @@ class Sizes:
             inner = self.gather_units if self.shapes.degree == 1 else 1
             return units * (3 * inner if backward else 2 * inner + 1)
         return units * stops
+
+
+def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
+    """Return how many KV heads move in one step, which bounds memory; 0: all.
+
+    Args:
+        shapes: Sizes; `degree` is the strategy's.
+        length: Real tokens of the sequence.
+        mask: Which keys a query sees.
+        transport: The transport.
+    """
+    work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
+    hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
+    if shapes.degree == 1:
+        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens, hides=hides)
+    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.most_tokens, hides=hides)

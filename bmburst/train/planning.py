@@ -6,8 +6,9 @@ from pathlib import Path
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, Offload, Task, with_attention_choice
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
+from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.blocks import config as block_config
+from bmburst.blocks import parts
 from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst.loss import global_mean
@@ -146,7 +146,7 @@ def measure_heads(cases: list[dict[str, Any]], file: Path) -> None:
         patch.setattr(MessageMover, "_exchange", _own_blocks_alone)
         found = []
         for case in cases:
-            patch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
+            patch.setattr(parts, "GROUP_ROWS", case["group_rows"])
             found.append(measure(case))
     if not Mesh.over_bmtrain().sequence_rank:
         file.write_text(json.dumps(found))

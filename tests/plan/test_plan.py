@@ -11,12 +11,13 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
-from bmburst.plan.candidates import Candidate, Task, candidates
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
 from bmburst.plan.memory import reserved_memory
 from bmburst.plan.presentation import options
 from bmburst.plan.search import best_of_each, predict, search
 from bmburst.plan.step import collective, model_flops, step_time, utilisation
+from bmburst.plan.ways import candidates
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout

@@ -12,10 +12,11 @@ from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh, MeshShape
-from bmburst.plan.candidates import Candidate, Offload, Task, with_attention_choice
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
 from bmburst.plan.presentation import options
 from bmburst.plan.search import choose_recompute, first_layer_candidates, predict, search, with_usable_memory
+from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
