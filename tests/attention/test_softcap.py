@@ -40,13 +40,13 @@ def seen_by(name):
     return (of[:, None] == of[None]) & (distance >= 0) & (distance < (3 if name.startswith("windows") else LENGTH))
 
 
-def problem(seen, sink=None, seed=0):
+def problem(seen, sink=None, seed=0, with_lse=True):
     """Return q, k, v, dO, dLSE in fp64, and out, lse, dq, dk, dv and dsink of the definition, row by row."""
     rng = torch.Generator().manual_seed(seed)
     queries, keys = seen.shape
     shapes = [(2, queries, HEADS, DIM), *[(2, keys, KV_HEADS, DIM)] * 2, (2, queries, HEADS, DIM)]
     q, k, v, grad = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
-    grad_lse = torch.randn(2, HEADS, queries, generator=rng, dtype=torch.float64)
+    grad_lse = torch.randn(2, HEADS, queries, generator=rng, dtype=torch.float64) * with_lse
     leaves = [t.clone().requires_grad_() for t in (q, k, v, *(() if sink is None else (sink,)))]
     outs, lses = [], []
     for head, i in product(range(HEADS), range(queries)):
@@ -144,12 +144,16 @@ def test_a_mask_for_each_sample_and_keys_of_another_sequence():
     given, wanted = problem(visible("causal", 13, 29))
 
     def body(comm):
-        q, k, v = (bmburst.shard(t, group=comm) for t in given[:3])
-        sizes = {"length": 13, "key_length": 29, "group": comm, "softcap": SOFTCAP}
-        for mask in ("causal", ("causal", "causal")):
-            out = bmburst.burst_attention(q, k, v, mask=mask, **sizes)
-            torch.testing.assert_close(bmburst.unshard(out, length=13, group=comm), wanted[0], **CLOSE)
+        for mask, strategy in product(("causal", ("causal", "causal")), ("auto", "gather", "kv", "burst")):
+            *inputs, grad = (bmburst.shard(t, group=comm) for t in given[:4])
+            inputs = [t.requires_grad_() for t in inputs]
+            sizes = {"length": 13, "key_length": 29, "group": comm}
+            out = bmburst.burst_attention(*inputs, mask=mask, strategy=strategy, softcap=SOFTCAP, **sizes)
+            found = (out, *torch.autograd.grad(out, inputs, grad))
+            for ours, exact, length in zip(found, (wanted[0], *of_out), (13, 13, 29, 29), strict=True):
+                torch.testing.assert_close(bmburst.unshard(ours, length=length, group=comm), exact, **CLOSE)
 
+    of_out = problem(visible("causal", 13, 29), with_lse=False)[1][2:]
     run_ranks(3, body)
 
 
