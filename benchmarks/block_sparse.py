@@ -40,9 +40,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a short sequence, to see it work")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
     options = parser.parse_args()
-    device = start_ranks()
-    assert dist.group.WORLD is not None  # it was just made
-    group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    group = RankGroup.world(start_ranks())
     if group.size > 1:
         sys.exit(f"benchmarks.block_sparse is of one GPU, but {group.size} ranks were started\nfix: --nproc 1")
     tokens, effort = (SMALL_TOKENS, (2, 0.0)) if options.small else (TOKENS, (REPEATS, SECONDS))

@@ -52,9 +52,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="short sequences, to see it work")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
     options = parser.parse_args()
-    device = start_ranks()
-    assert dist.group.WORLD is not None  # it was just made
-    group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    group = RankGroup.world(start_ranks())
     lengths = (96, 160) if options.small else (QUERIES, KEYS)
     rows = []
     for row in _measured(lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)):

@@ -91,9 +91,7 @@ def _mask(name: str, tokens: int) -> Mask:
 
 def _measure(heads: tuple[int, int], tokens: int, name: str, device: torch.device) -> dict[str, Any]:
     """Return a case's row: predicted choice, and milliseconds of each strategy that can do it."""
-    world, mask = dist.group.WORLD, _mask(name, tokens)
-    assert world is not None
-    group = RankGroup(process_group=world, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    group, mask = RankGroup.world(device), _mask(name, tokens)
     local = tokens // group.size
     torch.manual_seed(group.rank)
     q, k, v, grad = (

@@ -34,6 +34,12 @@ class RankGroup:
     device: torch.device
     is_world: bool = True
 
+    @classmethod
+    def world(cls, device: torch.device) -> "RankGroup":
+        """Return all ranks of torch.distributed, which was started; `device`: this rank's."""
+        assert dist.group.WORLD is not None
+        return cls(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Return `[size, ...]`: part i is what rank i had for this one.
 

@@ -171,14 +171,12 @@ def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[st
 
 def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     """Return a method of the attention benchmark, bound to the trainer's shapes."""
-    import torch.distributed as dist
 
     from benchmarks.attention.cells import Cell
     from benchmarks.attention.methods import LocalKernel, Setting, all_methods
     from benchmarks.engine.timing import RankGroup
 
-    shape, world = trainer.model.config, dist.group.WORLD
-    assert world is not None  # `run_rank` began it
+    shape = trainer.model.config
     cell = Cell(
         suite="sequence",
         method=name,
@@ -190,7 +188,7 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    group = RankGroup(process_group=world, rank=dist.get_rank(), size=ranks, device=trainer.runtime.device)
+    group = RankGroup.world(trainer.runtime.device)  # `run_rank` began it
     return all_methods(device)[name].bind(cell, Setting(group=group, kernel=LocalKernel()))
 
 

@@ -100,10 +100,9 @@ def seen_counts(mask: Mask, length: int) -> IntArray:
     if mask.blocks is None:
         return _counted(rows, slice(None), keys)
     size, cells = mask.blocks
-    seen = np.zeros(keys, np.int64)
+    seen, columns = np.zeros(keys, np.int64), np.arange(keys) // size
     for first, row in zip(range(0, length, size), cells, strict=False):
-        columns = np.flatnonzero(row)
-        seen += _counted(rows, slice(first, first + size), keys) * np.isin(np.arange(keys) // size, columns)
+        seen += _counted(rows, slice(first, first + size), keys) * row[columns]
     return seen
 
 
