@@ -25,6 +25,7 @@ from bmburst.errors import UserError
 
 QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM = 65_536, 131_072, 32, 8, 128
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
+KEY_LAYOUTS = ("zigzag", "striped")
 MASKS = ("full", "causal")
 REPEATS, SECONDS = 5, 3.0
 
@@ -58,7 +59,10 @@ def main() -> int:
     for row in _measured(lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)):
         rows.append(row)
         if group.rank == 0:
-            print(f"measured: {row['mask']}, {row['strategy']} over {row['transport']}", flush=True)
+            print(
+                f"measured: {row['mask']}, keys {row['key_layout']}, {row['strategy']} over {row['transport']}",
+                flush=True,
+            )
     if group.rank == 0:
         found: dict[str, Any] = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS}
         found["rows"] = rows
@@ -68,15 +72,17 @@ def main() -> int:
 
 
 def _measured(lengths: Sequence[int], group: RankGroup, effort: tuple[int, float]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each mask, strategy and transport; every rank calls it."""
+    """Yield a row for each mask, layout of the keys, strategy and transport; every rank calls it."""
     queries, keys = lengths
     single = single_rank_group(communicator(None))
     whole = Inputs.random(queries, keys, group.device)
     part = Inputs.random(queries // group.size, keys // group.size, group.device)
-    for mask, (strategy, transport) in product(MASKS, METHODS):
+    for mask, key_layout, (strategy, transport) in product(MASKS, KEY_LAYOUTS, METHODS):
+        if mask == "full" and key_layout != KEY_LAYOUTS[0]:
+            continue  # without a mask every layout gives each rank the same work
         one = _calls(whole, mask=mask, key_length=keys, layout="contiguous", group=single)
-        ours = _calls(part, mask=mask, key_length=keys, strategy=strategy, transport=transport)
-        row: dict[str, Any] = {"mask": mask, "strategy": strategy, "transport": transport}
+        ours = _calls(part, mask=mask, key_length=keys, key_layout=key_layout, strategy=strategy, transport=transport)
+        row: dict[str, Any] = {"mask": mask, "key_layout": key_layout, "strategy": strategy, "transport": transport}
         try:
             for direction, call in ours.items():
                 times = in_turns(call, one[direction], group=group, repeats=effort[0], seconds=effort[1])
@@ -109,11 +115,11 @@ def table(found: Mapping[str, Any], ranks: int) -> str:
         f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
         f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
         "",
-        "| mask | strategy | transport | forward | forward and backward |",
-        "|---|---|---|---|---|",
+        "| mask | layout of keys | strategy | transport | forward | forward and backward |",
+        "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        cells = [row["mask"], row["strategy"], row["transport"]]
+        cells = [row["mask"], row["key_layout"], row["strategy"], row["transport"]]
         for direction in ("forward", "forward and backward"):
             times = row.get(direction)
             cells.append(

@@ -74,13 +74,13 @@ def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
 def test_cross_attention_is_measured_beside_one_rank(tmp_path):
     run_script(tmp_path, 2, ["-m", "benchmarks.cross", "--small", "--output", "found.json"])
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 10
+    assert len(rows) == 15
     for row in rows:
         if row["transport"] == "nccl":  # there is none on a CPU
             assert "nccl" in row["refused"]
         else:
             assert row["forward"]["ratio"] > 0 and row["forward and backward"]["ratio"] > 0
-    assert (tmp_path / "found.md").read_text().count("| causal |") == 5
+    assert (tmp_path / "found.md").read_text().count("| causal |") == 10
 
 
 def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
