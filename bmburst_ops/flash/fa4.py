@@ -42,7 +42,7 @@ _UNCAPPED = (12,)  # the package refuses other functions of scores in its backwa
 
 BLOCK_HEAD_DIMS = frozenset({128})
 """Head dims under block-sparse masks. `tests/ops/test_fa4_blocks.py` holds output and gradients of more on a GPU; one
-joins these where that test passes. At 64 wrong gradients were reported (flash-attention issue 2623)."""
+joins these where all of its tests pass. At 64 wrong gradients were reported (flash-attention issue 2623)."""
 _WHOLE_BLOCKS = (
     f"takes block-sparse masks only with a block_size that is a multiple of {BLOCK}, joined with nothing but Causal, "
     f"and split over ranks at multiples of {BLOCK} tokens"

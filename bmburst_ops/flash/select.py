@@ -1,8 +1,7 @@
 """The table of kernels, in order of preference, and the choice from it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -35,8 +34,6 @@ KERNELS: tuple[Kernel, ...] = (
     TritonKernel(),
     ReferenceKernel(),
 )
-_UNMEASURED: Mapping[str, frozenset[Need]] = MappingProxyType({"fa4": frozenset({"blocks"})})
-"""What a kernel can do but is not chosen for: its speed there is not known."""
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 
 
@@ -76,13 +73,8 @@ def able_kernels(
 
 def _able(q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> Iterator[Kernel]:
     able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
-    return (kernel for kernel in able if not _is_by_name_alone(kernel, q, needs))
-
-
-def _is_by_name_alone(kernel: Kernel, q: Tensor, needs: frozenset[Need]) -> bool:
-    """Whether it runs only where it is asked for by name: Triton's interpreter on CPUs, and what was not measured."""
-    is_interpreter = isinstance(kernel, TritonKernel) and q.device.type == "cpu"
-    return is_interpreter or bool(needs & _UNMEASURED.get(kernel.name, frozenset()))
+    # On a CPU Triton's interpreter runs only where it is asked for by name.
+    return (kernel for kernel in able if not (isinstance(kernel, TritonKernel) and q.device.type == "cpu"))
 
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> str | None:

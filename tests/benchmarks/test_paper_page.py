@@ -104,8 +104,8 @@ CLAIMS = {claim.text.split()[0]: claim for claim in claims.CLAIMS}
 @pytest.mark.parametrize(("slower", "verdict"), [(1.2, claims.CONFIRMED), (0.9, claims.NOT_CONFIRMED)])
 def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
     key = "step/llama-2-7b-x2"
-    rows = {f"{key}/{n}/ours@2": step(1.0) for n in (32768, 65536, 131072)}
-    rows |= {f"{key}/{n}/ulysses@2": step(slower) for n in (32768, 65536, 131072)}
+    lengths = (16384, 32768, 65536, 131072)
+    rows = {f"{key}/{n}/ours@2": step(1.0) for n in lengths} | {f"{key}/{n}/ulysses@2": step(slower) for n in lengths}
     rows |= {f"{key}/131072/ring-li@2": {"status": "failed", "reason": "out of memory for 9.00 GiB more"}}
     speeds = (100.0, 110.0, 120.0, 130.0 * slower / 1.2)
     for name, speed in zip(("", "2x", "4x", "8x"), speeds, strict=True):
@@ -121,6 +121,13 @@ def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
     assert f"32K: next ulysses, {slower:.2f} times ours" in judged["Fastest"].numbers
     assert CLAIMS["Ring"].judge(records).verdict == claims.CONFIRMED
     assert CLAIMS["Nearly"].judge(records).verdict == claims.NOT_TESTABLE
+
+
+def test_who_is_first_from_32k_on_alone_is_said(tmp_path):
+    rows = {f"step/llama-2-7b-x2/{n}/ours@2": step(1.0) for n in (16384, 32768, 65536, 131072)}
+    rows |= {f"step/llama-2-7b-x2/{n}/tensor-v1@2": step(0.9 if n == 16384 else 1.1) for n in (16384, 32768, 131072)}
+    found = CLAIMS["Fastest"].judge(written(tmp_path, **{TRAIN: rows}))
+    assert found.verdict == "confirmed from 32K on, not at 16K" and "16K: next tensor-v1, 0.90" in found.numbers
 
 
 def test_perplexities_are_equal_in_every_digit_or_not(tmp_path):

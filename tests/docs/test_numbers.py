@@ -199,3 +199,23 @@ def test_the_first_steps_of_a_model():
     )
     shown = (1, 2, 3, 5, 8, 10, 12, 15, 18, 20, 22, 25, 28, 30)
     assert line.split(" | ") == [f"{losses[step - 1]:.2f}" for step in shown]
+
+
+def test_the_speed_of_blocks():
+    found = [row for row in rows("block_sparse_h200_202611") if "refused" not in row]
+    for kernel, words in (
+        ("fa4", "FlashAttention-4 takes {:.2f} to {:.2f} times"),
+        ("triton", "{:.1f} to {:.1f} times"),
+    ):
+        ratios = [row[way]["ratio"] for row in found if row["kernel"] == kernel for way in row if way.startswith("for")]
+        assert len(ratios) == 6 and words.format(min(ratios), max(ratios)) in page("masks")
+
+
+def test_losses_in_float16():
+    record = (ROOT / "benchmarks/results/float16_h200_202611.md").read_text()
+    losses = re.findall(r"^\| (b?float16)[^|]* \| ([\d.]+) \|", record, re.M)
+    assert [kind for kind, _ in losses] == ["bfloat16", "float16", "float16", "float16"]
+    words = "{} in bfloat16, {} in float16, and {} in float16 with everything in host memory"
+    assert words.format(*(f"{float(loss):.3f}" for _, loss in losses[:3])) in page("training")
+    skipped = {row["run"]: row["step"] for row in metrics("float16_h200_202611") if row.get("skipped_steps") == 1}
+    assert len(skipped) == 3 and "bfloat16" not in skipped

@@ -230,8 +230,11 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
         (HOPPER, {}, CAPPED, False, "reference"),
         (AMPERE, ALL, CAPPED, False, "fa2"),
         (GEFORCE, ALL, CAPPED, False, "fa2"),
-        (HOPPER, ALL | {"triton": "found"}, BLOCKS, False, "triton"),
-        (HOPPER, ALL, BLOCKS, False, "reference"),
+        (HOPPER, ALL | {"triton": "found"}, BLOCKS, False, "fa4"),
+        (HOPPER, ALL | {"triton": "found"}, BLOCKS, True, "triton"),
+        (HOPPER, ALL | {"triton": "found"}, BLOCKS | {"head_dim": 256}, False, "triton"),
+        (HOPPER, ALL | {"triton": "found"}, {"needs": ("cells",)}, False, "triton"),
+        (BLACKWELL, ALL | {"triton": "found"}, BLOCKS, False, "triton"),
     ],
     ids=str,
 )
@@ -276,11 +279,6 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
     q, needs = gpu(capability, installed, **options), frozenset(options.get("needs", ()))
     with refused(f"kernel '{name}'", words, error=KernelError):
         select_kernel(name, q, q, deterministic, needs)
-
-
-def test_flash_attention_4_takes_blocks_where_it_is_asked_for_by_name(gpu):
-    q = gpu(HOPPER, ALL)
-    assert select_kernel("fa4", q, q, needs=frozenset(BLOCKS["needs"])).name == "fa4"
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), FlashAttention3Kernel()], ids=lambda kernel: kernel.name)
