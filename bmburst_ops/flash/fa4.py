@@ -1,5 +1,8 @@
 """FlashAttention-4: the package flash-attn-4, kernels in CuTe DSL that are compiled when first used."""
 
+import sys
+import warnings
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -102,7 +105,7 @@ class FlashAttention4Kernel:
         into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`. Under a block-sparse mask the package itself leaves queries right that see nothing."""
-        function = import_package(_MODULE, self.name)._flash_attn_fwd
+        function = _package()._flash_attn_fwd
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, into: Partial | None, **sparse: object
@@ -148,7 +151,7 @@ class FlashAttention4Kernel:
         is delta, bit for bit, also where dO is zero; the surrogate output would read and write a tensor of dO's size
         to say it in 16 bits. O is one row of zeros for every token and head, so that reading it moves no memory.
         """
-        function = import_package(_MODULE, self.name)._flash_attn_bwd
+        function = _package()._flash_attn_bwd
 
         def differentiate(
             given: BackwardInputs, call: PackageArguments, into: Gradients | None, **sparse: object
@@ -186,6 +189,16 @@ class FlashAttention4Kernel:
         if not given.q.is_cuda:
             return found
         return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
+
+
+def _package() -> ModuleType:
+    """Return the package's module of both functions.
+
+    Its compiler warns of an optional argument that the package itself passes; a user can do nothing about that.
+    """
+    if _MODULE not in sys.modules:
+        warnings.filterwarnings("ignore", message="Argument aux_data .* JitArgument", category=UserWarning)
+    return import_package(_MODULE, FlashAttention4Kernel.name)
 
 
 def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[str, Any]:
