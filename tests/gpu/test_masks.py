@@ -33,21 +33,41 @@ def test_every_mask(size, program):
 
 
 def _every_mask():
-    comm = communicator(None)
     for name, mask in MASKS.items():
         for heads, kv_heads in ((8, 8), (8, 2)):
-            whole = draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16)
-            exact = reference(*whole[:4], mask)
-            single = errors(attend(single_rank_group(), whole, mask, "contiguous", "auto"), exact)
-            for layout, strategy in ways(comm.size, heads, kv_heads):
-                try:
-                    got = attend(comm, whole, mask, layout, strategy)
-                except UserError as error:
-                    says(error, "cannot work")
-                    assert strategy != "auto"
-                    continue
-                excess = [ours / theirs for ours, theirs in zip(errors(got, exact), single, strict=True)]
-                assert max(excess) < 1.4, (name, heads, kv_heads, layout, strategy, excess)
+            compare(name, mask, draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+def test_whole_blocks(size):
+    """Blocks that FlashAttention-4 takes where it is installed, over ranks also from recorded graphs."""
+    run("torch.distributed", size, _whole_blocks)
+
+
+def _whole_blocks():
+    tokens = 2 * 4 * 256
+    on = torch.rand(tokens // 128, tokens // 128, generator=torch.Generator().manual_seed(4)) < 0.4
+    for causal in (True, False):
+        for kv_heads in (8, 2):
+            whole = draw(0, 1, tokens, 8, kv_heads, 128, torch.bfloat16)
+            compare(f"whole blocks, causal {causal}", BlockSparse(on, 128, causal), whole, calls=3)
+
+
+def compare(name, mask, whole, calls=1):
+    """Compare every way with one GPU's kernel, by their distance from the definition, at each of some calls."""
+    comm, (heads, kv_heads) = communicator(None), (whole[0].shape[2], whole[1].shape[2])
+    exact = reference(*whole[:4], mask)
+    single = errors(attend(single_rank_group(), whole, mask, "contiguous", "auto"), exact)
+    for layout, strategy in ways(comm.size, heads, kv_heads):
+        for _ in range(calls):
+            try:
+                got = attend(comm, whole, mask, layout, strategy)
+            except UserError as error:
+                says(error, "cannot work")
+                assert strategy != "auto"
+                continue
+            excess = [ours / theirs for ours, theirs in zip(errors(got, exact), single, strict=True)]
+            assert max(excess) < 1.4, (name, heads, kv_heads, layout, strategy, excess)
 
 
 def ways(size, heads, kv_heads):
@@ -63,8 +83,9 @@ def ways(size, heads, kv_heads):
 
 def attend(comm, whole, mask, layout, strategy):
     """Return the whole output and gradients."""
+    length = whole[0].shape[1]
     cut = {"layout": layout, "group": comm, "mask": mask}
     q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = bmburst.burst_attention(*inputs, length=LENGTH, strategy=strategy, **cut)
-    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
+    out = bmburst.burst_attention(*inputs, length=length, strategy=strategy, **cut)
+    return [bmburst.unshard(t, length=length, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
