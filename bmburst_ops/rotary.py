@@ -22,8 +22,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
-    """Return `triton_rotary` if it takes these tensors here."""
-    fused = triton_twin("triton_rotary", x, cos, sin)
+    """Return `triton_elementwise` if it takes these tensors here."""
+    fused = triton_twin("triton_elementwise", x, cos, sin)
     is_taken = cos.dtype == sin.dtype == torch.float32
     return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST else None
 

@@ -13,9 +13,8 @@ from bmburst_ops import (
     rotary,
     swiglu,
     triton_cross_entropy,
+    triton_elementwise,
     triton_rms_norm,
-    triton_rotary,
-    triton_swiglu,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,8 +26,7 @@ TOLERANCE = {
 }
 KERNELS = {
     "triton_rms_norm": triton_rms_norm,
-    "triton_swiglu": triton_swiglu,
-    "triton_rotary": triton_rotary,
+    "triton_elementwise": triton_elementwise,
     "triton_cross_entropy": triton_cross_entropy,
 }
 
@@ -118,7 +116,7 @@ def test_activation(triton, shape, layout, dtype, overwrite):
     gate, up = laid_out(shape, layout, dtype), random(shape, dtype, 1)
     grad = laid_out(shape, "dense" if overwrite or layout == "dense" else "slice", dtype, 2)
     check(lambda g, u: swiglu.swiglu(g, u, overwrite_grad=overwrite), [gate, up], grad)
-    assert triton == {"triton_swiglu"}
+    assert triton == {"triton_elementwise"}
 
 
 @every_dtype
@@ -139,7 +137,7 @@ def test_rotary(triton, shape, layout, dtype):
         return rotary.apply_rotary(x, cos.to(wide), sin.to(wide))
 
     check(turn, [laid_out(shape, layout, dtype)], laid_out(shape, layout, dtype, 2))
-    assert triton == {"triton_rotary"}
+    assert triton == {"triton_elementwise"}
 
 
 def test_queries_and_keys_may_be_a_slice_of_one_projection(triton):
@@ -212,12 +210,12 @@ def test_who_computes():
     angles, heads = torch.ones(1, 2, 4, device=DEVICE), torch.ones(1, 2, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     on_gpu = DEVICE == "cuda"
     assert rms_norm.choose_norm("auto", row, row[0]) is (triton_rms_norm if on_gpu else None)
-    assert rotary._fused(heads, angles, angles) is (triton_rotary if on_gpu else None)
-    assert fused.triton_twin("triton_swiglu", row, row) is (triton_swiglu if on_gpu else None)
+    assert rotary._fused(heads, angles, angles) is (triton_elementwise if on_gpu else None)
+    assert fused.triton_twin("triton_elementwise", row, row) is (triton_elementwise if on_gpu else None)
     assert rms_norm.choose_norm("auto", wide, wide[0]) is None
     assert rotary._fused(heads, angles.bfloat16(), angles.bfloat16()) is None
-    assert fused.triton_twin("triton_swiglu", row.double(), row.double()) is None
-    assert fused.triton_twin("triton_swiglu", row, row.cpu()) is None
+    assert fused.triton_twin("triton_elementwise", row.double(), row.double()) is None
+    assert fused.triton_twin("triton_elementwise", row, row.cpu()) is None
 
 
 def random(shape, dtype, seed=0):
