@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops import cpm_kernels
-from bmburst_ops.errors import KernelError, unknown_kernel
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order, unknown_kernel
 from bmburst_ops.fused import triton_twin
 
 KERNELS = ("auto", "torch", "triton", cpm_kernels.NAME)

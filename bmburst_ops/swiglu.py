@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 
 
