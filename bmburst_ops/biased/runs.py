@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.pairs import Pairs
+from bmburst_ops.biased.kernel import Pairs
 from bmburst_ops.flash.triton_launch import Side
 
 _AT_ONCE = 64  # blocks of a line that are looked at together

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.kernel import BiasedGradients, require_inputs
-from bmburst_ops.biased.pairs import Pairs
+from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
