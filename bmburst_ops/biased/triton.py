@@ -165,9 +165,8 @@ class _Kernels(NamedTuple):
 @cache
 def _kernels() -> _Kernels:
     """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
-    from bmburst_ops.biased.triton_backward import keys_kernel, queries_kernel
+    from bmburst_ops.biased.triton_attention import forward_kernel, keys_kernel, queries_kernel
     from bmburst_ops.biased.triton_formula import biases_kernel
-    from bmburst_ops.biased.triton_forward import forward_kernel
     from bmburst_ops.biased.triton_table import table_kernel
 
     return _Kernels(forward_kernel, keys_kernel, queries_kernel, table_kernel, biases_kernel)
