@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.compiled import compiled
-from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, require_no_softcap, unless_able, without_cells
+from bmburst_ops.flash.mask_corrections import backward_bottom_right, forward_bottom_right
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.reference import BooleanMask
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
@@ -149,7 +149,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, attn_mask: _CausalOrMask, scale: f
         )
         return Partial(result.transpose(1, 2), lse)
 
-    return top_left.forward(part, q, k, v, attn_mask is True, into)
+    return forward_bottom_right(part, q, k, v, attn_mask is True, into)
 
 
 def _backward(
@@ -172,7 +172,7 @@ def _backward(
         )
         return Gradients(*(t.transpose(1, 2) for t in gradients))
 
-    return top_left.backward(part, q, k, v, attn_mask is True, into)
+    return backward_bottom_right(part, q, k, v, attn_mask is True, into)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
