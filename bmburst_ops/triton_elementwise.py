@@ -1,6 +1,7 @@
-"""Triton kernels of element-wise operations, the twins of `bmburst_ops.swiglu` and `bmburst_ops.rotary`.
+"""SwiGLU, rotary embedding and cross entropy in Triton: what goes over numbers or rows once and multiplies no matrices.
 
-Each pass reads and writes its tensors once. Importing it needs Triton.
+The twins of `bmburst_ops.swiglu`, `bmburst_ops.rotary` and `linear_cross_entropy.cross_entropy_`. The first two read
+and write their tensors once a pass. Importing it needs Triton.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,6 +17,7 @@ _SWIGLU_NUMBERS = 2048  # of each tensor, that a program holds
 WIDEST = 4096
 """Head dimension that a program of the rotation holds."""
 _PAIRS = 2048  # that it holds
+_LOGITS = 4096  # of a row, that a program of cross entropy holds
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -147,3 +149,51 @@ def _halves(x, strides, batch, token, head, pair):
     """Return pointers to the first numbers of pairs, `[tokens, heads, pairs]`."""
     rows = x + batch * strides[0] + token[:, None, None] * strides[1] + head[None, :, None] * strides[2]
     return rows + pair[None, None, :] * strides[3]
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
+    """See `bmburst_ops.linear_cross_entropy.cross_entropy_`. Logits are read twice, the gradient is written once.
+
+    The normalizer is found in one reading (Milakov and Gimelshein, arXiv:1805.02867).
+    """
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
+    if rows:
+        with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
+            _cross_entropy_kernel[(rows,)](
+                *(logits, labels, losses, logits if gradient is None else gradient, width, ignore_index),
+                WITH_GRADIENT=gradient is not None,
+                BLOCK=min(_LOGITS, triton.next_power_of_2(width)),
+                num_warps=8,
+            )
+    return losses
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, labels, losses, gradient, width, ignore_index, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * width
+    label = tl.load(labels + row)
+    is_valid = label != ignore_index
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    log_normalizer = largest + tl.log(total)
+    target = tl.load(at + label, mask=is_valid, other=0.0)
+    tl.store(losses + row, tl.where(is_valid, log_normalizer - target, 0.0))
+    if WITH_GRADIENT:
+        tl.debug_barrier()  # the gradient may lie where the target was read
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+            p = tl.exp(x - log_normalizer)
+            p = tl.where(columns == label, p - 1.0, p)
+            p = tl.where(is_valid, p, 0.0)
+            tl.store(gradient + row * width + columns, p.to(gradient.dtype.element_ty), mask=columns < width)
