@@ -24,7 +24,7 @@ def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
     """Return `triton_elementwise` if it takes these tensors here."""
     fused = triton_twin("triton_elementwise", x, cos, sin)
     is_taken = cos.dtype == sin.dtype == torch.float32
-    return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST else None
+    return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST_HEAD else None
 
 
 class _Rotary(torch.autograd.Function):
