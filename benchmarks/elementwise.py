@@ -111,7 +111,7 @@ def _both(
 
 
 def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:
-    kernels = "Triton" if fused.triton_twin("triton_swiglu", torch.empty(1, device="cuda")) else "plain torch"
+    kernels = "Triton" if fused.triton_twin("triton_elementwise", torch.empty(1, device="cuda")) else "plain torch"
     print(f"ours: {kernels}")
     print(f"| {'operator':44} | {'ms':>8} | {'GB/s':>6} | {'copy':>6} | share |")
     print("|---|---|---|---|---|")

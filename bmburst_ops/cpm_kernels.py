@@ -38,7 +38,7 @@ def refusal(x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
     """Return the norm of fp16 x, contiguous, rounded before the weight and again after; it tells no statistic.
 
     Raises:

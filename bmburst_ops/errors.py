@@ -1,7 +1,14 @@
-"""Refusals of single-device operations."""
+"""Refusals of single-device operations: of a kernel that cannot run, and of second derivatives that do not exist."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Backward = Callable[..., Any]
 
 
 class KernelError(ValueError):
@@ -13,3 +20,34 @@ def unknown_kernel(name: str, known: Sequence[str]) -> KernelError:
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return KernelError(f"unknown kernel '{name}'{hint}\nknown: {', '.join(known)}\nfix: give one of the known names")
+
+
+def first_order(error: type[Exception]) -> Callable[[Backward], Backward]:
+    """Return a decorator for the `backward` of a `torch.autograd.Function` that has no derivative of its own.
+
+    It stands below `@staticmethod`. torch's `once_differentiable` notices only where the gradient that comes in
+    requires a gradient itself. Of a loss that is linear in the output (a sum) it does not: `create_graph=True` then
+    returns gradients without a graph, and what is derived of them, a penalty on gradients or a Hessian, is silently
+    without this part.
+
+    Args:
+        error: Raised where a graph of the gradients is asked for: torch runs backward with gradients enabled only then.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        once = once_differentiable(backward)
+        name = backward.__qualname__.partition(".")[0].lstrip("_")
+
+        @wraps(backward)
+        def checked(ctx: Any, *grads: Any) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise error(
+                    f"create_graph=True: the gradients of {name} cannot be differentiated again\n"
+                    "allowed: create_graph=False\n"
+                    "fix: for second derivatives compute this part in plain torch, on one rank"
+                )
+            return once(ctx, *grads)
+
+        return checked
+
+    return decorate

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
-from bmburst_ops.linears import GradientSum, add_product, product
-from bmburst_ops.low_rank import LowRank, low_rank_backward, low_rank_product
+from bmburst_ops.errors import KernelError, first_order
+from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_backward, low_rank_product, product
 from bmburst_ops.swiglu import swiglu
 
 Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.constants import GATHERED_CHUNKS, IGNORE_INDEX
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.linears import add_product, product
 
@@ -43,7 +42,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: 
     Returns:
         `[tokens]` in the dtype of logits.
     """
-    fused = triton_twin("triton_cross_entropy", logits)
+    fused = triton_twin("triton_elementwise", logits)
     return (fused.cross_entropy_ if fused else _cross_entropy_)(logits, labels, ignore_index, gradient)
 
 

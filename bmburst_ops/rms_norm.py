@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops import cpm_kernels
-from bmburst_ops.errors import KernelError, unknown_kernel
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order, unknown_kernel
 from bmburst_ops.fused import triton_twin
 
 KERNELS = ("auto", "torch", "triton", cpm_kernels.NAME)
@@ -24,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernel: str) -> Tensor:
         module = choose_norm(kernel, x, weight)
-        result, inverse_rms = module.forward(x, weight, eps) if module else _forward(x, weight, eps)
+        result, inverse_rms = module.norm_forward(x, weight, eps) if module else _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.eps, ctx.is_plain = eps, kernel == "torch"
         return result
@@ -44,12 +43,12 @@ class _StreamNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float, kernel: str
     ) -> tuple[Tensor, Tensor]:
         module = choose_norm(kernel, x, weight)
-        add_forward = getattr(module, "add_forward", None)  # Triton's kernels have it
+        add_forward = getattr(module, "add_norm_forward", None)  # Triton's kernels have it
         if added is not None and add_forward:
             stream, normed, inverse_rms = add_forward(x, added, factor, weight, eps)
         else:
             stream = x if added is None else torch.add(x, added, alpha=factor)
-            normed, inverse_rms = module.forward(stream, weight, eps) if module else _forward(stream, weight, eps)
+            normed, inverse_rms = module.norm_forward(stream, weight, eps) if module else _forward(stream, weight, eps)
         ctx.save_for_backward(stream, weight, inverse_rms)
         ctx.eps, ctx.is_plain, ctx.factor = eps, kernel == "torch", None if added is None else factor
         return stream, normed
@@ -70,7 +69,7 @@ def _gradients(
     if inverse_rms is None:
         inverse_rms = _inverse_rms(x.to(torch.promote_types(x.dtype, torch.float32)), ctx.eps)
     fused = None if ctx.is_plain else _fused(x, weight)
-    result: tuple[Tensor, Tensor | None] = (fused.backward if fused else _backward)(
+    result: tuple[Tensor, Tensor | None] = (fused.norm_backward if fused else _backward)(
         *(grad_output, x, weight, inverse_rms, beside), wants_weight=wants_weight
     )
     return result
@@ -102,13 +101,13 @@ def _backward(
 
 
 def _fused(x: Tensor, weight: Tensor) -> Any | None:
-    """Return `triton_rms_norm` if it takes these tensors here."""
-    fused = triton_twin("triton_rms_norm", x, weight)
-    return fused if fused and x.shape[-1] <= fused.WIDEST else None
+    """Return `triton_elementwise` if it takes these tensors here."""
+    fused = triton_twin("triton_elementwise", x, weight)
+    return fused if fused and x.shape[-1] <= fused.WIDEST_ROW else None
 
 
 def choose_norm(kernel: str, x: Tensor, weight: Tensor) -> Any | None:
-    """Return the module whose `forward` computes the norm of such tensors, or None: plain torch does.
+    """Return the module whose `norm_forward` computes the norm of such tensors, or None: plain torch does.
 
     Raises:
         KernelError: The name is none of `KERNELS`, or the kernel cannot take these tensors here.

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 
 
@@ -22,10 +21,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
-    """Return `triton_rotary` if it takes these tensors here."""
-    fused = triton_twin("triton_rotary", x, cos, sin)
+    """Return `triton_elementwise` if it takes these tensors here."""
+    fused = triton_twin("triton_elementwise", x, cos, sin)
     is_taken = cos.dtype == sin.dtype == torch.float32
-    return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST else None
+    return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST_HEAD else None
 
 
 class _Rotary(torch.autograd.Function):

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 
 
@@ -17,8 +16,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.overwrite = overwrite
-        fused = triton_twin("triton_swiglu", gate, up)
-        return fused.forward(gate, up) if fused else _forward(gate, up)
+        fused = triton_twin("triton_elementwise", gate, up)
+        return fused.swiglu(gate, up) if fused else _forward(gate, up)
 
     @staticmethod
     @first_order(KernelError)
@@ -26,8 +25,8 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         # One that is expanded, as the gradient of a sum, has several numbers at one place.
         overwrite = ctx.overwrite and grad_output.is_contiguous()
-        fused = triton_twin("triton_swiglu", gate, up)
-        grad_gate, grad_up = (fused.backward if fused else _backward)(grad_output, gate, up, overwrite=overwrite)
+        fused = triton_twin("triton_elementwise", gate, up)
+        grad_gate, grad_up = (fused.swiglu_backward if fused else _backward)(grad_output, gate, up, overwrite=overwrite)
         return grad_gate, grad_up, None
 
 

@@ -14,7 +14,7 @@ from bmburst.schedule.documents import edges_of
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.ring_schedule import make_double_schedule
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
-from bmburst_ops.flash import fully_masked, triton_launch, varlen
+from bmburst_ops.flash import mask_corrections, triton_launch, varlen
 from bmburst_ops.pattern import Band, Cells, Segments
 
 KIB = 1 << 10
@@ -26,7 +26,7 @@ PLANNERS = (
     "bmburst.attention.call",
     "bmburst.schedule.strategy",
     "bmburst.schedule.gather_plan",
-    "bmburst_ops.flash.fully_masked",
+    "bmburst_ops.flash.mask_corrections",
     "bmburst_ops.flash.varlen",
     "bmburst_ops.flash.triton_launch",
 )
@@ -188,10 +188,10 @@ CPU = torch.device("cpu")
         lambda cells, _: triton_launch._intervals(cells, 256, 256, "queries", CPU).vectors[0],
         lambda cells, _: triton_launch._tiles(cells, 256, 256, "keys", 16, 16, CPU).vectors[0],
         lambda _, segments: varlen._offsets(segments, 1, CPU).sent.vectors[0],
-        lambda _, segments: fully_masked._sent(segments, 8200, 8200, CPU).queries.vectors[0],
+        lambda _, segments: mask_corrections._sent(segments, 8200, 8200, CPU).queries.vectors[0],
         lambda _, segments: edges_of((1 + segments.band.left, *segments.queries)),
     ],
-    ids=["cells", "intervals", "tiles", "offsets", "fully_masked", "edges"],
+    ids=["cells", "intervals", "tiles", "offsets", "empty rows", "edges"],
 )
 def test_what_is_made_of_patterns_does_not_pile_up(one_megabyte, send):
     alive = []

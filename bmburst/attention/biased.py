@@ -37,7 +37,7 @@ from bmburst_ops.biased import (
     require_relations,
     select_biased_kernel,
 )
-from bmburst_ops.biased.pairs import DerivedTensors
+from bmburst_ops.biased.kernel import DerivedTensors
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import BackwardInputs, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_

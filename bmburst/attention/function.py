@@ -30,7 +30,7 @@ from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end
 from bmburst.schedule.layout import Contiguous, Layout, Striped
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import first_order
 from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.merge import row_dots
 

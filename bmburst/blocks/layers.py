@@ -27,9 +27,8 @@ from bmburst.blocks.lora import LoRAConfig
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
-from bmburst_ops.first_order import first_order
-from bmburst_ops.linears import linears
-from bmburst_ops.low_rank import LowRank, low_rank_terms
+from bmburst_ops.errors import first_order
+from bmburst_ops.linears import LowRank, linears, low_rank_terms
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 

@@ -32,8 +32,7 @@ from bmburst.recompute.checkpointing import Tape, is_keeping, recording
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.gated_mlp import Adapter, chunk_backward
-from bmburst_ops.linears import GradientSum, sum_of_products
-from bmburst_ops.low_rank import low_rank_backward, low_rank_product
+from bmburst_ops.linears import GradientSum, low_rank_backward, low_rank_product, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary

@@ -18,7 +18,7 @@ from bmburst.blocks.lean import Batch, BlockWork, whole_tape
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import first_order
 
 if TYPE_CHECKING:
     from bmburst.blocks.transformer import TransformerBlock

@@ -30,7 +30,7 @@ from bmburst.sequence.parts import (
     without_padding,
 )
 from bmburst_ops.constants import IGNORE_INDEX
-from bmburst_ops.first_order import first_order
+from bmburst_ops.errors import first_order
 
 Ids = npt.NDArray[np.int64]
 

@@ -2,11 +2,18 @@
 
 from torch import Tensor
 
-from bmburst_ops.biased.formula import RelativeBias, ant_bias, ant_relations, bee_bias
-from bmburst_ops.biased.kernel import BiasedGradients, BiasedKernel, require_inputs
-from bmburst_ops.biased.pairs import Pairs, require_relations
+from bmburst_ops.biased.formula import (
+    PADDING,
+    RelativeBias,
+    Tokens,
+    ant_bias,
+    ant_relations,
+    ant_tokens,
+    bee_bias,
+    bee_tokens,
+)
+from bmburst_ops.biased.kernel import BiasedGradients, BiasedKernel, Pairs, require_inputs, require_relations
 from bmburst_ops.biased.reference import BiasedReferenceKernel
-from bmburst_ops.biased.tokens import PADDING, Tokens, ant_tokens, bee_tokens
 from bmburst_ops.biased.triton import BiasedTritonKernel
 from bmburst_ops.errors import KernelError
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.formula import visible
-from bmburst_ops.biased.kernel import BiasedGradients, require_inputs
-from bmburst_ops.biased.pairs import Pairs
+from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 

@@ -1,4 +1,4 @@
-/* Attention of one tile on one thread of a CPU, forward and backward, in fp32: see cpu_tile.py.
+/* Attention of one tile on one thread of a CPU, forward and backward, in fp32: see cpu.py.
  *
  * A block is 64 queries by 64 keys. Its scores stay in the first cache, and every product is `multiply`, which keeps
  * 8 rows by 32 columns in registers (32 of 16 numbers: AVX-512). Queries are scaled by log2(e) too, so that the softmax

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import fully_masked
-from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     CAPPED,
@@ -25,6 +23,13 @@ from bmburst_ops.flash.limits import (
     unless_repeating,
     version_of,
     without_cells,
+)
+from bmburst_ops.flash.mask_corrections import (
+    PackedPattern,
+    backward_seen,
+    forward_seen,
+    isolate_backward,
+    isolate_forward,
 )
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
@@ -69,7 +74,7 @@ class FlashAttention2Kernel:
         """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
         package = import_package(_MODULE_2, self.name)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
@@ -77,7 +82,7 @@ class FlashAttention2Kernel:
             )
             return call.partial(result, lse, q, into)
 
-        return fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self,
@@ -92,7 +97,7 @@ class FlashAttention2Kernel:
         """See `Kernel.backward`."""
         package = import_package(_MODULE_2, self.name)
 
-        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
@@ -110,7 +115,7 @@ class FlashAttention2Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return fully_masked.backward(part, given, without_cells(pattern, self.name), into)
+        return backward_seen(part, given, without_cells(pattern, self.name), into)
 
 
 def _options(call: PackageArguments, scale: float, softcap: float | None) -> dict[str, Any]:
@@ -174,7 +179,7 @@ class FlashAttention3Kernel:
         """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
         function = import_package(_MODULE_3, self.name)._flash_attn_forward
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             call = package_arguments(seen, q, k)
             options: list[object] = [None] * _FORWARD_OPTIONS
             if call.queries is not None:
@@ -188,7 +193,7 @@ class FlashAttention3Kernel:
             )
             return call.partial(result, lse, q, into)
 
-        found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        found = forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
         return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
 
     def backward(
@@ -205,7 +210,7 @@ class FlashAttention3Kernel:
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
         function = import_package(_MODULE_3, self.name)._flash_attn_backward
 
-        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             call = package_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
@@ -225,7 +230,7 @@ class FlashAttention3Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
+        found = backward_seen(part, given, without_cells(pattern, self.name), into)
         if not given.q.is_cuda:
             return found
         return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)

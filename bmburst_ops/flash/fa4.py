@@ -12,8 +12,6 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.constants import TILE_ROWS
-from bmburst_ops.flash import fully_masked
-from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     CAPPED,
@@ -24,6 +22,13 @@ from bmburst_ops.flash.limits import (
     unless_head_dim,
     unless_repeating,
     version_of,
+)
+from bmburst_ops.flash.mask_corrections import (
+    PackedPattern,
+    backward_seen,
+    forward_seen,
+    isolate_backward,
+    isolate_forward,
 )
 from bmburst_ops.flash.memory import (
     DeviceVectors,
@@ -126,13 +131,13 @@ class FlashAttention4Kernel:
                 )
             return call.partial(result, lse, q, into)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             return attend(q, k, v, package_arguments(seen, q, k), into)
 
         if isinstance(pattern, Cells):
             lists = _lists(pattern, "queries", q.device, softcap)
             return attend(q, k, v, package_arguments(lists.band, q, k), into, block_sparse_tensors=lists.tensors())
-        found = fully_masked.forward(part, q, k, v, pattern, into)
+        found = forward_seen(part, q, k, v, pattern, into)
         return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
 
     def backward(
@@ -177,7 +182,7 @@ class FlashAttention4Kernel:
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             return differentiate(given, package_arguments(seen, given.q, given.k), into)
 
         if isinstance(pattern, Cells):
@@ -185,7 +190,7 @@ class FlashAttention4Kernel:
             lists = _lists(pattern, "keys", given.q.device, softcap)
             call = package_arguments(lists.band, given.q, given.k)
             return differentiate(given, call, into, block_sparse_tensors=lists.tensors())
-        found = fully_masked.backward(part, given, pattern, into)
+        found = backward_seen(part, given, pattern, into)
         if not given.q.is_cuda:
             return found
         return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)

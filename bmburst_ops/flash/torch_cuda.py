@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import fully_masked, top_left
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
@@ -22,6 +21,13 @@ from bmburst_ops.flash.limits import (
     unless_head_dim,
     unless_repeating,
     without_cells,
+)
+from bmburst_ops.flash.mask_corrections import (
+    PackedPattern,
+    backward_bottom_right,
+    backward_seen,
+    forward_bottom_right,
+    forward_seen,
 )
 from bmburst_ops.flash.memory import aligned
 from bmburst_ops.flash.reference import ReferenceKernel
@@ -56,7 +62,7 @@ class TorchKernel:
         """See `Kernel.forward`."""
         require_no_softcap(softcap, self.name)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
             result, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *(aligned(call.flat(t)) for t in (q, k, v)),
@@ -66,7 +72,7 @@ class TorchKernel:
             )
             return call.partial(result, lse, q, into)
 
-        return fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self,
@@ -82,7 +88,7 @@ class TorchKernel:
         require_no_softcap(softcap, self.name)
         unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
-        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             out = call.flat(surrogate_out(given.grad_out, given.delta))
@@ -96,7 +102,7 @@ class TorchKernel:
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        return fully_masked.backward(part, given, without_cells(pattern, self.name), into)
+        return backward_seen(part, given, without_cells(pattern, self.name), into)
 
 
 def _window(call: PackageArguments) -> dict[str, int]:
@@ -174,12 +180,10 @@ class CudnnKernel:
             )
             return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
 
-        def rectangle(
-            q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None
-        ) -> Partial:
-            return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), into)
+        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
+            return forward_bottom_right(part, q, k, v, causal_or_full(seen, self.name), into)
 
-        return fully_masked.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
+        return forward_seen(rectangle, q, k, v, band_of(pattern, self.name), into)
 
     def backward(
         self,
@@ -195,10 +199,10 @@ class CudnnKernel:
         require_no_softcap(softcap, self.name)
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
-        def rectangle(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+        def rectangle(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
-        return fully_masked.backward(rectangle, given, band_of(pattern, self.name), into)
+        return backward_seen(rectangle, given, band_of(pattern, self.name), into)
 
 
 def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into: Gradients | None) -> Gradients:
@@ -221,7 +225,7 @@ def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into:
         grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
         return Gradients(grad_q, *(_reduced(t, k.shape[2]) for t in (grad_k, grad_v)))
 
-    return top_left.backward(part, q, k, v, causal, into)
+    return backward_bottom_right(part, q, k, v, causal, into)
 
 
 def _is_single(q: Tensor, k: Tensor) -> bool:

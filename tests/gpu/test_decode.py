@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from bmburst_ops.decode import decode_attention, merge_decode, triton_decode
-from bmburst_ops.decode.triton_decode import Tuning
+from bmburst_ops import triton_decode
+from bmburst_ops.decode import decode_attention, merge_decode
+from bmburst_ops.triton_decode import Tuning
 
 pytestmark = pytest.mark.gpu
 HEADS = [(32, 8, 128), (32, 32, 128), (28, 4, 128), (16, 1, 64), (9, 3, 80), (12, 2, 96), (71, 1, 64), (8, 4, 256)]

@@ -8,7 +8,7 @@ import torch
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens
 from bmburst_ops.biased import triton as kernels
 from bmburst_ops.biased.formula import visible
-from bmburst_ops.biased.runs import diagonal_runs, line_runs
+from bmburst_ops.biased.triton import diagonal_runs, line_runs
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY
 from bmburst_ops.flash.triton_launch import BlockSizes
 from tests.ops.biased_oracle import draw, draw_bee, long_segments
@@ -141,7 +141,7 @@ KERNEL_CASES = [("whole", 128, "uneven"), ("one way", 128, "even"), ("striped", 
 def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut, monkeypatch):
     formula, relations, queries, keys = case(name)
     monkeypatch.setattr(kernels, "_block_sizes", lambda _: kernels.BiasedBlockSizes(*[SIZES[cut]] * 4))
-    monkeypatch.setattr("bmburst_ops.biased.runs._MOST", most)
+    monkeypatch.setattr("bmburst_ops.biased.triton._MOST", most)
     size, rows, columns = *queries.shape, keys.shape[1]
     q, k, v, table, grad, _ = draw(1, size, max(rows, columns), 1, 16, formula.rows, torch.float32)
     wide = [t.to(DEVICE) for t in (grad[:, :rows], q[:, :rows], k[:, :columns], v[:, :columns], table)]

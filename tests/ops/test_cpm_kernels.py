@@ -139,7 +139,7 @@ def test_names_that_are_none_and_kernels_that_cannot_be(monkeypatch: pytest.Monk
     with refused("norm kernel 'triton' | needs Triton", error=KernelError):
         rms_norm.choose_norm("triton", row.double(), row)
     assert rms_norm.choose_norm("torch", row, row) is None
-    taken = SimpleNamespace(WIDEST=8)
+    taken = SimpleNamespace(WIDEST_ROW=8)
     monkeypatch.setattr(rms_norm, "triton_twin", lambda *_: taken)
     assert rms_norm.choose_norm("auto", row, row) is rms_norm.choose_norm("triton", row, row) is taken
     assert rms_norm.choose_norm("torch", row, row) is None
@@ -152,7 +152,7 @@ def test_plain_torch_by_name_is_so_both_ways(monkeypatch: pytest.MonkeyPatch) ->
     rms_norm.rms_norm(x, weight, 1e-5, kernel="torch").sum().backward()
     assert not asked
     rms_norm.rms_norm(x, weight, 1e-5).sum().backward()
-    assert asked == ["triton_rms_norm"] * 2  # forward and backward
+    assert asked == ["triton_elementwise"] * 2  # forward and backward
 
 
 @pytest.mark.parametrize("problem", [ModuleNotFoundError("No pkg_resources"), RuntimeError("CUDA driver version")])

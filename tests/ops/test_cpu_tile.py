@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst_ops.flash import BackwardInputs, Gradients, Partial, cpu_tile
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial, cpu
 from bmburst_ops.flash.cpu import CpuKernel
 from tests.ops.tiles import EPSILON, Tile, assert_same, error, every_second, room, some_heads
 
@@ -24,10 +24,10 @@ def of_cpu(case, **options):
 def passes(tile, library=None):
     """Return output, statistics and gradients."""
     q, k, v, grad = tile.q, tile.k, tile.v, tile.grad
-    library = library or cpu_tile.compile_for(q.shape[3])
+    library = library or cpu.compile_for(q.shape[3])
     options = {"causal": tile.pattern.right == 0, "scale": tile.scale}
-    part = cpu_tile.forward(library, q, k, v, **options)
-    return *part, *cpu_tile.backward(library, BackwardInputs(grad, q, k, v, *tile.statistics), **options)
+    part = cpu.forward_tile(library, q, k, v, **options)
+    return *part, *cpu.backward_tile(library, BackwardInputs(grad, q, k, v, *tile.statistics), **options)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def one_thread(monkeypatch):
     """As on a rank of the host runtime, for tiles of any length."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(cpu_tile, "LEAST", 0)
+    monkeypatch.setattr(cpu, "LEAST_SCORES", 0)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     yield
     torch.set_num_threads(before)
@@ -83,11 +83,11 @@ def one_thread(monkeypatch):
 
 @pytest.fixture
 def calls(one_thread, monkeypatch):
-    """The names of what is called of `cpu_tile`."""
+    """The names of what is called of the C kernel."""
     names = []
-    for name in ("forward", "backward"):
-        real = getattr(cpu_tile, name)
-        monkeypatch.setattr(cpu_tile, name, lambda *a, _n=name, _f=real, **o: (names.append(_n), _f(*a, **o))[1])
+    for name in ("forward_tile", "backward_tile"):
+        real = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *a, _n=name, _f=real, **o: (names.append(_n), _f(*a, **o))[1])
     return names
 
 
@@ -99,7 +99,7 @@ def test_the_kernel_uses_it_and_writes_where_it_is_told(calls):
     given = Gradients(*(some_heads(torch.full_like(t, torch.nan)) for t in (tile.q, tile.k, tile.v)))
     gradients = tile.backward(kernel, into=given)
     assert_same(gradients, given)
-    assert calls == ["forward", "backward"]
+    assert calls == ["forward_tile", "backward_tile"]
     for ours, wanted in zip((*part, *gradients), (tile.out, tile.lse, *tile.gradients), strict=True):
         assert error(ours, wanted) < NEAR
 
@@ -119,10 +119,10 @@ def test_torch_computes_where_several_threads_may(calls):
 
 
 def test_torch_computes_without_a_compiler(calls, monkeypatch):
-    cpu_tile.compile_for.cache_clear()
+    cpu.compile_for.cache_clear()
     monkeypatch.setenv("PATH", "")
     tile = of_cpu(TILE)
     try:
         assert isinstance(tile.forward(CpuKernel()), Partial) and not calls
     finally:
-        cpu_tile.compile_for.cache_clear()
+        cpu.compile_for.cache_clear()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bmburst_ops.decode import KERNELS, attention, decode_attention, merge_decode, reference, triton_decode
+from bmburst_ops import decode, triton_decode
+from bmburst_ops.decode import KERNELS, decode_attention, merge_decode
 from bmburst_ops.errors import KernelError
 from tests.refusals import refused
 
@@ -97,8 +98,8 @@ def test_twin_without_lengths_on_the_host():
     """On other devices than CPUs the twin masks the whole capacity, where it may find NaN."""
     for starts in (None, STARTS):
         case = Case(6, 2, 8, torch.float64, starts=starts, capacity=60)
-        visible = reference.visible_tokens(case.lengths, case.starts, 60)
-        case.check(*reference.attend_visible(case.q, *case.cache, visible, SCALE))
+        visible = decode.visible_tokens(case.lengths, case.starts, 60)
+        case.check(*decode.attend_visible(case.q, *case.cache, visible, SCALE))
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
@@ -318,19 +319,19 @@ def test_auto_is_triton_on_gpus_only(monkeypatch):
     case.check(*case.run("auto"))
     case.check(*merge_decode(case.out.float()[None], case.lse.float()[None]))
     assert not asked
-    monkeypatch.setattr(attention, "unless_ampere", lambda _: None)
+    monkeypatch.setattr(decode, "unless_ampere", lambda _: None)
 
     class OnGpu:
         is_cuda, dtype, shape = True, torch.bfloat16, (1, 2, 8)
 
-    assert attention._runs_triton("auto", OnGpu)
+    assert decode._runs_triton("auto", OnGpu)
     OnGpu.dtype = torch.float64
-    assert not attention._runs_triton("auto", OnGpu)
+    assert not decode._runs_triton("auto", OnGpu)
     OnGpu.dtype, OnGpu.shape = torch.bfloat16, (1, 2, 257)
-    assert not attention._runs_triton("auto", OnGpu)
+    assert not decode._runs_triton("auto", OnGpu)
     OnGpu.shape = (1, 2, 256)
-    monkeypatch.setattr(attention, "is_there", lambda _: False)
-    assert not attention._runs_triton("auto", OnGpu)
+    monkeypatch.setattr(decode, "is_there", lambda _: False)
+    assert not decode._runs_triton("auto", OnGpu)
 
 
 def test_triton_is_refused_with_a_reason(monkeypatch):
@@ -352,7 +353,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
         run(q.to("meta"))
     with refused("float64 | fix: ", error=KernelError):
         merge_decode(q.double()[None], q.double()[None, ..., 0], kernel="triton")
-    monkeypatch.setattr(attention, "is_there", lambda _: False)
+    monkeypatch.setattr(decode, "is_there", lambda _: False)
     with refused("Triton | not installed | pip install 'triton | fix: ", error=KernelError):
         run(q)
 

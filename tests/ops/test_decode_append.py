@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bmburst_ops.decode import append_rotated, attention
+from bmburst_ops import decode
+from bmburst_ops.decode import append_rotated
 from bmburst_ops.rotary import apply_rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +25,7 @@ def test_the_kernel_equals_plain_torch(monkeypatch, heads, kv_heads, head_dim, d
     ]
     results = []
     for cache, module in zip(caches, (None, "triton"), strict=True):
-        monkeypatch.setattr(attention, "triton_twin", lambda *_, module=module: _twin(module))
+        monkeypatch.setattr(decode, "triton_twin", lambda *_, module=module: _twin(module))
         results.append(append_rotated(q, k, v, angles.cos(), angles.sin(), *cache[1], rows))
     plain, fused = results
     tables = angles.cos()[:, None], angles.sin()[:, None]
@@ -39,6 +40,6 @@ def test_the_kernel_equals_plain_torch(monkeypatch, heads, kv_heads, head_dim, d
 
 
 def _twin(module):
-    from bmburst_ops.decode import triton_append
+    from bmburst_ops import triton_decode
 
-    return triton_append if module else None
+    return triton_decode if module else None

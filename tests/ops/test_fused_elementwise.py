@@ -6,17 +6,7 @@ Each runs through its autograd function, as in a model.
 import pytest
 import torch
 
-from bmburst_ops import (
-    fused,
-    linear_cross_entropy,
-    rms_norm,
-    rotary,
-    swiglu,
-    triton_cross_entropy,
-    triton_rms_norm,
-    triton_rotary,
-    triton_swiglu,
-)
+from bmburst_ops import fused, linear_cross_entropy, rms_norm, rotary, swiglu, triton_elementwise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of the dtype on a GPU; the interpreter cuts bf16 off instead of rounding it.
@@ -25,12 +15,7 @@ TOLERANCE = {
     torch.float16: {"rtol": 2**-10, "atol": 2**-20},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-18},
 }
-KERNELS = {
-    "triton_rms_norm": triton_rms_norm,
-    "triton_swiglu": triton_swiglu,
-    "triton_rotary": triton_rotary,
-    "triton_cross_entropy": triton_cross_entropy,
-}
+KERNELS = {"triton_elementwise": triton_elementwise}
 
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -61,7 +46,7 @@ def test_norm(triton, shape, layout, dtype):
     x, weight = laid_out(shape, layout, dtype), random(shape[-1:], dtype, 1)
     grad = laid_out(shape, "slice" if layout == "dense" else "dense", dtype, 2)
     check(lambda x, w: rms_norm.rms_norm(x, w, 1e-3), [x, weight], grad)
-    assert triton == {"triton_rms_norm"}
+    assert triton == {"triton_elementwise"}
 
 
 @every_dtype
@@ -79,7 +64,7 @@ def test_norm_of_a_stream(triton, shape, layout, factor, dtype):
 
     # The stream is rounded before it is normalised, which fp64 knows nothing of.
     check(function, [x, weight] if factor is None else [x, weight, added], grads, units=3 if factor else 1)
-    assert triton == {"triton_rms_norm"}
+    assert triton == {"triton_elementwise"}
     stream, normed = function(x, weight, *([] if factor is None else [added]))
     torch.testing.assert_close(normed, rms_norm.rms_norm(stream, weight, 1e-3), rtol=0, atol=0)
     assert factor is not None or stream.data_ptr() == x.data_ptr()
@@ -104,7 +89,7 @@ def test_cross_entropy(triton, rows, words, dtype):
     in_place = logits.clone()
     assert torch.equal(linear_cross_entropy.cross_entropy_(in_place, labels, -100, in_place), losses)
     torch.testing.assert_close(in_place.double(), of_logits, rtol=3e-6, atol=2e-6)
-    assert triton == {"triton_cross_entropy"}
+    assert triton == {"triton_elementwise"}
 
 
 @every_dtype
@@ -118,7 +103,7 @@ def test_activation(triton, shape, layout, dtype, overwrite):
     gate, up = laid_out(shape, layout, dtype), random(shape, dtype, 1)
     grad = laid_out(shape, "dense" if overwrite or layout == "dense" else "slice", dtype, 2)
     check(lambda g, u: swiglu.swiglu(g, u, overwrite_grad=overwrite), [gate, up], grad)
-    assert triton == {"triton_swiglu"}
+    assert triton == {"triton_elementwise"}
 
 
 @every_dtype
@@ -139,7 +124,7 @@ def test_rotary(triton, shape, layout, dtype):
         return rotary.apply_rotary(x, cos.to(wide), sin.to(wide))
 
     check(turn, [laid_out(shape, layout, dtype)], laid_out(shape, layout, dtype, 2))
-    assert triton == {"triton_rotary"}
+    assert triton == {"triton_elementwise"}
 
 
 def test_queries_and_keys_may_be_a_slice_of_one_projection(triton):
@@ -152,21 +137,21 @@ def test_queries_and_keys_may_be_a_slice_of_one_projection(triton):
 
 def test_many_rows_for_a_program(triton, monkeypatch):
     """Rows are added up in a fixed order: in 16 bits or with atomics the sum of so many would be off, or differ."""
-    monkeypatch.setattr(triton_rms_norm, "_PROGRAMS", 3)
+    monkeypatch.setattr(triton_elementwise, "_PROGRAMS", 3)
     x, grad = random((4999, 24), torch.bfloat16), (1 + random((4999, 24), torch.float32, 1)).bfloat16()
     weight = random((24,), torch.float32, 2)
     check(lambda x, w: rms_norm.rms_norm(x, w, 1e-3), [x, weight], grad, sums=4999)
-    normed = triton_rms_norm.forward(x, weight, 1e-3)[1]
-    first, second = (triton_rms_norm.backward(grad, x, weight, normed)[1] for _ in range(2))
+    normed = triton_elementwise.norm_forward(x, weight, 1e-3)[1]
+    first, second = (triton_elementwise.norm_backward(grad, x, weight, normed)[1] for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_a_frozen_weight_of_a_norm_changes_nothing_else(triton):
     x, weight, grad = (random(shape, torch.float32, seed) for seed, shape in enumerate(((37, 24), (24,), (37, 24))))
-    normed = triton_rms_norm.forward(x, weight, 1e-3)[1]
+    normed = triton_elementwise.norm_forward(x, weight, 1e-3)[1]
     for beside in (None, grad):
-        trained = triton_rms_norm.backward(grad, x, weight, normed, beside)
-        frozen = triton_rms_norm.backward(grad, x, weight, normed, beside, wants_weight=False)
+        trained = triton_elementwise.norm_backward(grad, x, weight, normed, beside)
+        frozen = triton_elementwise.norm_backward(grad, x, weight, normed, beside, wants_weight=False)
         assert torch.equal(trained[0], frozen[0])
         assert trained[1] is not None and frozen[1] is None
 
@@ -208,16 +193,16 @@ def test_what_is_overwritten(triton):
 
 def test_who_computes():
     """Triton where it can; plain torch on other devices, in fp64, and for rows wider than a program holds."""
-    row, wide = torch.ones(2, 8, device=DEVICE), torch.ones(1, triton_rms_norm.WIDEST + 1, device=DEVICE)
+    row, wide = torch.ones(2, 8, device=DEVICE), torch.ones(1, triton_elementwise.WIDEST_ROW + 1, device=DEVICE)
     angles, heads = torch.ones(1, 2, 4, device=DEVICE), torch.ones(1, 2, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     on_gpu = DEVICE == "cuda"
-    assert rms_norm.choose_norm("auto", row, row[0]) is (triton_rms_norm if on_gpu else None)
-    assert rotary._fused(heads, angles, angles) is (triton_rotary if on_gpu else None)
-    assert fused.triton_twin("triton_swiglu", row, row) is (triton_swiglu if on_gpu else None)
+    assert rms_norm.choose_norm("auto", row, row[0]) is (triton_elementwise if on_gpu else None)
+    assert rotary._fused(heads, angles, angles) is (triton_elementwise if on_gpu else None)
+    assert fused.triton_twin("triton_elementwise", row, row) is (triton_elementwise if on_gpu else None)
     assert rms_norm.choose_norm("auto", wide, wide[0]) is None
     assert rotary._fused(heads, angles.bfloat16(), angles.bfloat16()) is None
-    assert fused.triton_twin("triton_swiglu", row.double(), row.double()) is None
-    assert fused.triton_twin("triton_swiglu", row, row.cpu()) is None
+    assert fused.triton_twin("triton_elementwise", row.double(), row.double()) is None
+    assert fused.triton_twin("triton_elementwise", row, row.cpu()) is None
 
 
 def random(shape, dtype, seed=0):

@@ -6,7 +6,7 @@ from torch.nn.functional import linear, silu
 
 from bmburst.blocks.parts import AUTOMATIC_CHUNK, mlp_chunk
 from bmburst_ops.gated_mlp import gated_mlp
-from bmburst_ops.low_rank import LowRank
+from bmburst_ops.linears import LowRank
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 

@@ -19,7 +19,7 @@ from bmburst_ops.flash import (
     able_kernels,
     select_kernel,
 )
-from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
+from bmburst_ops.flash.mask_corrections import isolate_backward, isolate_forward
 from tests.ops.biased_oracle import draw, draw_bee
 from tests.ops.masks import visible
 from tests.ops.test_biased import ours

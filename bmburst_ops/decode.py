@@ -1,12 +1,15 @@
-"""Decoding with a cache: attention of a new token and its way into the cache, by Triton or its twins in plain torch."""
+"""Attention of one new token per sequence over a cache of keys and values, and the token's way into the cache.
+
+By Triton (`triton_decode`), or by its twins in plain torch, which take any float dtype and device.
+"""
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.decode import reference
 from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.flash.limits import is_there, unless_ampere
 from bmburst_ops.fused import triton_twin
+from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rotary import apply_rotary
 
 KERNELS = ("auto", "triton", "reference")
@@ -62,12 +65,12 @@ def decode_attention(
     """
     _check(q, keys, values, lengths, starts, num_splits)
     if _runs_triton(kernel, q):
-        from bmburst_ops.decode import triton_decode
+        from bmburst_ops import triton_decode
 
         return triton_decode.decode_attention(
             q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits, softcap=softcap
         )
-    out, lse = reference.decode_attention(q, keys, values, lengths, starts, scale, softcap)
+    out, lse = _decode_plainly(q, keys, values, lengths, starts, scale, softcap)
     return out.to(out_dtype or q.dtype), lse
 
 
@@ -99,10 +102,10 @@ def merge_decode(
             f"[parts, batch, heads]; got {tuple(outs.shape)} with strides {outs.stride()}, {tuple(lses.shape)}"
         )
     if _runs_triton(kernel, outs):
-        from bmburst_ops.decode import triton_decode
+        from bmburst_ops import triton_decode
 
         return triton_decode.merge_decode(outs, lses, out_dtype or outs.dtype)
-    out, lse = reference.merge_decode(outs, lses)
+    out, lse = _merge_plainly(outs, lses)
     return out.to(out_dtype or outs.dtype), lse
 
 
@@ -129,7 +132,7 @@ def _refusal(values: Tensor) -> str | None:
         return f"takes head dims up to {_MAX_HEAD_DIM}, got {values.shape[-1]}"
     if values.is_cuda:
         return unless_ampere(values)
-    from bmburst_ops.decode.triton_decode import IS_INTERPRETED
+    from bmburst_ops.triton_decode import IS_INTERPRETED
 
     if values.device.type == "cpu" and IS_INTERPRETED:
         return None
@@ -183,7 +186,7 @@ def append_rotated(
         values: As keys.
         rows: `[batch]` int64, the row of each sequence that the token takes.
     """
-    fused = triton_twin("decode.triton_append", q, k, v, keys, values)
+    fused = triton_twin("triton_decode", q, k, v, keys, values)
     if fused and cos.dtype == sin.dtype == torch.float32:
         rotated: Tensor = fused.append_rotated(q, k, v, cos, sin, keys, values, rows)
         return rotated
@@ -192,3 +195,74 @@ def append_rotated(
     keys.index_put_((sequences, rows), apply_rotary(k[:, None], *tables)[:, 0])
     values.index_put_((sequences, rows), v)
     return apply_rotary(q[:, None], *tables)[:, 0]
+
+
+def _decode_plainly(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` in fp32 or wider; see `decode_attention`.
+
+    On CPUs the lengths are read, so the cost is that of the visible tokens. On other devices reading them would wait
+    for the device and could not be captured in a CUDA graph, so the whole capacity is scored and then masked.
+    """
+    if q.device.type != "cpu":
+        return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale, softcap)
+    stops = lengths.tolist()
+    firsts = [0] * len(stops) if starts is None else starts.clamp(min=0).tolist()
+    out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
+    lse = out.new_empty(q.shape[:2])
+    for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
+        one, seen = slice(i, i + 1), slice(first, max(first, stop))  # cut at the capacity, as slices are
+        out[one], lse[one] = attend_visible(q[one], keys[one, seen], values[one, seen], None, scale, softcap)
+    return out, lse
+
+
+def visible_tokens(lengths: Tensor, starts: Tensor | None, capacity: int) -> Tensor:
+    """Return which tokens of the cache each sequence sees, `[batch, capacity]`. Lengths stay on the device."""
+    tokens = torch.arange(capacity, device=lengths.device)
+    visible = tokens < lengths[:, None]
+    return visible if starts is None else visible & (tokens >= starts[:, None])
+
+
+def attend_visible(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` in fp32 or wider over the tokens that are visible.
+
+    Args:
+        q: `[batch, heads, head_dim]`.
+        keys: `[batch, tokens, kv_heads, head_dim]`. The query heads of a KV head share it as a dimension of the
+            product: it is not repeated in memory.
+        values: As keys.
+        visible: `[batch, tokens]`, or None where all are. Other tokens may hold NaN.
+        scale: Factor on the scores.
+        softcap: See `decode_attention`.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    queries = q.to(dtype).unflatten(1, (keys.shape[2], -1))
+    scores = torch.einsum("bkgd,bnkd->bkgn", queries, keys.to(dtype)) * scale
+    if softcap is not None:
+        scores = scores.div(softcap).tanh() * softcap
+    values = values.to(dtype)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        values = values.masked_fill(~visible[:, :, None, None], 0.0)  # a weight of 0 times NaN is NaN
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = torch.einsum("bkgn,bnkd->bkgd", weights, values)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _merge_plainly(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` in fp32 or wider; see `merge_decode`."""
+    out = outs.new_zeros(outs.shape[1:], dtype=accumulation_dtype(outs.dtype))
+    lse = lses.new_full(lses.shape[1:], -torch.inf, dtype=out.dtype)
+    for part, part_lse in zip(outs, lses, strict=True):
+        merge_partials_(out.unsqueeze(1), lse.unsqueeze(2), part.unsqueeze(1), part_lse.unsqueeze(2))
+    return out, lse

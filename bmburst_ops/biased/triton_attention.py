@@ -1,8 +1,12 @@
-"""Biased attention's backward pass in Triton, from the log-sum-exp and delta. Importing this file needs Triton.
+"""Biased attention in Triton: scores of a block with their bias, the forward and the backward pass. Needs Triton.
 
-Two kernels: one a block of keys, for dK and dV, and one a block of queries, for dQ and for what blocks that have one
-row of the table add to it; what the others add is `triton_table`'s. That is added up as integers
-(`triton_table`), so that repeated calls give the same bits although programs add in any order.
+Scores and the table are scaled by log2(e), for `exp2`. KIND is "common" (all pairs of the block see each other and have
+one bias), "near" (all see each other, and distance decides the bias) or "general".
+
+Backward starts from the log-sum-exp and delta. Two kernels: one a block of keys, for dK and dV, and one a block of
+queries, for dQ and for what blocks that have one row of the table add to it; what the others add is `triton_table`'s.
+That is added up as integers (`triton_table`), so that repeated calls give the same bits although programs add in any
+order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -10,12 +14,24 @@ row of the table add to it; what the others add is `triton_table`'s. That is add
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
-from bmburst_ops.biased.triton_forward import common_bias, is_seen, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_runs import line_of, load_run
+from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
+    as_columns,
+    as_rows,
+    bias_of,
+    bucket_of,
+    load_positions,
+    load_tokens,
+    lookup_of,
+    near_bias,
+    sees,
+    table_row_of,
+)
+from bmburst_ops.biased.triton_runs import GENERAL, NEAR, line_of, load_run
 from bmburst_ops.biased.triton_table import add_integers, unit_of
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import (
+    LN_2,
     add_dot,
     add_visible_dot,
     dot,
@@ -24,6 +40,161 @@ from bmburst_ops.flash.triton_forward import (
     matrix_of,
     store_rows,
 )
+
+
+@triton.jit
+def stop_of(start, stop, kind, KIND: tl.constexpr):
+    """Return where a loop over a run of blocks ends: at its start if they are of another kind."""
+    if KIND == "common":
+        is_it = kind >= 0
+    elif KIND == "near":
+        is_it = kind == NEAR
+    else:
+        is_it = kind == GENERAL
+    return tl.where(is_it, stop, start)
+
+
+@triton.jit
+def common_bias(table_row, kind):
+    """Return the bias of a run of blocks, 0 where they have none in common."""
+    return tl.load(table_row + kind, mask=kind >= 0, other=0.0)
+
+
+@triton.jit
+def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Return what a kind of block asks of tokens `first` to `first + ROWS`: positions, or all integers."""
+    if KIND == "general":
+        found = load_tokens(vectors, batch, first, batches, length, ROWS)
+    else:
+        position = load_positions(vectors, batch, first, length, ROWS)
+        found = (position, position, position, position, position, position)
+    return found
+
+
+@triton.jit
+def with_bias(
+    scores, of_queries, of_keys, common, table_row, lookup, KIND: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Return scores with their bias, -inf where a query does not see a key.
+
+    Args:
+        scores: Of a block, either way round, in units of log 2.
+        of_queries: Their integers, as rows or columns; positions are enough if KIND is not "general".
+        of_keys: Theirs, the other way.
+        common: The bias of "common".
+        table_row: The head's biases, `table_row_of`.
+        lookup: How they are looked up, `lookup_of`.
+    """
+    if KIND == "common":
+        scores += common
+    elif KIND == "near":
+        scores += near_bias(table_row, of_queries[0], of_keys[0], lookup, PRECISION)
+    else:
+        visible = sees(of_queries, of_keys)
+        bucket = bucket_of(of_queries, of_keys, visible, lookup, PRECISION)
+        scores = tl.where(visible, scores + bias_of(table_row, bucket, lookup[5], PRECISION), float("-inf"))
+    return scores
+
+
+@triton.jit
+def is_seen(scores):
+    """Return which pairs of a block of `with_bias` see each other; a score that is NaN is of such a pair."""
+    return scores != float("-inf")
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def forward_kernel(
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, queries, keys, bits_scale,
+    query_tokens, key_tokens, runs, counts,
+    biases, relations, relation_stride, entries, distances, max_distance, buckets, rows,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERIES queries of one head over all keys. Grid: (query blocks, heads, batch).
+
+    Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense; bits_scale is scale * log2(e). For
+    biases see `triton_formula.biases_kernel`, for relations and what follows `Pairs.lookup`, for runs and counts
+    `triton_runs.lines_kernel`.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see what is before them have most to do
+    head, batch = tl.program_id(1), tl.program_id(2)
+    first = block * QUERIES
+    q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
+    k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
+    query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
+    table_row = table_row_of(biases, head, lookup)
+    line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
+    acc, total, peak = _attend(
+        query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
+        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
+    )  # fmt: skip
+    if has_nan(acc):
+        acc, total, peak = _attend(
+            query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
+            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
+        )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
+    tokens = first + tl.arange(0, QUERIES)
+    at = lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * queries + tokens
+    tl.store(at, (peak + tl.log2(total)) * LN_2, mask=tokens < queries)
+
+
+@triton.jit
+def _attend(
+    query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
+    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the running softmax over all keys, see `flash.triton_forward._attend`, there for HAS_NAN too."""
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    for kind in tl.static_range(3):
+        acc, total, peak = _over_runs(
+            acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
+            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
+            HAS_NAN, PRECISION,
+        )  # fmt: skip
+    return acc, total, peak
+
+
+@triton.jit
+def _over_runs(
+    acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
+    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the runs of a kind into the running softmax."""
+    MASKED: tl.constexpr = KIND == "general"
+    of_queries = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
+    for index in tl.range(count):
+        start, stop, kind = load_run(runs, index)
+        bias = common_bias(table_row, kind)
+        for block in tl.range(start, stop_of(start, stop, kind, KIND)):
+            first = block * KEYS
+            key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
+            scores = dot(query, tl.trans(key), PRECISION) * bits_scale
+            of_keys = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
+            scores = with_bias(scores, of_queries, of_keys, bias, table_row, lookup, KIND, PRECISION)
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(peak - base)
+            total = total * fade + tl.sum(weights, 1)
+            value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
+            if KIND == "general" and HAS_NAN:
+                acc = add_visible_dot(acc * fade[:, None], weights.to(value.dtype), value, is_seen(scores), PRECISION)
+            else:
+                acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+            peak = higher
+    return acc, total, peak
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

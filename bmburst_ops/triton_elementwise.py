@@ -1,0 +1,341 @@
+"""Elementwise operations in Triton, at the speed of memory: RMSNorm, SwiGLU, rotary embedding and cross entropy.
+
+The twins of `bmburst_ops.rms_norm`, `bmburst_ops.swiglu`, `bmburst_ops.rotary` and, of `linear_cross_entropy`,
+`cross_entropy_`. Each pass of the first three reads and writes its tensors once. Importing it needs Triton.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST_ROW = 16384
+"""Features of a row that a program of the norm holds; it holds a tile of whole rows at once."""
+_NORM_NUMBERS = 4096  # of each tensor, that it holds at least
+_NORM_NUMBERS_OF_WARP = 512
+_PROGRAMS = 1056  # its backward: 8 for each multiprocessor of an H100 or H200; their shares are 0.3 % of 128K rows
+_SWIGLU_NUMBERS = 2048  # of each tensor, that a program holds
+WIDEST_HEAD = 4096
+"""Head dimension that a program of the rotation holds."""
+_PAIRS = 2048  # that it holds
+_LOGITS = 4096  # of a row, that a program of cross entropy holds
+
+
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x, contiguous, and 1 / sqrt(mean(x^2) + eps), fp32 `[..., 1]`."""
+    return _run_norm_forward(x, None, 0.0, weight, eps)[1:]
+
+
+def add_norm_forward(
+    x: Tensor, added: Tensor, factor: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + factor * added, rounded to the dtype of x, contiguous, and what `norm_forward` returns of it."""
+    return _run_norm_forward(x, added, factor, weight, eps)
+
+
+def _run_norm_forward(
+    x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.reshape(-1, x.shape[-1])
+    more = rows if added is None else added.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stream = x if added is None else torch.empty_like(out)
+    inverse_rms = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    tile = _norm_tile(rows)
+    programs = triton.cdiv(len(rows), tile["ROWS"])
+    strides = (*rows.stride(), *more.stride(), weight.stride(0))
+    arguments = (rows, more, weight, stream, out, inverse_rms, *strides, len(rows), eps, factor)
+    _launch_norm(_norm_kernel, programs, arguments, tile | {"ADDS": added is not None})
+    return stream, out, inverse_rms
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    beside: Tensor | None = None,
+    *,
+    wants_weight: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x, contiguous, plus `beside`, and of the weight if wanted, each in its dtype.
+
+    A number of programs that depends on the sizes alone runs; each adds up its rows' share of the weight's gradient in
+    fp32, and the shares are added in a fixed order: the same bits every time.
+    """
+    rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+    more = rows if beside is None else beside.reshape(-1, x.shape[-1])
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = _norm_tile(rows)
+    programs = min(_PROGRAMS, triton.cdiv(len(rows), tile["ROWS"]))
+    shares = torch.empty(programs * wants_weight, rows.shape[1], dtype=torch.float32, device=x.device)
+    strides = (*grad_rows.stride(), *rows.stride(), *more.stride(), weight.stride(0))
+    arguments = (grad_rows, rows, more, weight, inverse_rms.view(-1), grad_x, shares, *strides, len(rows))
+    _launch_norm(
+        _norm_backward_kernel, programs, arguments, tile | {"ADDS": beside is not None, "SHARES": wants_weight}
+    )
+    return grad_x, shares.sum(0).to(weight.dtype) if wants_weight else None
+
+
+def _norm_tile(rows: Tensor) -> dict[str, Any]:
+    block = triton.next_power_of_2(rows.shape[1])
+    count = max(1, _NORM_NUMBERS // block)
+    warps = min(32, count * block // _NORM_NUMBERS_OF_WARP)
+    return {"FEATURES": rows.shape[1], "ROWS": count, "BLOCK": block, "num_warps": warps}
+
+
+def _launch_norm(kernel: Any, programs: int, arguments: tuple[Any, ...], tile: dict[str, Any]) -> None:
+    if not programs:
+        return
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device, wherever the tensors are
+        kernel[(programs,)](*arguments, **tile)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm_kernel(
+    x, added, weight, stream, out, inverse_rms,
+    x_row, x_column, added_row, added_column, weight_step, count, eps, factor,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES).to(tl.float32)
+    if ADDS:
+        numbers += factor * _load_rows(added, rows, columns, added_row, added_column, count, FEATURES).to(tl.float32)
+        numbers = numbers.to(stream.dtype.element_ty).to(tl.float32)  # the norm is that of what the stream holds
+        _store_rows(stream, numbers, rows, columns, count, FEATURES)
+    weights = tl.load(weight + columns * weight_step, mask=columns < FEATURES, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 1) / FEATURES + eps)
+    tl.store(inverse_rms + rows, inverse, mask=rows < count)
+    _store_rows(out, numbers * inverse[:, None] * weights[None, :], rows, columns, count, FEATURES)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm_backward_kernel(
+    grad, x, beside, weight, inverse_rms, grad_x, shares,
+    grad_row, grad_column, x_row, x_column, beside_row, beside_column, weight_step, count,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    step = tl.num_programs(0) * ROWS
+    columns = tl.arange(0, BLOCK)
+    weights = tl.load(weight + columns * weight_step, mask=columns < FEATURES, other=0.0).to(tl.float32)
+    share = tl.zeros([ROWS, BLOCK], tl.float32)
+    rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    next_grads = _load_rows(grad, rows, columns, grad_row, grad_column, count, FEATURES)
+    next_numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES)
+    next_inverse = tl.load(inverse_rms + rows, mask=rows < count, other=0.0)
+    for _ in range(program * ROWS, count, step):
+        grads, normed = next_grads.to(tl.float32), next_numbers.to(tl.float32) * next_inverse[:, None]
+        inverse, own = next_inverse, rows
+        rows += step  # the next tile is on its way while this one's sum is taken
+        next_grads = _load_rows(grad, rows, columns, grad_row, grad_column, count, FEATURES)
+        next_numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES)
+        next_inverse = tl.load(inverse_rms + rows, mask=rows < count, other=0.0)
+        weighted = grads * weights[None, :]
+        along = tl.sum(weighted * normed, 1) / FEATURES
+        result = inverse[:, None] * (weighted - normed * along[:, None])
+        if ADDS:
+            result += _load_rows(beside, own, columns, beside_row, beside_column, count, FEATURES).to(tl.float32)
+        _store_rows(grad_x, result, own, columns, count, FEATURES)
+        if SHARES:
+            share += grads * normed
+    if SHARES:
+        tl.store(shares + program.to(tl.int64) * FEATURES + columns, tl.sum(share, 0), mask=columns < FEATURES)
+
+
+@triton.jit
+def _load_rows(tensor, rows, columns, row_stride, column_stride, count, FEATURES: tl.constexpr):
+    inside = (rows < count)[:, None] & (columns < FEATURES)[None, :]
+    return tl.load(tensor + rows[:, None] * row_stride + columns[None, :] * column_stride, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(tensor, numbers, rows, columns, count, FEATURES: tl.constexpr):
+    """Into a contiguous tensor."""
+    inside = (rows < count)[:, None] & (columns < FEATURES)[None, :]
+    at = tensor + rows[:, None] * FEATURES + columns[None, :]
+    tl.store(at, numbers.to(tensor.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, contiguous."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch_swiglu(_swiglu_kernel, (gate, up, out))
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate, in the place of the result's if that may be overwritten, and of up; contiguous."""
+    grad_gate = grad if overwrite else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _launch_swiglu(_swiglu_backward_kernel, (grad, gate, up, grad_gate, grad_up))
+    return grad_gate, grad_up
+
+
+def _launch_swiglu(kernel: Any, tensors: tuple[Tensor, ...]) -> None:
+    """Run a program for each block of numbers: of all of them where they are dense, else of each row."""
+    if not tensors[0].numel():
+        return
+    is_dense = all(t.is_contiguous() for t in tensors)
+    rows = [t.view(1, -1) if is_dense else t.reshape(-1, t.shape[-1]) for t in tensors]  # results are never copied
+    count, columns = rows[0].shape
+    strides = [stride for each in rows for stride in each.stride()]
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, wherever the tensors are
+        kernel[(count * triton.cdiv(columns, _SWIGLU_NUMBERS),)](
+            *rows, *strides, columns, BLOCK=_SWIGLU_NUMBERS, num_warps=4
+        )
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate, up, out, gate_row, gate_column, up_row, up_column, out_row, out_column, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, columns = _swiglu_block(width, BLOCK)
+    inside = columns < width
+    gates = tl.load(gate + row * gate_row + columns * gate_column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_row + columns * up_column, mask=inside, other=0.0).to(tl.float32)
+    product = gates * tl.sigmoid(gates) * ups
+    tl.store(out + row * out_row + columns * out_column, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    grad, gate, up, grad_gate, grad_up, grad_row, grad_column, gate_row, gate_column, up_row, up_column,
+    grad_gate_row, grad_gate_column, grad_up_row, grad_up_column, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, columns = _swiglu_block(width, BLOCK)
+    inside = columns < width
+    grads = tl.load(grad + row * grad_row + columns * grad_column, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row * gate_row + columns * gate_column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_row + columns * up_column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gates)
+    of_gate = grads * ups * sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    of_up = grads * gates * sigmoid
+    tl.debug_barrier()  # grad_gate may be grad: no thread may find another's result there
+    grad_gate_at = grad_gate + row * grad_gate_row + columns * grad_gate_column
+    tl.store(grad_gate_at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + row * grad_up_row + columns * grad_up_column, of_up.to(grad_up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_block(width, BLOCK: tl.constexpr):
+    """Return row and columns `[BLOCK]`, in 64 bits."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(width, BLOCK)
+    return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """Return x turned, contiguous. A program turns a tile of tokens and heads: a token's angles are read once for all.
+
+    Args:
+        x: `[batch, tokens, heads, head_dim]`, any strides.
+        cos: fp32 `[batch, tokens, head_dim / 2]`, any strides.
+        sin: As `cos`.
+        back: By the negative angles.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    batch, tokens, heads, head_dim = x.shape
+    pairs = triton.next_power_of_2(head_dim // 2)
+    tile_heads = min(triton.next_power_of_2(heads), max(1, _PAIRS // pairs))
+    tile_tokens = max(1, _PAIRS // (pairs * tile_heads))
+    programs = batch * triton.cdiv(tokens, tile_tokens) * triton.cdiv(heads, tile_heads)
+    with torch.cuda.device_of(x):  # Triton launches on the current device, wherever the tensors are
+        _rotate_kernel[(programs,)](
+            x, cos, sin, out, x.stride(), cos.stride(), sin.stride(), out.stride(), tokens, heads,
+            BACK=back, PAIRS=head_dim // 2, TOKENS=tile_tokens, HEADS=tile_heads, BLOCK=pairs, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rotate_kernel(
+    x, cos, sin, out, x_strides, cos_strides, sin_strides, out_strides, tokens, heads,
+    BACK: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    head_blocks, token_blocks = tl.cdiv(heads, HEADS), tl.cdiv(tokens, TOKENS)
+    head = (program % head_blocks * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    token = (program // head_blocks % token_blocks * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    batch = (program // head_blocks // token_blocks).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    has_angle = (token < tokens)[:, None] & (pair < PAIRS)[None, :]
+    inside = has_angle[:, None, :] & (head < heads)[None, :, None]
+    cosines = tl.load(_angles(cos, cos_strides, batch, token, pair), mask=has_angle, other=0.0)[:, None, :]
+    sines = tl.load(_angles(sin, sin_strides, batch, token, pair), mask=has_angle, other=0.0)[:, None, :]
+    if BACK:
+        sines = -sines
+    first_at = _halves(x, x_strides, batch, token, head, pair)
+    first = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(first_at + PAIRS * x_strides[3], mask=inside, other=0.0).to(tl.float32)
+    out_at = _halves(out, out_strides, batch, token, head, pair)
+    tl.store(out_at, (first * cosines - second * sines).to(out.dtype.element_ty), mask=inside)
+    turned = (second * cosines + first * sines).to(out.dtype.element_ty)
+    tl.store(out_at + PAIRS * out_strides[3], turned, mask=inside)
+
+
+@triton.jit
+def _angles(table, strides, batch, token, pair):
+    return table + batch * strides[0] + token[:, None] * strides[1] + pair[None, :] * strides[2]
+
+
+@triton.jit
+def _halves(x, strides, batch, token, head, pair):
+    """Return pointers to the first numbers of pairs, `[tokens, heads, pairs]`."""
+    rows = x + batch * strides[0] + token[:, None, None] * strides[1] + head[None, :, None] * strides[2]
+    return rows + pair[None, None, :] * strides[3]
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
+    """See `bmburst_ops.linear_cross_entropy.cross_entropy_`. Logits are read twice, the gradient is written once.
+
+    The normalizer is found in one reading (Milakov and Gimelshein, arXiv:1805.02867).
+    """
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
+    if rows:
+        with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
+            _cross_entropy_kernel[(rows,)](
+                *(logits, labels, losses, logits if gradient is None else gradient, width, ignore_index),
+                WITH_GRADIENT=gradient is not None,
+                BLOCK=min(_LOGITS, triton.next_power_of_2(width)),
+                num_warps=8,
+            )
+    return losses
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, labels, losses, gradient, width, ignore_index, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * width
+    label = tl.load(labels + row)
+    is_valid = label != ignore_index
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    log_normalizer = largest + tl.log(total)
+    target = tl.load(at + label, mask=is_valid, other=0.0)
+    tl.store(losses + row, tl.where(is_valid, log_normalizer - target, 0.0))
+    if WITH_GRADIENT:
+        tl.debug_barrier()  # the gradient may lie where the target was read
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+            p = tl.exp(x - log_normalizer)
+            p = tl.where(columns == label, p - 1.0, p)
+            p = tl.where(is_valid, p, 0.0)
+            tl.store(gradient + row * width + columns, p.to(gradient.dtype.element_ty), mask=columns < width)
