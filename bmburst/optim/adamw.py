@@ -8,8 +8,7 @@ from typing import Any
 import bmtrain as bmt
 import torch
 
-from bmburst.comm.host_memory import host_zeros
-from bmburst.comm.host_shards import host_shard
+from bmburst.comm.host_memory import host_shard, host_zeros
 from bmburst.errors import UserError, unknown
 from bmburst.optim import host_adam
 from bmburst.optim.device_adam import step_fused, step_masters, step_wide

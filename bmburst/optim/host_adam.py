@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm.host_memory import host_zeros
-from bmburst.comm.host_shards import HostShard
+from bmburst.comm.host_memory import HostShard, host_zeros
 from bmburst_ops.host_adamw import adamw_, pieces
 
 MASTER, MEAN, SQUARE, STEP = "_param_fp32", "exp_avg", "exp_avg_sq", "step"

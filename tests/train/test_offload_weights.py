@@ -197,7 +197,7 @@ def test_copies_that_come_late_are_waited_for(tmp_path):
 def _copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
-    from bmburst.comm.host_shards import HostShard, ShardCopies
+    from bmburst.comm.host_memory import HostShard, ShardCopies
     from bmburst.optim import host_adam
     from bmburst.optim.host_adam import ShardUpdate
     from tests.train.lazy_streams import late_copies
@@ -270,7 +270,7 @@ def _an_input_without_gradient_is_no_exception():
 
     from bmburst.blocks.layers import Linear
     from bmburst.blocks.streamed import StreamedBlock
-    from bmburst.comm.host_shards import ShardCopies
+    from bmburst.comm.host_memory import ShardCopies
     from bmburst.zero import gather, gradient_of, named_shards
 
     found = []
