@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.engine.report import save_figure
-from benchmarks.paper.recorded import RESULTS
-from benchmarks.paper.tables import FACTS
+from benchmarks.paper.tables import FACTS, RESULTS
 from bmburst.amounts import short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
