@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.inference.report import paper as first_token_facts
+from benchmarks.inference.kind import paper as first_token_facts
 from benchmarks.paper import curve, overheads, tables
 from benchmarks.paper.tables import ATTENTION, FACTS, FIRST, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded, Row
 

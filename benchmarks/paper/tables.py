@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inference.report import paper as first_token_facts
+from benchmarks.inference.kind import paper as first_token_facts
 from benchmarks.paper import overheads
 from bmburst.amounts import short
 

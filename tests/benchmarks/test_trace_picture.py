@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.report import timeline_title as attention_title
+from benchmarks.attention.kind import timeline_title as attention_title
 from benchmarks.engine.timeline import draw_timeline, hidden, lanes
 from benchmarks.training.cells import TrainCell
 from benchmarks.training.pictures import timeline_title as train_title
