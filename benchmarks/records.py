@@ -23,7 +23,7 @@ from benchmarks import block_sparse, cross, hugging_face, logprobs, lora_peers, 
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.paper import page
-from benchmarks.paper.recorded import Recorded
+from benchmarks.paper.tables import Recorded
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]

@@ -74,6 +74,17 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def blank_picture(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure of so many inches."""
+    # Figure without pyplot: no global state, and no display is looked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def save_picture(figure: Any, path: Path) -> None:
     """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.bmtrain_nccl import FlatStorage, launched_together
-from bmburst.comm.host_shards import host_shard
+from bmburst.comm.host_memory import host_shard
 
 
 class ShardData(Enum):

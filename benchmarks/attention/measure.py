@@ -22,6 +22,7 @@ from benchmarks.attention.cells import (
     pattern_of,
     plain_causal,
 )
+from benchmarks.attention.kind import timeline_title
 from benchmarks.attention.methods import LocalKernel, all_methods
 from benchmarks.attention.methods.method import (
     Attend,
@@ -33,7 +34,6 @@ from benchmarks.attention.methods.method import (
     forward_without_grad,
     prepare,
 )
-from benchmarks.attention.report import timeline_title
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.engine.kind import OK, ONE_GPU, BaseCell, C, Results, Row
 from bmburst.amounts import short
-from bmburst.outputs import save_picture
+from bmburst.outputs import blank_picture, save_picture
 
 Rows = list[tuple[C, Row]]
 """Rows that are compared, with their cells."""
@@ -146,19 +146,6 @@ _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
 _NAMES = MappingProxyType({"ours": "ours (bmburst)", "heads": "heads (bmburst)", ONE_GPU: "one GPU alone"})
 _MARKERS = "os^vDPX*<>"
-
-
-def blank(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches."""
-    # Figure without pyplot: no global state, and no display is looked for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 WIDTH, HEIGHT = 4.8, 4.4  # inches: on the narrow screen of a phone the letters can still be read
 _LETTERS = 54  # of a line of a title, in this width
 
@@ -172,7 +159,7 @@ def panel(path: Path, says: str, setting: str, fill: Callable[[Any], None]) -> P
         setting: What it was measured with: the others.
         fill: Draws into the axes.
     """
-    figure = blank(WIDTH, HEIGHT)
+    figure = blank_picture(WIDTH, HEIGHT)
     axes = figure.subplots()
     fill(axes)
     set_title(figure, says, setting)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.report import WIDTH, blank, save_figure, set_title
+from benchmarks.engine.report import WIDTH, save_figure, set_title
 from benchmarks.engine.timing import RankGroup
-from bmburst.outputs import is_picture, require_own
+from bmburst.outputs import blank_picture, is_picture, require_own
 
 Span = tuple[float, float]
 """Begin and end, in milliseconds since the first one of the timeline."""
@@ -155,7 +155,7 @@ def draw_lanes(
     found: Mapping[str, Sequence[Span]], labels: Mapping[str, str], picture: Path, title: tuple[str, str]
 ) -> Path:
     """Draw spans by kind, one lane below the other, each with its label above it, and return the picture's path."""
-    figure = blank(WIDTH, 1.3 + 0.55 * len(found))
+    figure = blank_picture(WIDTH, 1.3 + 0.55 * len(found))
     axes = figure.subplots()
     for row, (kind, spans) in enumerate(found.items()):
         # With a line around it a span of less than a pixel is seen.

@@ -1,13 +1,35 @@
-"""Registers `bmburst bench inference`: its options, the cells they select, starts of ranks, and estimates of time."""
+"""Registers `bmburst bench inference`: its options and cells, tables and pictures, beside the paper's figures."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine.kind import Kind, Results, selection_of
-from benchmarks.inference import report
-from benchmarks.inference.cells import METHODS, InferenceCell, InferenceSelection, list_cells
-from bmburst.amounts import numbers
+from benchmarks.engine.kind import OK, Kind, Results, Row, selection_of
+from benchmarks.engine.report import (
+    Rows,
+    columns_of,
+    grid,
+    groups,
+    is_measured,
+    known,
+    of_whom,
+    panel,
+    plot_methods,
+    ranks_name,
+    scale_heights,
+)
+from benchmarks.inference.cells import (
+    CAUSAL,
+    METHODS,
+    SUITES,
+    WARM_STEPS,
+    InferenceCell,
+    InferenceSelection,
+    list_cells,
+)
+from bmburst.amounts import numbers, short
 from bmburst.errors import UserError
 from bmburst.schedule.hardware import hardware_of
 
@@ -16,6 +38,12 @@ if TYPE_CHECKING:
 
 _BUILDING = 10.0  # seconds of a cell beside its answers: weights, kernels, a short answer
 _ANSWERS = 2  # of a long cell
+FIRST, TOKEN = "first_token_seconds", "token_milliseconds"
+_MEANING = (
+    "First token: from the prompt's ids on the host to the first new token on the host. In brackets: time over the "
+    "bound, which is the work at the rates of long kernels (prefill) and all weights and cache at the memory's "
+    "bandwidth (a token), spread over all GPUs. Weights are random."
+)
 
 
 def _configure(group: argparse._ArgumentGroup) -> None:
@@ -51,9 +79,9 @@ def _starts(args: argparse.Namespace, cells: Sequence[InferenceCell], ranks: tup
 
 def _estimate(results: Results[InferenceCell], cell: InferenceCell) -> float:
     """Return about how many seconds a cell will take: as it took before, else by its bounds."""
-    known = results.rows.get(cell.key, {}).get("seconds")
-    if known is not None:
-        return float(known)
+    seconds = results.rows.get(cell.key, {}).get("seconds")
+    if seconds is not None:
+        return float(seconds)
     hardware = hardware_of(results.runs[-1]["device"]) if results.runs else None
     return 0.0 if hardware is None else _BUILDING + _ANSWERS * cell.seconds(hardware)
 
@@ -62,6 +90,165 @@ def _rank_run() -> "type[RankRun[InferenceCell]]":
     from benchmarks.inference.measure import InferenceRun
 
     return InferenceRun
+
+
+def describe(cell: InferenceCell, row: Row) -> str:
+    """Return what a measured row says in a line."""
+    whole = f"first token {row[FIRST]:.3f} s{_over(row, FIRST)}, {row[TOKEN]:.2f} ms a token{_over(row, TOKEN)}"
+    speed = f", {row['tokens_per_second']:.0f} tokens/s" if cell.batch > 1 else ""
+    return f"{whole}{speed}, {known(row['peak_memory_gib'])} GiB"
+
+
+def tables(results: Results[InferenceCell], notes: dict[str, int]) -> list[str]:
+    """Return all tables as lines of Markdown."""
+    lines: list[str] = []
+    for title, rows in _settings(results):
+        lines += [f"## {title}", ""]
+        column = _column(rows[0][0])
+        for head, show in (
+            ("first token, s", lambda row: f"{row[FIRST]:.3f}{_over(row, FIRST)}"),
+            ("ms a token", lambda row: f"{row[TOKEN]:.2f}{_over(row, TOKEN)}"),
+        ):
+            lines += grid(head, rows, column, show, notes)
+        if rows[0][0].suite == "batch":
+            lines += grid("tokens/s of all prompts", rows, column, lambda row: f"{row['tokens_per_second']:.0f}", notes)
+        lines += grid("peak GiB a rank (torch's allocator)", rows, column, _memory, notes)
+        lines += _agreement(rows, column)
+        lines += _beside_paper(rows)
+    return [*lines, _MEANING, ""] if lines else lines
+
+
+def paper() -> dict[str, Any]:
+    """Return the paper's figures: see `paper.json`."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _settings(results: Results[InferenceCell]) -> Iterator[tuple[str, Rows[InferenceCell]]]:
+    """Yield the rows of each model, mask and number of ranks, with a title."""
+
+    def key(cell: InferenceCell) -> tuple[Any, ...]:
+        length = cell.tokens if cell.suite == "batch" else 0
+        return cell.suite, cell.model, cell.mask, cell.ranks, cell.device, cell.dtype, length
+
+    def title(cell: InferenceCell) -> str:
+        prompts = f"prompts of {short(cell.tokens)} over their number" if cell.suite == "batch" else "one prompt"
+        return f"{cell.model}, {prompts}, {_mask(cell)}, {ranks_name(cell)}, {cell.dtype}"
+
+    for suite in SUITES:
+        yield from groups(results.cell_rows(suite), key, title)
+
+
+def _mask(cell: InferenceCell) -> str:
+    return "causal" if cell.mask == CAUSAL else "no mask"
+
+
+def _column(cell: InferenceCell) -> Callable[[InferenceCell], int]:
+    return (lambda cell: cell.batch) if cell.suite == "batch" else (lambda cell: cell.tokens)
+
+
+def _over(row: Row, what: str) -> str:
+    ratios = row.get("ratios")
+    return "" if ratios is None else f" ({ratios[what]:.2f})"
+
+
+def _memory(row: Row) -> str:
+    return f"{known(row['peak_memory_gib'])} ({known(row['allocated_gib'])})"
+
+
+def _agreement(rows: Rows[InferenceCell], column: Callable[[InferenceCell], int]) -> list[str]:
+    """Return at how many lengths all methods gave the same tokens. In 16 bits near ties may fall either way."""
+    found: dict[int, list[list[int]]] = {}
+    for cell, row in rows:
+        if row["status"] == OK:
+            found.setdefault(column(cell), []).append(row["tokens"])
+    several = [answers for answers in found.values() if len(answers) > 1]
+    if not several:
+        return []
+    equal = sum(all(answer == answers[0] for answer in answers) for answers in several)
+    return [f"First greedy tokens are the same by all methods in {equal} of {len(several)} columns.", ""]
+
+
+def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
+    """Return the paper's first tokens of the same model at the same lengths, and nothing where it has none."""
+    cell, found = rows[0][0], paper()
+    methods = found["models"].get(cell.model)
+    columns = [n for n in columns_of(rows, lambda cell: cell.tokens) if n in found["tokens"]]
+    if methods is None or not columns or cell.suite == "batch":
+        return []
+    lines = [f"| the paper, s | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
+    for name, seconds in methods.items():
+        own = dict(zip(found["tokens"], seconds, strict=True))
+        texts = ("out of memory" if own[n] is None else f"{own[n]:.2f}" for n in columns)
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    return [*lines, "", f"{found['source']}.", ""]
+
+
+Panel = tuple[str, str, Callable[[Row], float | None], str]
+"""The end of a picture's name, what is drawn, its value, and the name of its bound."""
+_PANELS: Sequence[Panel] = (
+    ("first-token", "seconds to the first token", lambda row: row[FIRST], FIRST),
+    ("first-token-over-bound", "first token over the bound", lambda row: row.get("ratios", {}).get(FIRST), ""),
+    ("token", "milliseconds a token", lambda row: row[TOKEN], TOKEN),
+    ("memory", "peak GiB a rank", lambda row: row["peak_memory_gib"], ""),
+)
+_SPEED: Panel = ("speed", "tokens/s of all prompts", lambda row: row["tokens_per_second"], "")
+
+
+def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
+    """Draw every comparison that has a measured cell, and return the pictures' paths.
+
+    Args:
+        results: What was measured.
+        stem: Path whose name the pictures' names begin with.
+    """
+    return [
+        picture
+        for title, rows in _settings(results)
+        if is_measured(rows)
+        for picture in _draw(title, rows, _path(stem, rows[0][0]))
+    ]
+
+
+def timeline_title(cell: InferenceCell) -> tuple[str, str]:
+    """Return what the timeline of a cell shows, and the setting."""
+    return (
+        f"Timeline of a prompt and {WARM_STEPS} steps of decoding, by {of_whom(cell)}",
+        f"{cell.model}, {short(cell.tokens)} tokens x {cell.batch}, {_mask(cell)}, {ranks_name(cell)}",
+    )
+
+
+def _draw(title: str, rows: Rows[InferenceCell], start: Path) -> Iterator[Path]:
+    column, is_batch = _column(rows[0][0]), rows[0][0].suite == "batch"
+    for end, name, value, bound in [*_PANELS, _SPEED] if is_batch else _PANELS:
+
+        def fill(axes: Any, name: str = name, value: Callable[[Row], float | None] = value, bound: str = bound) -> None:
+            plot_methods(axes, rows, column, value)
+            if bound:
+                _draw_bound(axes, rows, column, bound)
+            scale_heights(axes, logarithmic=bound == FIRST)
+            axes.set_ylabel(name)
+            axes.set_xlabel("prompts at once" if is_batch else "tokens of the prompt")
+
+        yield panel(start.with_name(f"{start.name}-{end}.png"), name, title, fill)
+
+
+def _draw_bound(axes: Any, rows: Rows[InferenceCell], column: Callable[[InferenceCell], int], what: str) -> None:
+    columns = columns_of(rows, column)
+    least = {columns.index(column(cell)): row["bounds"][what] for cell, row in rows if _has_bounds(row)}
+    if least:
+        axes.plot(*zip(*sorted(least.items()), strict=True), label="bound", color="#000000", linestyle="--")
+
+
+def _has_bounds(row: Row) -> bool:
+    return row["status"] == OK and "bounds" in row
+
+
+def _path(stem: Path, cell: InferenceCell) -> Path:
+    length = f"-{short(cell.tokens)}" if cell.suite == "batch" else ""
+    device = "" if cell.device == "cuda" else cell.device
+    dtype = "" if cell.dtype == "bfloat16" else f"-{cell.dtype}"
+    return stem.with_name(f"{stem.name}-{cell.suite}-{cell.model}{length}-{cell.mask}-{cell.ranks}{device}{dtype}")
 
 
 KIND = Kind(
@@ -76,7 +263,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
-    describe=report.describe,
-    tables=report.tables,
-    draw=report.draw,
+    describe=describe,
+    tables=tables,
+    draw=draw,
 )

@@ -17,8 +17,8 @@ from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup
 from benchmarks.inference.cells import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell
+from benchmarks.inference.kind import timeline_title
 from benchmarks.inference.peers import PeerPrefill, Transformers
-from benchmarks.inference.report import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig

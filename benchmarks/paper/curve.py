@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.engine.report import blank, save_figure
-from benchmarks.paper.recorded import RESULTS
-from benchmarks.paper.tables import FACTS
+from benchmarks.engine.report import save_figure
+from benchmarks.paper.tables import FACTS, RESULTS
 from bmburst.amounts import short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
+from bmburst.outputs import blank_picture
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
 from bmburst.plan.search import predict
@@ -125,7 +125,7 @@ def table() -> list[str]:
 
 def draw_attention(path: Path) -> Path:
     """Draw attention's rate over the length, and return the picture's path."""
-    figure = blank(8, 5)
+    figure = blank_picture(8, 5)
     axes = figure.subplots()
     columns = LENGTHS[5:]
     for gpus in CLUSTERS:
@@ -140,7 +140,7 @@ def draw_attention(path: Path) -> Path:
 
 def draw_training(path: Path) -> Path:
     """Draw the gain over tensor parallelism over the length, and return the picture's path."""
-    figure = blank(8, 5)
+    figure = blank_picture(8, 5)
     axes = figure.subplots()
     columns = LENGTHS[2:9]
     for gpus, pcie, style in ((8, False, "-"), (8, True, "--"), (32, False, "-")):

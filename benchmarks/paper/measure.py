@@ -13,7 +13,7 @@ from benchmarks.attention.methods.method import Method, prepare, random_inputs
 from benchmarks.engine.kind import Row
 from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timing import RankGroup, Times, in_turns, once
-from benchmarks.paper.cells import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
+from benchmarks.paper.kind import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
 from benchmarks.paper.variants import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group

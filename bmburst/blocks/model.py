@@ -17,8 +17,7 @@ from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
-from bmburst.comm.host_memory import HostMemory
-from bmburst.comm.host_shards import ShardCopies
+from bmburst.comm.host_memory import HostMemory, ShardCopies
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
 from bmburst.mesh import current_mesh

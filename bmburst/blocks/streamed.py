@@ -14,7 +14,7 @@ import torch
 from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
-from bmburst.comm.host_shards import HostShard, ShardCopies
+from bmburst.comm.host_memory import HostShard, ShardCopies
 
 
 class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types

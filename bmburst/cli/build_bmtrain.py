@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: A tool is missing, or an argument cannot work.
     """
-    from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain
-    from bmburst.runtime.build_bmtrain.build import parse_architecture
+    from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
     from bmburst.runtime.doctor.bmtrain import capabilities
 
     wanted = sorted({parse_architecture(text) for text in args.arch} if args.arch else set(capabilities()))

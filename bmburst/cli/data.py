@@ -53,8 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the token file and print what it holds."""
     from bmburst.data.chat import RecordEncoder
-    from bmburst.data.corpus import Text, tokenize
-    from bmburst.data.length_report import LengthReport
+    from bmburst.data.corpus import LengthReport, Text, tokenize
     from bmburst.data.records import hold_records
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file

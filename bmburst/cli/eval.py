@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_positions(config: EvalConfig, measured: "Measurement", bins: "list[PositionBin]") -> None:
-    from bmburst.evaluation.by_position import table, to_json
-    from bmburst.evaluation.pictures import draw_positions
+    from bmburst.evaluation.by_position import draw_positions, table, to_json
     from bmburst.train.evaluate import perplexity
 
     path, picture = _outputs(config)

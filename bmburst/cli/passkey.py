@@ -195,8 +195,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> int:
     from bmburst.comm.groups import communicator
-    from bmburst.evaluation.passkey import measure_passkeys, to_json
-    from bmburst.evaluation.pictures import draw_passkeys
+    from bmburst.evaluation.passkey import draw_passkeys, measure_passkeys, to_json
     from bmburst.inference.generator import Generator
 
     comm = communicator(None)
@@ -251,7 +250,7 @@ def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
 
 def table(cells: "Sequence[PasskeyCell]") -> str:
     """Return right answers of asked ones, a line for each length, in blocks of at most 80 columns."""
-    from bmburst.evaluation.pictures import words_of
+    from bmburst.evaluation.passkey import words_of
 
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     found = {(cell.length, cell.depth): cell for cell in cells}

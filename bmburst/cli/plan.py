@@ -363,7 +363,7 @@ def _placements(args: argparse.Namespace) -> "tuple[Offload, ...]":
 def _calibrate(args: argparse.Namespace) -> int:
     import torch
 
-    from bmburst.plan.calibrate import calibrate
+    from bmburst.plan.rates import calibrate
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = args.ranks if args.ranks is not None else max(1, gpus)

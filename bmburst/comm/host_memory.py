@@ -1,18 +1,26 @@
-"""Pinned host memory that a thread prepares while the program does other work.
+"""Pinned host memory that a thread prepares beside other work, and the ZeRO shards that live in it (arXiv:2101.06840).
 
 Allocation of pinned memory is slow: 8 GiB took 3.5 s on a host of 16 cores. To touch 8 GiB with all cores took 0.4 s
 and to register them with CUDA 0.8 s. So blocks are mapped, touched and registered, in the order in which they will be
 needed, from the start of the program on.
+
+A block's shards are copied to one of two device buffers before BMTrain gathers them, so that those of the next block
+are on their way while a block computes. Its gradient leaves as soon as BMTrain has reduced it. Copies have streams of
+their own in each direction, and the host waits for none of them until it reads the gradient.
 """
 
 import mmap
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_BUFFERS = 2
+"""Blocks whose shards are on the GPU at a time: one is gathered from, one is copied."""
 
 
 class HostMemory:
@@ -92,3 +100,189 @@ def _block(size: int, device: int | None) -> Tensor:
             raise RuntimeError(f"CUDA cannot register {size} bytes of host memory: error {code}\nfix: raise ulimit -l")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return block
+
+
+class HostShard:
+    """A BMTrain storage whose weights and gradient live in pinned host memory.
+
+    `parameter.host_shard` is this object. Between uses `parameter.data` and `parameter.grad` are the host's tensors.
+
+    Args:
+        parameter: The storage's parameter, on the GPU.
+        order: The number of its block, in the order of the forward pass.
+        memory: Where pinned memory comes from.
+
+    Attributes:
+        parameter: The same.
+        order: The same.
+        device: Where it was, and where its copies go.
+        weights: In host memory.
+        version: Counts changes of `weights`.
+        norm: Euclidean norm of this rank's gradient, fp32 or wider on `device`; after `left`.
+        left: The event behind the copy of the gradient to host memory.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, order: int, memory: HostMemory) -> None:
+        self.parameter, self.order, self.device, self.version = parameter, order, parameter.device, 0
+        self._memory = memory
+        self.weights = memory.tensor(parameter.data).copy_(parameter.data)
+        self.norm: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self.left: Any = None
+        self._update: Future[None] | None = None
+        parameter.data = self.weights
+        parameter.host_shard = self  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """Wait for the update of the weights that is under way, if one is; an error in it is raised here, once."""
+        if self._update is not None:
+            update, self._update = self._update, None
+            self.version += 1
+            update.result()
+
+    def update_with(self, update: "Future[None]") -> None:
+        """Note an update of the weights that is under way in another thread; readers wait for it."""
+        self.settle()
+        self._update = update
+
+    def wait_for_gradient(self) -> None:
+        """Block until the gradient is in host memory."""
+        if self.left is not None:
+            self.left.synchronize()
+
+    def norm_on(self, stream: Any) -> Tensor:
+        """Return `norm` for use on a stream."""
+        assert self.norm is not None, "asked before backward"
+        stream.wait_event(self.left)
+        return self.norm
+
+    def receive(self, gradient: Tensor, stream: Any) -> Any:
+        """Copy the gradient to host memory on a stream, with its norm, and return the event behind it."""
+        if self._gradient is None:
+            self._gradient = self._memory.tensor(gradient)
+        self.left = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            self._gradient.copy_(gradient, non_blocking=True)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self.norm = torch.linalg.vector_norm(gradient, dtype=wide)
+            self.left.record(stream)
+        self.parameter.grad = self._gradient
+        return self.left
+
+
+class _Buffer:
+    """Device memory for the shards of a block."""
+
+    def __init__(self, shards: Sequence[HostShard]) -> None:
+        self.tensors = [torch.empty(len(each.weights), dtype=each.weights.dtype, device=each.device) for each in shards]
+        self.holds: tuple[tuple[HostShard, int], ...] = ()
+        self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
+
+    def fits(self, shards: Sequence[HostShard]) -> bool:
+        """Return whether the shards have the sizes and dtypes of this memory."""
+        kinds = [(len(each.weights), each.weights.dtype) for each in shards]
+        return kinds == [(len(each), each.dtype) for each in self.tensors]
+
+
+class ShardCopies:
+    """The copies of a model's blocks, which share its buffers and streams.
+
+    Args:
+        memory: Where pinned memory comes from.
+    """
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self.memory = memory or HostMemory()
+        self._buffers: list[_Buffer] = []  # the one that was used last is the last
+        self._inward: Any = None
+        self._outward: Any = None
+        self._leaving: list[tuple[Tensor, Any]] = []
+
+    def prefetch(self, shards: Sequence[HostShard]) -> None:
+        """Start to copy a block's weights to the GPU, unless they are there."""
+        self._fetch(shards)
+
+    def show(self, shards: Sequence[HostShard], reader: Any) -> _Buffer:
+        """Let `parameter.data` be the weights on the GPU, for what follows on a stream; end with `hide`."""
+        buffer = self._fetch(shards)
+        reader.wait_event(buffer.ready)
+        for each, weights in zip(shards, buffer.tensors, strict=True):
+            each.parameter.data = weights
+        return buffer
+
+    def hide(self, shards: Sequence[HostShard], reader: Any) -> None:
+        """Let `parameter.data` be the host's weights again, once the stream has read those on the GPU."""
+        for each in shards:
+            each.parameter.data = each.weights
+        buffer = self._buffers[-1]
+        buffer.holds = ()
+        buffer.free.record(reader)
+
+    def bring_gradients(self, shards: Sequence[HostShard]) -> None:
+        """Let `parameter.grad` be on the GPU, where there is one: BMTrain adds to it. End with `send_gradients`.
+
+        `parameter.data` is device memory of the same size with any content.
+        """
+        buffer = self._buffers[-1]
+        memories = (buffer if buffer.fits(shards) else _Buffer(shards)).tensors
+        for each, memory in zip(shards, memories, strict=True):
+            gradient, each.parameter.grad = each.parameter.grad, None
+            each.parameter.data = memory
+            if gradient is not None:
+                torch.cuda.current_stream().wait_event(each.left)
+                each.parameter.grad = torch.empty_like(memory).copy_(gradient, non_blocking=True)
+
+    def send_gradients(self, shards: Sequence[HostShard], writer: Any) -> None:
+        """Copy gradients to host memory behind what a stream does, and let `parameter` have its host tensors again."""
+        current = torch.cuda.current_stream()
+        for _, left in self._leaving:
+            current.wait_event(left)  # its memory may be reused from here
+        self._leaving.clear()
+        self._outward.wait_stream(writer)
+        for each in shards:
+            each.settle()
+            gradient, each.parameter.grad = each.parameter.grad, None
+            each.parameter.data = each.weights
+            if gradient is not None:
+                self._leaving.append((gradient, each.receive(gradient, self._outward)))
+
+    def _fetch(self, shards: Sequence[HostShard]) -> _Buffer:
+        self._open()
+        for each in shards:
+            each.settle()
+        wanted = tuple((each, each.version) for each in shards)
+        for buffer in self._buffers:
+            if buffer.holds == wanted:
+                self._buffers.remove(buffer)
+                break
+        else:
+            buffer = self._free_buffer(shards)
+            self._inward.wait_event(buffer.free)
+            with torch.cuda.stream(self._inward):
+                for each, weights in zip(shards, buffer.tensors, strict=True):
+                    weights.copy_(each.weights, non_blocking=True)
+                buffer.ready.record(self._inward)
+            buffer.holds = wanted
+        self._buffers.append(buffer)
+        return buffer
+
+    def _free_buffer(self, shards: Sequence[HostShard]) -> _Buffer:
+        """Take the buffer that was used first from the list, or make one."""
+        if len(self._buffers) == _BUFFERS:
+            buffer = self._buffers.pop(0)
+            if buffer.fits(shards):
+                return buffer
+            torch.cuda.current_stream().wait_event(buffer.free)
+        made = _Buffer(shards)
+        made.free.record(torch.cuda.current_stream())  # behind what had this memory before
+        return made
+
+    def _open(self) -> None:
+        if self._inward is None:
+            self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def host_shard(parameter: Tensor) -> HostShard | None:
+    """Return what keeps a BMTrain storage in host memory; None for one that is on the GPU."""
+    found: HostShard | None = getattr(parameter, "host_shard", None)
+    return found

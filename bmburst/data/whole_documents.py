@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, held_out_documents, require_packing
-from bmburst.data.permutation import permutation
+from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, held_out_documents, permutation, require_packing
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX

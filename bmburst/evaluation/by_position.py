@@ -1,13 +1,15 @@
-"""Loss by position: how much text before a token helps a model to predict it."""
+"""Loss by position, how much text before a token helps a model to predict it: sums, table, JSON and picture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmburst.mesh import Mesh
+from bmburst.outputs import blank_picture, save_picture
 from bmburst_ops.constants import IGNORE_INDEX
 
 FORMAT = "bmburst-loss-by-position-1"
@@ -91,3 +93,21 @@ def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> 
         span = str(each.first) if each.first == each.last else f"{each.first}-{each.last}"
         lines.append(f"{span:>16}  {each.tokens:>14,}  {each.loss:>9.4f}  {perplexity(each.loss):>12.4f}")
     return "\n".join(lines)
+
+
+def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
+    """Draw the mean loss of each bin over the positions.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    figure = blank_picture(7.5, 4.5)
+    axes = figure.subplots()
+    edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
+    axes.stairs([each.loss for each in bins], edges, color="#1f77b4", linewidth=2, baseline=None)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens that the model has seen")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(f"loss by position, {Path(model).name}", fontsize=10)
+    axes.grid(alpha=0.3)
+    save_picture(figure, path)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from bmburst.errors import UserError
 from bmburst.inference.answering import Progress
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer, Prompt, PromptEncoder
+from bmburst.outputs import blank_picture, save_picture
 
 FILLER = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.")
 KEY = " The pass key is {key}. Remember it. {key} is the pass key."
@@ -20,6 +22,8 @@ QUESTION = " What is the pass key? The pass key is"
 FORMAT = "bmburst-passkey-1"
 _SPARE_TOKENS = 8  # of an answer beyond the digits: a space, a quotation mark, what ends the number
 _ELLIPSES = ("...", "\u2026")
+_REFUSED = "#bbbbbb"
+_INCHES = 0.75  # of a cell of the picture
 _FORMS = 10**6  # depths that differ by less have the same keys
 
 
@@ -215,6 +219,42 @@ def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: S
         "settings": {**asdict(test), **settings},
         "cells": [asdict(cell) for cell in cells],
     }
+
+
+def draw_passkeys(cells: Sequence[PasskeyCell], model: str, path: Path) -> None:
+    """Draw the share of right answers over length and depth; what was refused is gray.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    found = {(cell.length, cell.depth): cell for cell in cells}
+    figure = blank_picture(2.8 + _INCHES * max(len(lengths), 4), 1.6 + _INCHES * max(len(depths), 2))
+    axes = figure.subplots()
+    shares = [[_share(found.get((length, depth))) for length in lengths] for depth in depths]
+    image = axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    axes.set_facecolor(_REFUSED)
+    for row, depth in enumerate(depths):
+        for column, length in enumerate(lengths):
+            cell = found.get((length, depth))
+            if cell is not None:
+                axes.text(column, row, words_of(cell), ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(lengths)), [short(length, commas=True) for length in lengths], rotation=30)
+    axes.set_yticks(range(len(depths)), [f"{depth:.4g}" for depth in depths])
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("depth of the pass key")
+    axes.set_title(f"passkey retrieval, {Path(model).name}", fontsize=10)
+    figure.colorbar(image, ax=axes, label="exact matches")
+    save_picture(figure, path)
+
+
+def words_of(cell: PasskeyCell) -> str:
+    """Return what a cell shows, for example "4/5"."""
+    return "refused" if cell.refused is not None else f"{cell.right}/{cell.asked}"
+
+
+def _share(cell: PasskeyCell | None) -> float:
+    return cell.right / cell.asked if cell is not None and cell.asked else float("nan")
 
 
 def read_lengths(option: str, text: str) -> tuple[int, ...]:

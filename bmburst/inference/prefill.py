@@ -26,8 +26,7 @@ from bmburst.attention.heads import executor_of, spread_forward
 from bmburst.attention.local import local_forward
 from bmburst.blocks.rope import rotary_tables
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.inference.cache import KVCache
-from bmburst.inference.earlier import merge_earlier, striped_tiles
+from bmburst.inference.cache import KVCache, merge_earlier, striped_tiles
 from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from bmburst.attention.call import AttentionCall
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
-from bmburst.inference.earlier import merge_earlier, striped_tiles
+from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.mesh import Mesh, require_mesh
@@ -114,7 +114,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return partial.to(query.dtype)
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
-        """Merge attention of a split turn to the turns before it; see `bmburst.inference.earlier`.
+        """Merge attention of a split turn to the turns before it; see `bmburst.inference.cache`.
 
         Args:
             call: Attention of the turn.

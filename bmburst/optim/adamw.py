@@ -8,13 +8,11 @@ from typing import Any
 import bmtrain as bmt
 import torch
 
-from bmburst.comm.host_memory import host_zeros
-from bmburst.comm.host_shards import host_shard
+from bmburst.comm.host_memory import host_shard, host_zeros
 from bmburst.errors import UserError, unknown
-from bmburst.optim import host_shard_adam
+from bmburst.optim import host_adam
 from bmburst.optim.device_adam import step_fused, step_masters, step_wide
-from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
-from bmburst.optim.host_shard_adam import REMAINDER, LateUpdates, ShardUpdate
+from bmburst.optim.host_adam import MASTER, MEAN, REMAINDER, SQUARE, STEP, HostAdam, LateUpdates, ShardUpdate, Update
 from bmburst.train.config import OptimizerConfig
 from bmburst.zero import NamedShard, named_shards, scatter_piece
 from bmburst_ops.fused import triton_twin
@@ -45,7 +43,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     both cases. `state` and checkpoints have the same content, except for fp16 weights that BMTrain's kernel updates.
 
     Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. They are updated behind `step`, in another
-    thread (`bmburst.optim.host_shard_adam`): who reads them or their state by `bmburst.zero` or a method of this class
+    thread (`bmburst.optim.host_adam`): who reads them or their state by `bmburst.zero` or a method of this class
     waits for it. Each bf16 weight keeps 2 bytes of its master in place of 4, and a master weight exactly between two
     bf16 numbers may lose its last bit.
 
@@ -300,7 +298,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         if kept := host_shard(parameter):
-            return host_shard_adam.initial_state(kept.weights)
+            return host_adam.initial_state(kept.weights)
         state = _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
         if parameter.dtype == torch.float16 and self._has_scaled_state:
             state[MEAN] = state[MEAN].half()

@@ -1,20 +1,27 @@
-"""AdamW's arithmetic in host memory, for weights that live on a GPU: copies in pieces that overlap with it.
+"""AdamW's arithmetic in host memory: for weights on a GPU, beside their copies, and for weights that live there.
 
-Of each piece the gradient comes from the GPU, `bmburst_ops.host_adamw` updates moments and fp32 master weights where
+Of a GPU's weights the gradient comes in pieces, `bmburst_ops.host_adamw` updates moments and fp32 master weights where
 they lie, and the weights go back, rounded to nearest even. While the processor is at one piece, the gradients of the
 next ones are on their way in and the weights of those before on their way out.
+
+Weights that live in host memory are updated one block after the other beside the next forward pass. Of their master
+weights only what bf16 weights lack is kept, a 16-bit remainder. The host then holds 2 + 2 + 8 bytes for a weight and
+its state, where a master of its own takes 14.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmburst.comm.host_memory import HostShard, host_zeros
 from bmburst_ops.host_adamw import adamw_, pieces
 
 MASTER, MEAN, SQUARE, STEP = "_param_fp32", "exp_avg", "exp_avg_sq", "step"
+REMAINDER = "_param_remainder"
 PIECE = 1 << 22
 """Numbers of a piece."""
 DEPTH = 3
@@ -165,3 +172,82 @@ def _arithmetic(update: Update, run: slice, slot: _Slot, scale: float) -> Tensor
 def _is_master(update: Update) -> bool:
     """Whether weights are fp32 themselves: then no second copy is kept that could fall behind them."""
     return update.weights.dtype == torch.float32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ShardUpdate:
+    """One shard that is to take a step.
+
+    Attributes:
+        shard: Weights and gradient, the latter in `shard.parameter.grad`.
+        gradient: Flat, in the dtype of the weights, in host memory; only read.
+        factor: Of the gradient, before it is divided by the scale; None for 1.
+        state: Moments `exp_avg` and `exp_avg_sq`, fp32; `_param_remainder`, int16, of bf16 weights; `_param_fp32` of
+            fp16 weights; and `step`, counted up.
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Per unit of `lr`; decoupled.
+        scale: Gradients are divided by it, in fp32.
+    """
+
+    shard: HostShard
+    gradient: Tensor
+    factor: float | None
+    state: dict[str, Any]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    scale: float
+
+
+class LateUpdates:
+    """Updates shards in a thread of its own, in the order in which the forward pass needs them.
+
+    Who reads a shard's weights or state waits for its update, by `HostShard.settle`.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-adam")
+
+    def start(self, updates: Sequence[ShardUpdate]) -> None:
+        """Start to update shards; weights, gradients and states must not be touched until they are settled."""
+        for each in sorted(updates, key=lambda each: each.shard.order):
+            each.state[STEP] += 1
+            each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
+
+
+def state_names(weights: Tensor) -> tuple[str, ...]:
+    """Return the names of the tensors that are kept for weights in host memory."""
+    return {torch.bfloat16: (MEAN, SQUARE, REMAINDER), torch.float16: (MEAN, SQUARE, MASTER)}.get(
+        weights.dtype, (MEAN, SQUARE)
+    )
+
+
+def initial_state(weights: Tensor) -> dict[str, Any]:
+    """Return the state of weights before their first step."""
+    state = {name: host_zeros(weights.shape, torch.float32) for name in (MEAN, SQUARE)}
+    if weights.dtype == torch.bfloat16:
+        state[REMAINDER] = host_zeros(weights.shape, torch.int16)
+    elif weights.dtype == torch.float16:
+        state[MASTER] = weights.float()
+    return {STEP: 0, **state}
+
+
+def _update(update: ShardUpdate, step: int) -> None:
+    """Update a shard's weights and state; `step` counts from 1."""
+    update.shard.wait_for_gradient()
+    state = update.state
+    with torch.no_grad():
+        adamw_(
+            update.shard.weights,
+            update.gradient,
+            (state[MEAN], state[SQUARE]),
+            update,
+            step=step,
+            scale=update.scale,
+            factor=update.factor,
+            master=state.get(MASTER),
+            remainder=state.get(REMAINDER),
+        )

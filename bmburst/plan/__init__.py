@@ -1,6 +1,6 @@
 """The planner, `bmburst plan`: predicts time and memory of a training step on a machine before it is started.
 
-Pure arithmetic: nothing here communicates, and only `calibrate` and `rates`, which measure a machine, import torch.
+Pure arithmetic: nothing here communicates, and only `rates`, which measures a machine, imports torch.
 `bmburst.schedule` has the hardware files and the cost of attention.
 
 - `candidates.py`: what is trained (`Task`) and the ways to train it (`Candidate`)
@@ -10,5 +10,5 @@ Pure arithmetic: nothing here communicates, and only `calibrate` and `rates`, wh
 - `search.py`: every way predicted, the best first, and the recompute policy that "auto" takes
 - `presentation.py`: predictions as text with the command, as JSON and as a picture
 - `accuracy.py` with `data/*.toml`: predictions beside measured and published numbers
-- `calibrate.py`, `rates.py`: a hardware file measured on this machine
+- `rates.py`: a hardware file measured on this machine
 """

@@ -169,7 +169,7 @@ def adam_bytes(itemsize: int) -> int:
 def host_adam_bytes(dtype: str) -> int:
     """Return the bytes of AdamW's state of a weight of a dtype that lives in host memory itself.
 
-    A bfloat16 weight is a half of its master, a float16 weight is not: `bmburst.optim.host_shard_adam`.
+    A bfloat16 weight is a half of its master, a float16 weight is not: `bmburst.optim.host_adam`.
     """
     return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
 

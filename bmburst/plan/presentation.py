@@ -9,7 +9,7 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
-from bmburst.outputs import save_picture
+from bmburst.outputs import blank_picture, save_picture
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
@@ -212,13 +212,8 @@ def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     Raises:
         UserError: The file cannot be written.
     """
-    # Figure without pyplot: no global state, and no display is looked for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     task = shown[0].candidate.task
-    figure = Figure(figsize=(4.8, 1.6 + 0.72 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_picture(4.8, 1.6 + 0.72 * len(shown))
     axes = figure.subplots()
     _draw_times(axes, shown)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)

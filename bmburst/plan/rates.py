@@ -1,23 +1,28 @@
-"""Measures a machine's rates: matrix products, attention, memory, and copies and transfers between devices.
+"""Measures a machine and writes its hardware file: rates of matrix products, attention, memory, copies and links.
 
-One process measures a device (`measure_device`). As a program, `python -m bmburst.plan.rates FILE`, this is one rank of
-a job that measures the links between ranks: over NCCL on GPUs, else over gloo. Rank 0 writes the result as JSON.
+`calibrate` is `bmburst plan --calibrate`; each number of its file has a source. One process measures a device
+(`measure_device`). As a program, `python -m bmburst.plan.rates FILE`, this is one rank of a job that measures the links
+between ranks: over NCCL on GPUs, else over gloo. Rank 0 writes the result as JSON.
 """
 
 import json
 import os
+import platform
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
 from bmburst_ops.constants import ATTENTION_BACKWARD
 from bmburst_ops.host_adamw import adamw_
 
@@ -25,6 +30,7 @@ PrintLine = Callable[[str], None]
 _LEAST, _MOST = 3, 20  # timed calls
 _HEAD_DIM = 128
 _GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # of a transfer
+_LINKS_TIMEOUT = 60.0  # seconds without an answer after which ranks are ended
 
 
 class Fact(NamedTuple):
@@ -36,6 +42,94 @@ class Fact(NamedTuple):
     source: str
 
 
+def measured(value: float, unit: str, source: str) -> Fact:
+    """Return a number that was measured on this machine."""
+    return Fact(value, unit, "measured", source)
+
+
+def calibrate(base: str, ranks: int, say: PrintLine) -> str:
+    """Measure this machine and return its hardware file.
+
+    Args:
+        base: Name or file of the hardware whose numbers stand in for those that cannot be measured here.
+        ranks: Number of ranks between which links are measured; 1 measures none.
+        say: Prints a line of progress.
+
+    Raises:
+        UserError: `base` is unknown, or the ranks cannot start.
+    """
+    known = read_facts(base)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(0) if on_gpu else f"{platform.machine()} CPU"
+    found = measure_device(device, say)
+    if not on_gpu:
+        found |= _of_a_cpu(found)
+    if ranks > 1:
+        say(f"links between {ranks} ranks")
+        found |= _links(ranks)
+    facts = complete(found, known, base)
+    left = sum(fact.kind != "measured" for fact in facts.values())
+    head = f"Measured {time.strftime('%Y-%m-%d')} by bmburst plan --calibrate; {left} numbers are not, see their kind."
+    say(f"{len(facts) - left} numbers measured, {left} as on {base}")
+    return render(name, facts, head)
+
+
+def _of_a_cpu(found: dict[str, Fact]) -> dict[str, Fact]:
+    """Return the numbers of a CPU: its peak is the measured rate of matrix products, and it reserves no memory."""
+    peak = measured(found["matmul"].value, "FLOP/s", "the rate of its products")
+    none = measured(0.0, "bytes", "a CPU")
+    return {"peak": peak, "reserved": none, "nccl_memory": none, "workspace": none}
+
+
+def _links(ranks: int) -> dict[str, Fact]:
+    with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
+        file = Path(folder) / "links.json"
+        spec = LaunchSpec(nproc=ranks, hang_timeout=_LINKS_TIMEOUT, start_timeout=_LINKS_TIMEOUT, host_runtime=False)
+        status = launch(spec, ["-m", "bmburst.plan.rates", str(file)])
+        if status or not file.is_file():
+            return {}
+        return {key: Fact(*values) for key, values in json.loads(file.read_text(encoding="utf-8")).items()}
+
+
+def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> dict[str, Fact]:
+    """Return every number of a hardware file: those found, and the others as they are on a known machine.
+
+    Args:
+        found: What was measured.
+        base: The known machine's file, as `bmburst.schedule.hardware.read_facts` returns it.
+        name: The known machine's name.
+    """
+    taken = {
+        key: Fact(float(base[key]["value"]), base[key]["unit"], "assumed", f"not measured here: as on {name}")
+        for key in NUMBERS
+    }
+    return taken | dict(found)
+
+
+def render(name: str, facts: Mapping[str, Fact], head: str) -> str:
+    """Return a hardware file.
+
+    Args:
+        name: Of the machine.
+        facts: Every number.
+        head: What stands at its top, in one line.
+    """
+    lines = [f"# {head}", f"name = {_text(name)}"]
+    for key in NUMBERS:
+        fact = facts[key]
+        lines += ["", f"[{key}]", f"value = {float(fact.value)!r}", f"unit = {_text(fact.unit)}"]
+        lines += [f"kind = {_text(fact.kind)}", f"source = {_text(fact.source)}"]
+    text = "\n".join(lines) + "\n"
+    hardware_from({"name": name} | {key: {"value": fact.value} for key, fact in facts.items()}, "what was measured")
+    return text
+
+
+def _text(value: str) -> str:
+    plain = "".join(character if character.isprintable() else " " for character in value)
+    return '"' + plain.replace("\\", "\\\\").replace('"', "'") + '"'
+
+
 class _AdamW(NamedTuple):
     """Usual rates of AdamW; its time does not depend on them."""
 
@@ -43,11 +137,6 @@ class _AdamW(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-
-
-def measured(value: float, unit: str, source: str) -> Fact:
-    """Return a number that was measured on this machine."""
-    return Fact(value, unit, "measured", source)
 
 
 def call_seconds(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:

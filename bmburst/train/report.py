@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.config import to_dict
 from bmburst.errors import UserError
-from bmburst.outputs import save_picture
+from bmburst.outputs import blank_picture, save_picture
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, EvalMetrics, MetricsWriter, StepMetrics, read_lines
@@ -35,12 +35,7 @@ def plot_losses(folder: Path) -> Path | None:
     evals = [line for line in read_lines(folder / EVALS_FILE) if line.get("bits_per_byte") is not None]
     if not steps:
         return None
-    # Figure without pyplot: no global state, and no display is looked for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.8, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_picture(4.8, 4.2)
     axes: Any = figure.subplots()
     _draw_losses(axes, steps, evals)
     axes.set_xlabel("step")

@@ -20,7 +20,7 @@ from bmburst.errors import RunError
 from bmburst.runtime.watchdog import polite
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.loss_scale import LossScale
+from bmburst.train.precision import LossScale
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:

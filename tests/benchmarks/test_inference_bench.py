@@ -21,9 +21,8 @@ from benchmarks.inference.cells import (
     InferenceSelection,
     list_cells,
 )
-from benchmarks.inference.kind import KIND
+from benchmarks.inference.kind import KIND, draw, paper
 from benchmarks.inference.measure import random_weights
-from benchmarks.inference.report import draw, paper
 from bmburst.cli import main
 from bmburst.schedule.hardware import load_hardware
 from tests.refusals import says

@@ -24,11 +24,10 @@ from benchmarks.attention.cells import (
     visible_pairs,
     window_tokens,
 )
-from benchmarks.attention.kind import KIND
+from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.measure import measure_speed
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.packages import zigzag_positions
-from benchmarks.attention.report import draw
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, REFUSED, Results
 from benchmarks.engine.machine import Gauge

@@ -9,8 +9,7 @@ from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, BaseSelection, Results
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, measure, perplexity
-from benchmarks.paper.cells import METHODS, PaperCell, list_cells
-from benchmarks.paper.kind import KIND
+from benchmarks.paper.kind import KIND, METHODS, PaperCell, list_cells
 from benchmarks.paper.overheads import METHODS as FORMULAS
 from benchmarks.paper.overheads import Shape
 from bmburst.cli import main

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from benchmarks.paper import claims, tables
+from benchmarks.paper import page, tables
 from benchmarks.paper.page import PAGE, TABLES, filled
-from benchmarks.paper.recorded import ATTENTION, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded
+from benchmarks.paper.tables import ATTENTION, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded
 
 RUN = {"ranks": 2, "device": "NVIDIA H200", "date": "2026-11-25 03:00:00 UTC", "commit": "0123456789"}
 
@@ -46,8 +46,8 @@ def test_what_is_not_recorded_is_said(tmp_path):
     for name in ("backward", "merge", "tile", "training-7b", "training-13b", "zero", "scaling", "batches", "slow-link"):
         assert re.search(rf"<!-- table: {name} -->\n\nNot recorded yet\.\n\n<!-- end -->", text), name
     assert text.count(MISSING.capitalize()) > 10
-    verdicts = {line.split(" | ")[2] for line in claims.table(Recorded(tmp_path))[2:-1]}
-    assert claims.CONFIRMED not in verdicts and claims.NOT_CONFIRMED not in verdicts
+    verdicts = {line.split(" | ")[2] for line in page.claims_table(Recorded(tmp_path))[2:-1]}
+    assert page.CONFIRMED not in verdicts and page.NOT_CONFIRMED not in verdicts
 
 
 def test_a_table_is_written_again_between_its_markers():
@@ -98,10 +98,10 @@ def test_the_readmes_tables_have_two_gpus_and_one(tmp_path):
     assert line(tables.readme_batches(records), "2 H200, forward + backward").endswith("| - | - | - | 1,500 (-) |")
 
 
-CLAIMS = {claim.text.split()[0]: claim for claim in claims.CLAIMS}
+CLAIMS = {claim.text.split()[0]: claim for claim in page.CLAIMS}
 
 
-@pytest.mark.parametrize(("slower", "verdict"), [(1.2, claims.CONFIRMED), (0.9, claims.NOT_CONFIRMED)])
+@pytest.mark.parametrize(("slower", "verdict"), [(1.2, page.CONFIRMED), (0.9, page.NOT_CONFIRMED)])
 def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
     key = "step/llama-2-7b-x2"
     lengths = (16384, 32768, 65536, 131072)
@@ -119,8 +119,8 @@ def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
     judged = {name: CLAIMS[name].judge(records) for name in ("Fastest", "Transfers", "Throughput")}
     assert {name: found.verdict for name, found in judged.items()} == dict.fromkeys(judged, verdict)
     assert f"32K: next ulysses, {slower:.2f} times ours" in judged["Fastest"].numbers
-    assert CLAIMS["Ring"].judge(records).verdict == claims.CONFIRMED
-    assert CLAIMS["Nearly"].judge(records).verdict == claims.NOT_TESTABLE
+    assert CLAIMS["Ring"].judge(records).verdict == page.CONFIRMED
+    assert CLAIMS["Nearly"].judge(records).verdict == page.NOT_TESTABLE
 
 
 def test_who_is_first_from_32k_on_alone_is_said(tmp_path):
@@ -131,7 +131,7 @@ def test_who_is_first_from_32k_on_alone_is_said(tmp_path):
 
 
 def test_perplexities_are_equal_in_every_digit_or_not(tmp_path):
-    for last, verdict in ((12.3456, claims.CONFIRMED), (12.3475, claims.NOT_CONFIRMED)):
+    for last, verdict in ((12.3456, page.CONFIRMED), (12.3475, page.NOT_CONFIRMED)):
         values = {"alone": 12.3459, "burst": last}
         rows = {name: {"perplexity": v, "loss": 2.5, "tokens": 70, "ranks": 2} for name, v in values.items()}
         found = {"machine": RUN, "trained": None, "model": "a model", "data": "d", "tokens": 8, "sequences": 9}
@@ -157,17 +157,17 @@ def test_bytes_are_judged_by_what_was_counted(tmp_path):
 
 def test_one_gpu_is_compared_as_shown(tmp_path):
     rows = {f"accuracy/4096/mha/causal/{m}@1": {"errors": {"o": 2e-3 + d}} for m, d in (("ours", 0), ("one-gpu", 1e-7))}
-    assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == claims.CONFIRMED
+    assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == page.CONFIRMED
     rows["accuracy/4096/mha/causal/ours@1"]["errors"]["o"] = 3e-3
-    assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == claims.NOT_CONFIRMED
+    assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == page.NOT_CONFIRMED
 
 
 @pytest.mark.parametrize(
     ("ratios", "verdict"),
     [
-        ((1.1, 1.1, 1.2), claims.CONFIRMED),
+        ((1.1, 1.1, 1.2), page.CONFIRMED),
         ((0.7, 1.1, 1.2), "confirmed from 32K on, not at 4K"),
-        ((0.7, 0.9, 1.2), claims.NOT_CONFIRMED),
+        ((0.7, 0.9, 1.2), page.NOT_CONFIRMED),
     ],
 )
 def test_first_tokens_are_judged_by_length(tmp_path, ratios, verdict):

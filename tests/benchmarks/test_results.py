@@ -7,9 +7,8 @@ import pytest
 from matplotlib.image import imread
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.kind import KIND
+from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.methods import all_methods
-from benchmarks.attention.report import draw
 from benchmarks.engine import job as job_module
 from benchmarks.engine import timing
 from benchmarks.engine.job import Job

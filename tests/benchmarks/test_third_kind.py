@@ -11,8 +11,9 @@ from benchmarks.engine import job as job_module
 from benchmarks.engine import kind as kind_module
 from benchmarks.engine.kind import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.report import blank, grid, groups, is_measured, plot_methods, save_figure
+from benchmarks.engine.report import grid, groups, is_measured, plot_methods, save_figure
 from bmburst.cli import main
+from bmburst.outputs import blank_picture
 from tests.distributed.processes import run_processes
 from tests.refusals import says
 
@@ -64,7 +65,7 @@ def tables(results, notes):
 
 def draw(results, stem):
     rows = results.cell_rows("sum")
-    figure = blank(4, 4)
+    figure = blank_picture(4, 4)
     plot_methods(figure.subplots(), rows, column, lambda row: row["sum"])
     return [save_figure(figure, stem.with_name(f"{stem.name}-sums.png"))] if is_measured(rows) else []
 

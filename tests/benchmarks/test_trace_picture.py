@@ -5,10 +5,10 @@ import json
 import pytest
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.report import timeline_title as attention_title
+from benchmarks.attention.kind import timeline_title as attention_title
 from benchmarks.engine.timeline import draw_timeline, hidden, lanes
 from benchmarks.training.cells import TrainCell
-from benchmarks.training.pictures import timeline_title as train_title
+from benchmarks.training.kind import timeline_title as train_title
 
 EVENTS = [
     {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},

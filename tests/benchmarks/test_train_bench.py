@@ -21,9 +21,8 @@ from benchmarks.training.cells import (
     to_all_layers,
     utilisation,
 )
-from benchmarks.training.kind import KIND
+from benchmarks.training.kind import KIND, draw
 from benchmarks.training.methods import METHODS
-from benchmarks.training.pictures import draw
 from benchmarks.training.report import furthest, running_median, shown_steps
 from bmburst.cli import main
 from bmburst.train.config import DataConfig

@@ -74,11 +74,11 @@ def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
     """Each command replaces what it wrote itself, and nothing else, not even of its own format."""
     from matplotlib.figure import Figure
 
-    from bmburst.plan.calibrate import complete, render
+    from bmburst.plan.rates import complete, render
     from bmburst.schedule.hardware import read_facts
 
     facts = render("here", complete({}, read_facts("h200"), "h200"), "Measured by bmburst plan --calibrate")
-    monkeypatch.setattr("bmburst.plan.calibrate.calibrate", lambda *_: facts)
+    monkeypatch.setattr("bmburst.plan.rates.calibrate", lambda *_: facts)
     plan, calibrate = ["plan", *PLAN, "--output", "plan.png"], ["plan", "--calibrate", "--output", "machine.toml"]
     for command in (plan, calibrate):
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, words):
     def worked(*_args, **_options):
         pytest.fail("work was begun")
 
-    for work in ("plan.search.search", "plan.calibrate.calibrate", "plan.accuracy.compare_predictions"):
+    for work in ("plan.search.search", "plan.rates.calibrate", "plan.accuracy.compare_predictions"):
         monkeypatch.setattr(f"bmburst.{work}", worked)
     monkeypatch.setattr("benchmarks.engine.job.run_job", worked)
     for name in ("latin", "latin.toml"):

@@ -202,7 +202,7 @@ def here(tmp_path_factory):
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
-        patch.setattr("bmburst.plan.calibrate.calibrate", lambda *_: "# Measured")
+        patch.setattr("bmburst.plan.rates.calibrate", lambda *_: "# Measured")
         patch.setattr("bmburst.plan.accuracy.compare_predictions", list)
         patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
         patch.setattr("bmburst.runtime.doctor.can_train", lambda *_: True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import Batches, PackedSequences
-from bmburst.data.permutation import Permutation
+from bmburst.data.packing import Permutation
 from tests import tiny
 from tests.refusals import refused
 

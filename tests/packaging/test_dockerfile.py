@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.runtime.build_bmtrain import build
+from bmburst.runtime import build_bmtrain
 from bmburst.runtime.doctor import CHECKS, bmtrain, checks
 from tests.docs.blocks import DOCS
 from tests.docs.commands import exists
@@ -85,10 +85,10 @@ def test_versions_are_those_that_the_tests_ran_with() -> None:
 
 
 def test_the_image_has_what_the_build_of_bmtrain_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_which", lambda _: None)
-    monkeypatch.setattr(build, "_has_module", lambda _: False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(build_bmtrain, "_which", lambda _: None)
+    monkeypatch.setattr(build_bmtrain, "_has_module", lambda _: False)
+    monkeypatch.setattr(build_bmtrain.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(build_bmtrain.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     apt, pip = packages("apt-get install"), packages("pip install")
     given = {
         "nvcc": "-devel-" in dict(LINES)["FROM"],
@@ -102,7 +102,7 @@ def test_the_image_has_what_the_build_of_bmtrain_asks_for(monkeypatch: pytest.Mo
         "pybind11": "pybind11" in pip,
         "nccl.h and libnccl.so.2": "torch" in pip,
     }
-    asked = [tool.what for tool in build.list_missing(None, None)]
+    asked = [tool.what for tool in build_bmtrain.list_missing(None, None)]
     assert {*asked} == {*given} and all(given.values()), given
 
 

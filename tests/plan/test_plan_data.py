@@ -13,8 +13,7 @@ import bmburst.plan
 from bmburst.cli import main
 from bmburst.outputs import write_text
 from bmburst.plan.accuracy import compare_predictions, markdown
-from bmburst.plan.calibrate import complete, render
-from bmburst.plan.rates import measured
+from bmburst.plan.rates import complete, measured, render
 from bmburst.schedule.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
 from tests.distributed.processes import run_processes
 from tests.plan.program import links

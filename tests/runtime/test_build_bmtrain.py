@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-import bmburst.runtime.build_bmtrain.build as build_module
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain
-from bmburst.runtime.build_bmtrain.build import (
+from bmburst.runtime import build_bmtrain
+from bmburst.runtime.build_bmtrain import (
+    BuildSpec,
     Toolchain,
     build_environment,
+    build_wheel,
+    check_toolchain,
     join_commands,
     list_missing,
     parse_architecture,
 )
-from bmburst.runtime.build_bmtrain.nvcc import replace_architectures, write_wrapper
+from bmburst.runtime.nvcc import replace_architectures, write_wrapper
 from tests.runtime.fatbin import fat_binary
 
 
@@ -84,11 +86,11 @@ def no_tools(monkeypatch, tmp_path):
     """A machine with Python and nothing else."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build_module, "tool_path", lambda: str(tmp_path))
-    monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
-    monkeypatch.setattr(build_module, "find_nccl", lambda: None)
+    monkeypatch.setattr(build_bmtrain, "tool_path", lambda: str(tmp_path))
+    monkeypatch.setattr(build_bmtrain, "find_nvcc", lambda: None)
+    monkeypatch.setattr(build_bmtrain, "find_nccl", lambda: None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(build_module, "_has_module", lambda _: False)
+    monkeypatch.setattr(build_bmtrain, "_has_module", lambda _: False)
 
 
 @pytest.mark.usefixtures("no_tools")
@@ -138,13 +140,13 @@ def fake_tools(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDACXX", str(nvcc))
     monkeypatch.setenv("NCCL_INCLUDE_DIR", str(nccl / "include"))
     monkeypatch.setenv("NCCL_LIB_DIR", str(nccl / "lib"))
-    monkeypatch.setattr(build_module, "list_missing", lambda *_: [])
+    monkeypatch.setattr(build_bmtrain, "list_missing", lambda *_: [])
     return Toolchain(nvcc=nvcc.resolve(), nccl=nccl)
 
 
 def test_the_users_own_tools_are_used(fake_tools, tmp_path):
     assert check_toolchain(BuildSpec(architectures=(90,), output=tmp_path)) == fake_tools
-    assert build_module.cuda_major(fake_tools.nvcc) == 13
+    assert build_bmtrain.cuda_major(fake_tools.nvcc) == 13
 
 
 @pytest.mark.usefixtures("fake_tools")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bmburst.runtime.host import patches
+from bmburst.runtime.host.cuda import Streams
 from bmburst.runtime.host.nccl import Nccl, Rendezvous
-from bmburst.runtime.host.streams import Streams
 
 LOW = [("fp16", torch.float16), ("bf16", torch.bfloat16)]
 C = patches.build_extension(Nccl(Streams(), Rendezvous({})))

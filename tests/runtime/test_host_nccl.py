@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.runtime.host.cuda import Stream, Streams
 from bmburst.runtime.host.gloo import HostRuntimeError
 from bmburst.runtime.host.nccl import DTYPES, OPERATORS, Nccl, Rendezvous
-from bmburst.runtime.host.streams import Stream, Streams
 
 NUMBER = {dtype: number for number, dtype in DTYPES.items()}
 SECONDS = 30  # after which a lost message fails a test

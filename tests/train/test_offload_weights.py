@@ -132,9 +132,9 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
 def _reads_after_a_step_wait_for_the_update(folder):
     import time
 
-    from bmburst.optim import host_shard_adam
+    from bmburst.optim import host_adam
 
-    update, made = host_shard_adam._update, {}
+    update, made = host_adam._update, {}
     for is_late in (False, True):
         made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
 
@@ -143,7 +143,7 @@ def _reads_after_a_step_wait_for_the_update(folder):
             order.append(args[0].shard.order)
             update(*args)
 
-        host_shard_adam._update = late
+        host_adam._update = late
         losses(made[is_late], 2)
         made[is_late].evaluate()
         assert order == 2 * [0, 0, 1, 1]  # as forward needs them
@@ -159,13 +159,13 @@ def test_an_error_in_an_update_ends_the_run(tmp_path):
 
 
 def _an_error_in_an_update_ends_the_run(folder):
-    from bmburst.optim import host_shard_adam
+    from bmburst.optim import host_adam
 
     def fails(*_):
         raise MemoryError("no room")
 
     made = trainer(folder, "run", True, "bfloat16")
-    host_shard_adam._update = fails
+    host_adam._update = fails
     losses(made, 1)
     with pytest.raises(MemoryError, match="no room"):
         made.evaluate()
@@ -197,9 +197,9 @@ def test_copies_that_come_late_are_waited_for(tmp_path):
 def _copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
-    from bmburst.comm.host_shards import HostShard, ShardCopies
-    from bmburst.optim import host_shard_adam
-    from bmburst.optim.host_shard_adam import ShardUpdate
+    from bmburst.comm.host_memory import HostShard, ShardCopies
+    from bmburst.optim import host_adam
+    from bmburst.optim.host_adam import ShardUpdate
     from tests.train.lazy_streams import late_copies
 
     with late_copies():
@@ -252,9 +252,9 @@ def _copies_that_come_late_are_waited_for():
             shard.parameter.grad = torch.zeros_like(shard.weights)
             reader.add(lambda made=shard.parameter.grad: made.fill_(2.0))
         copies.send_gradients(blocks[0], reader)
-        state = host_shard_adam.initial_state(shard.weights)
+        state = host_adam.initial_state(shard.weights)
         rates = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
-        late = host_shard_adam.LateUpdates()
+        late = host_adam.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
         shard.settle()
         assert state["exp_avg"].unique().item() == 0.5
@@ -270,7 +270,7 @@ def _an_input_without_gradient_is_no_exception():
 
     from bmburst.blocks.layers import Linear
     from bmburst.blocks.streamed import StreamedBlock
-    from bmburst.comm.host_shards import ShardCopies
+    from bmburst.comm.host_memory import ShardCopies
     from bmburst.zero import gather, gradient_of, named_shards
 
     found = []
@@ -332,7 +332,7 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
 def _memory_and_state_are_prepared(folder):
     from bmburst.blocks.model import Llama
     from bmburst.comm.host_memory import HostMemory
-    from bmburst.optim import host_shard_adam
+    from bmburst.optim import host_adam
     from bmburst.optim.adamw import AdamW
 
     memory = HostMemory()
@@ -349,10 +349,10 @@ def _memory_and_state_are_prepared(folder):
     ready, lazy = (trainer(folder, f"run-{number}", True, "bfloat16") for number in range(2))
     order = []
     ready.optimizer.prepare(after=lambda: order.append("memory"))
-    prepared = {id(future.result()[host_shard_adam.MEAN]) for future in ready.optimizer._coming.values()}
+    prepared = {id(future.result()[host_adam.MEAN]) for future in ready.optimizer._coming.values()}
     assert order == ["memory"]
     assert losses(ready, 2) == losses(lazy, 2)
     require_equal(held(ready), held(lazy))
-    assert {id(state[host_shard_adam.MEAN]) for state in ready.optimizer.state.values()} == prepared
+    assert {id(state[host_adam.MEAN]) for state in ready.optimizer.state.values()} == prepared
     ready.optimizer.prepare()  # nothing is missing
     AdamW(torch.nn.Linear(2, 2).parameters()).prepare()  # nothing is in host memory

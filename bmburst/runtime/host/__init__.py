@@ -1,7 +1,7 @@
 """The host runtime: runs unmodified BMTrain 1.0.1 on CPUs, with gloo in place of NCCL.
 
 BMTrain needs CUDA and NCCL. `install` replaces BMTrain's compiled extension (`patches`, `nccl`, `kernels`) and the
-functions of torch.cuda that BMTrain calls (`patches`, `streams`). It changes this process only. It must be called
+functions of torch.cuda that BMTrain calls (`patches`, `cuda`). It changes this process only. It must be called
 before `import bmtrain`.
 
 Environment: BMBURST_TIMEOUT is the timeout of an exchange between ranks, in seconds (default 1800).
@@ -55,8 +55,8 @@ def install() -> None:
         raise UserError(f"BMTrain is not installed for {sys.executable}\nfix: {command}")
 
     from bmburst.runtime.host import patches
+    from bmburst.runtime.host.cuda import Streams
     from bmburst.runtime.host.nccl import Nccl, Rendezvous
-    from bmburst.runtime.host.streams import Streams
 
     streams = Streams()
     nccl = Nccl(streams, Rendezvous())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.runtime.host.streams import view
+from bmburst.runtime.host.cuda import view
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,

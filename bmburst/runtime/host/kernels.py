@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bmburst.runtime.host.streams import view
+from bmburst.runtime.host.cuda import view
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 _LOWEST_MAXIMUM = -1e6  # cross_entropy.cu: a row of -inf has this maximum

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.errors import UserError
+from bmburst.runtime.host.cuda import Stream, Streams, view
 from bmburst.runtime.host.gloo import GlooCommunicator, Operation
-from bmburst.runtime.host.streams import Stream, Streams, view
 from bmburst.runtime.stores import LOOPBACK, address_of, is_loopback, serve
 
 UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES in nccl.h

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from bmburst.runtime.host import kernels
-from bmburst.runtime.host.cuda import patch_cuda_module
+from bmburst.runtime.host.cuda import Stream, Streams, patch_cuda_module
 from bmburst.runtime.host.nccl import Nccl
-from bmburst.runtime.host.streams import Stream, Streams
 
 _FACTORIES = (
     "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_permuted",

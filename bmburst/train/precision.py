@@ -1,19 +1,44 @@
-"""The dynamic loss scale of fp16 training. Does not import torch.
+"""The precision that a rank trains in: whether its GPU has a dtype, and the dynamic loss scale of fp16.
+
+The launcher opens no GPU, so a rank asks its GPU once BMTrain has started.
 
 fp16 numbers end at 65504, and below 6e-5 they lose digits. So BMTrain multiplies the loss, and with it all gradients,
 by a scale, and the optimizer divides by it in fp32. The rules are those of `bmtrain.optim.OptimManager`: a step whose
 gradient is not finite is skipped and halves the scale, down to 1; after so many steps without one the scale doubles.
-
 All ranks see the same gradient norm, so they have the same scale without telling each other.
 """
 
 from dataclasses import dataclass
 
+import torch
+
+from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
 from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS
 
-_FACTOR = 2.0
-_LEAST = 1.0
+_AMPERE = (8, 0)
+_FACTOR, _LEAST = 2.0, 1.0  # of the loss scale
+
+
+def require_dtype(dtype: str, device: torch.device) -> None:
+    """Check that a rank's device computes in a dtype.
+
+    Args:
+        dtype: Of weights and activations, as `TrainConfig` names it.
+        device: Of this rank.
+
+    Raises:
+        UserError: It is a GPU without bfloat16: BMTrain's kernels and tensor cores have it from Ampere on.
+    """
+    if dtype != "bfloat16" or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _AMPERE:
+        raise UserError(
+            f"dtype bfloat16 does not work on {torch.cuda.get_device_name(device)} (compute capability "
+            f"{'.'.join(map(str, found))})\nallowed: float16, float32\n"
+            "fix: --dtype float16, which keeps gradients in range with a loss scale"
+        )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,9 @@
-"""Finds the tools of BMTrain's build, builds a wheel of its source package, and checks the wheel's architectures."""
+"""Builds a wheel of BMTrain's source package, unmodified, for this Python, CUDA and these GPUs, and checks its code.
+
+BMTrain 1.0.1 on PyPI has wheels for Python up to 3.11 with machine code for GPUs up to sm_80. Its source package names
+its architectures in CMakeLists.txt, among them some that CUDA 13 has dropped, and looks for NCCL in a way that NCCL's
+newer packages have broken. So the build finds the tools, says where NCCL is, and compiles through the wrapper `nvcc`.
+"""
 
 import importlib.util
 import os
@@ -15,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 
 from bmburst.errors import UserError
-from bmburst.runtime.build_bmtrain.nvcc import write_wrapper
 from bmburst.runtime.doctor.bmtrain import read_machine_code
+from bmburst.runtime.nvcc import write_wrapper
 
 _PIP = f"{sys.executable} -m pip install"
 _OLDEST_CMAKE = (3, 18)
