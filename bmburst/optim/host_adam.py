@@ -218,13 +218,6 @@ class LateUpdates:
             each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
 
 
-def state_names(weights: Tensor) -> tuple[str, ...]:
-    """Return the names of the tensors that are kept for weights in host memory."""
-    return {torch.bfloat16: (MEAN, SQUARE, REMAINDER), torch.float16: (MEAN, SQUARE, MASTER)}.get(
-        weights.dtype, (MEAN, SQUARE)
-    )
-
-
 def initial_state(weights: Tensor) -> dict[str, Any]:
     """Return the state of weights before their first step."""
     state = {name: host_zeros(weights.shape, torch.float32) for name in (MEAN, SQUARE)}
