@@ -238,7 +238,7 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
     return next((one for one in tried if memory_of(one, room).fits), None)
 
 
-SEGMENT_LAYERS = (1, 2, 4, 8)
+SEGMENT_LAYERS = (1, 2, 3, 4, 5, 6, 8)
 """Layers of a segment that are tried. An input is kept for each segment, and inputs of a whole segment in backward."""
 
 

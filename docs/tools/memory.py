@@ -43,8 +43,8 @@ class Case(NamedTuple):
 # What `bmburst plan --optimizer-offload` takes with 128 GiB of host memory a GPU; 500,000 tokens were measured.
 CASES = (
     Case("h100", 1, 262144, "256K", "block+every-4+keep-attention-last-25+offload-first-21"),
-    Case("h100", 1, 500000, "500,000", "block+every-4+keep-attention-last-7+offload-first-9"),
-    Case("h200", 1, 524288, "512K", "block+every-4+keep-attention-last-20+offload-first-9"),
+    Case("h100", 1, 500000, "500,000", "block+every-6+keep-attention-last-8+offload-first-13"),
+    Case("h200", 1, 524288, "512K", "block+every-6+keep-attention-last-21+offload-first-13"),
     Case("h200", 2, 1048576, "1M", "block+every-2+keep-attention-last-25+offload-first-29"),
 )
 
