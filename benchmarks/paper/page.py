@@ -58,6 +58,21 @@ def _if(holds: bool, numbers: str) -> Verdict:
     return Verdict(CONFIRMED if holds else NOT_CONFIRMED, numbers)
 
 
+def _by_length(ratios: Mapping[int, float], least: float, numbers: str) -> Verdict:
+    """Return whether all ratios are above `least`; if only the shortest length is not, the length from which they are.
+
+    Args:
+        ratios: By tokens, ascending.
+        least: The bound.
+        numbers: What the verdict says beside.
+    """
+    lengths = list(ratios)
+    below = [tokens for tokens in lengths if ratios[tokens] <= least]
+    if len(lengths) > 1 and below == lengths[:1]:
+        return Verdict(f"confirmed from {lengths[1] // _KIB}K on, not at {lengths[0] // _KIB}K", numbers)
+    return _if(not below, numbers)
+
+
 def _less_communication(records: Recorded) -> Verdict:
     kv, burst, gqa_kv, gqa = (
         records.measured(PAPER, f"backward/65536/{h}/{m}@2") for h in ("mha", "gqa") for m in ("kv", "burst")
@@ -95,7 +110,7 @@ def _ratio(one: Row, other: Row) -> float:
 
 def _fastest(records: Recorded) -> Verdict:
     others = ("ulysses", "zigzag-ring-nccl", "tensor-v1", "tensor-v3", "ring-li")
-    said, behind = [], []
+    said, nearest = [], {}
     for tokens in (16 * _KIB, 32 * _KIB, 64 * _KIB, 128 * _KIB):
         ours = records.measured(TRAIN, f"step/llama-2-7b-x2/{tokens}/ours@2")
         if ours is None:
@@ -105,10 +120,8 @@ def _fastest(records: Recorded) -> Verdict:
         if ratios:
             least = min(ratios, key=lambda name: ratios[name])
             said.append(f"{tokens // _KIB}K: next {least}, {ratios[least]:.2f} times ours")
-            behind += [tokens] if ratios[least] < 1 - _SAME else []
-    if behind == [16 * _KIB]:
-        return Verdict("confirmed from 32K on, not at 16K", "; ".join(said))
-    return _if(not behind, "; ".join(said))
+            nearest[tokens] = ratios[least]
+    return _by_length(nearest, 1 - _SAME, "; ".join(said))
 
 
 def _ring_out_of_memory(records: Recorded) -> Verdict:
@@ -141,10 +154,7 @@ def _first_token(records: Recorded) -> Verdict:
     papers = [theirs["TP v1 + flash"][place] / theirs["Burst"][place] for place in places]
     span = f"{min(papers):.2f} to {max(papers):.2f} times on 8 A100 over PCIe"
     numbers = f"TP v1 takes {said}, on 2 GPUs with NVLink (the paper: {span})"
-    shortest, *longer = ratios.values()
-    if shortest <= 1 and min(longer) > 1:
-        return Verdict("confirmed from 32K on, not at 4K", numbers)
-    return _if(min(ratios.values()) > 1, numbers)
+    return _by_length(ratios, 1.0, numbers)
 
 
 def _local_optimization(records: Recorded) -> Verdict:
