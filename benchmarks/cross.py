@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engine.machine import publish
+from benchmarks.engine.machine import publish, write_record
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention
 from bmburst.comm.groups import communicator, single_rank_group
@@ -55,17 +55,17 @@ def main() -> int:
     options = parser.parse_args()
     group = RankGroup.world(start_ranks())
     lengths = (96, 160) if options.small else (QUERIES, KEYS)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS, "rows": rows}
     for row in _measured(lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)):
         rows.append(row)
         if group.rank == 0:
+            write_record(options.output, "benchmarks.cross", group.size, **found)
             print(
                 f"measured: {row['mask']}, keys {row['key_layout']}, {row['strategy']} over {row['transport']}",
                 flush=True,
             )
     if group.rank == 0:
-        found: dict[str, Any] = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS}
-        found["rows"] = rows
         publish(options.output, "benchmarks.cross", table(found, group.size), group.size, **found)
     dist.destroy_process_group()
     return 0

@@ -48,9 +48,9 @@ _SPARSE = "flash_attn.cute.block_sparsity"
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
 _UNCAPPED = (12,)  # the package refuses other functions of scores in its backward there
 
-BLOCK_HEAD_DIMS = frozenset({128})
-"""Head dims under block-sparse masks. `tests/ops/test_fa4_blocks.py` holds output and gradients of more on a GPU; one
-joins these where all of its tests pass. At 64 wrong gradients were reported (flash-attention issue 2623)."""
+BLOCK_HEAD_DIMS = frozenset({64, 96, 128})
+"""Head dims under block-sparse masks: those whose output and gradients `tests/ops/test_fa4_blocks.py` holds on a GPU.
+At 64 wrong gradients were reported (flash-attention issue 2623); with 4.0.0b36 the tests find none."""
 _WHOLE_BLOCKS = (
     f"takes block-sparse masks only with a block_size that is a multiple of {BLOCK}, joined with nothing but Causal, "
     f"and split over ranks at multiples of {BLOCK} tokens"
