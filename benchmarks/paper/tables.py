@@ -220,12 +220,16 @@ def first_token(records: Recorded, model: str) -> list[str]:
         "tensor-v3": "TP v3",
         "ring-li": "Li et al.",
     }
+    used = []
     for mask in ("causal", "full"):
         for method, title in ways.items():
-            rows = [records.row(INFERENCE, f"prompt/{model}/{n}/{mask}/{method}@2") for n in tokens]
+            keys = [f"prompt/{model}/{n}/{mask}/{method}@2" for n in tokens]
+            rows = [records.row(INFERENCE, key) or records.row(FIRST, key) for key in keys]
             texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
             lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
-    return [*grid("seconds", tokens, lines), records.where(INFERENCE)]
+            used += keys
+    further = ["", records.where(FIRST, used)] if records.has(FIRST, used) else []
+    return [*grid("seconds", tokens, lines), records.where(INFERENCE, used), *further]
 
 
 def perplexity(records: Recorded) -> list[str]:
