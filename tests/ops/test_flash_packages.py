@@ -267,7 +267,7 @@ def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, det
         ("cudnn", HOPPER, ALL, CAPPED, False, "logit softcapping | fa4, fa3, fa2"),
         ("torch", HOPPER, ALL, CAPPED, False, "logit softcapping | fa4, fa3, fa2"),
         ("fa4", HOPPER, ALL, {"needs": ("cells",)}, False, "block_size | multiple of 128 | Causal | ranks"),
-        ("fa4", HOPPER, ALL, BLOCKS | {"head_dim": 64}, False, "head dims 128 alone | block-sparse masks | 64"),
+        ("fa4", HOPPER, ALL, BLOCKS | {"head_dim": 72}, False, "head dims 64, 96, 128 alone | block-sparse masks | 72"),
         ("fa4", BLACKWELL, ALL, BLOCKS, False, "block-sparse masks | Hopper alone | a GPU"),
         ("fa4", HOPPER, ALL, BLOCKS, True, "deterministic backward | block-sparse masks"),
         ("fa4", HOPPER, ALL, {"needs": ("blocks", "softcap")}, False, "softcapping | block-sparse masks"),
