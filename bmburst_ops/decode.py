@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError, unknown_kernel
-from bmburst_ops.flash.limits import is_there, unless_ampere
+from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rotary import apply_rotary
 
 KERNELS = ("auto", "triton", "reference")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256
 _MAX_SPLITS = 1024  # one program of the merge holds the log-sum-exps of all splits
 
 
@@ -110,33 +108,22 @@ def merge_decode(
 
 
 def _runs_triton(kernel: str, values: Tensor) -> bool:
-    """Return whether Triton runs; `values` has the dtype, the device and, last, the head dim of the call."""
+    """Return whether Triton runs, which takes what flash attention in Triton takes.
+
+    Args:
+        kernel: One of `KERNELS`.
+        values: With the dtype, the device and, last, the head dim of the call.
+    """
     if kernel == "reference":
         return False
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
     if kernel == "auto" and not values.is_cuda:  # the interpreter is for tests: it is asked for by name
         return False
-    reason = _refusal(values)
+    reason = TritonKernel().refusal(values, values)
     if reason and kernel == "triton":
         raise KernelError(f"decode kernel 'triton' {reason}\nfix: use kernel='auto' or 'reference'")
     return reason is None
-
-
-def _refusal(values: Tensor) -> str | None:
-    if not is_there("triton"):
-        return "needs Triton, which is not installed: pip install 'triton>=3.6'"
-    if values.dtype not in _DTYPES:
-        return f"takes float32, bfloat16 and float16 only, got {values.dtype}"
-    if values.shape[-1] > _MAX_HEAD_DIM:
-        return f"takes head dims up to {_MAX_HEAD_DIM}, got {values.shape[-1]}"
-    if values.is_cuda:
-        return unless_ampere(values)
-    from bmburst_ops.triton_decode import IS_INTERPRETED
-
-    if values.device.type == "cpu" and IS_INTERPRETED:
-        return None
-    return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {values.device}"
 
 
 def _check(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bmburst import __version__
+from bmburst.outputs import replacing
 
 _USABLE = 0.92  # of a device: context, communicators and fragments take the rest
 _PACKAGES = (
@@ -78,7 +79,8 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
     if path is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         machine = describe_run(["python", "-m", module, *sys.argv[1:]], device, ranks)
-        path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as partial:
+            partial.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
 
 
 def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:

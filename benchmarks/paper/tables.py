@@ -220,16 +220,16 @@ def first_token(records: Recorded, model: str) -> list[str]:
         "tensor-v3": "TP v3",
         "ring-li": "Li et al.",
     }
-    used = []
+    cells: list[str] = []
     for mask in ("causal", "full"):
         for method, title in ways.items():
             keys = [f"prompt/{model}/{n}/{mask}/{method}@2" for n in tokens]
             rows = [records.row(INFERENCE, key) or records.row(FIRST, key) for key in keys]
             texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
             lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
-            used += keys
-    further = ["", records.where(FIRST, used)] if records.has(FIRST, used) else []
-    return [*grid("seconds", tokens, lines), records.where(INFERENCE, used), *further]
+            cells += keys
+    further = ["", records.where(FIRST, cells)] if records.has(FIRST, cells) else []
+    return [*grid("seconds", tokens, lines), records.where(INFERENCE, cells), *further]
 
 
 def perplexity(records: Recorded) -> list[str]:

@@ -6,6 +6,7 @@ import torch
 from bmburst_ops import decode, triton_decode
 from bmburst_ops.decode import KERNELS, decode_attention, merge_decode
 from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import triton as flash_triton
 from tests.refusals import refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -319,10 +320,10 @@ def test_auto_is_triton_on_gpus_only(monkeypatch):
     case.check(*case.run("auto"))
     case.check(*merge_decode(case.out.float()[None], case.lse.float()[None]))
     assert not asked
-    monkeypatch.setattr(decode, "unless_ampere", lambda _: None)
+    monkeypatch.setattr(flash_triton, "unless_ampere", lambda _: None)
 
     class OnGpu:
-        is_cuda, dtype, shape = True, torch.bfloat16, (1, 2, 8)
+        is_cuda, device, dtype, shape = True, torch.device("cuda"), torch.bfloat16, (1, 2, 8)
 
     assert decode._runs_triton("auto", OnGpu)
     OnGpu.dtype = torch.float64
@@ -330,7 +331,7 @@ def test_auto_is_triton_on_gpus_only(monkeypatch):
     OnGpu.dtype, OnGpu.shape = torch.bfloat16, (1, 2, 257)
     assert not decode._runs_triton("auto", OnGpu)
     OnGpu.shape = (1, 2, 256)
-    monkeypatch.setattr(decode, "is_there", lambda _: False)
+    monkeypatch.setattr(flash_triton, "is_there", lambda _: False)
     assert not decode._runs_triton("auto", OnGpu)
 
 
@@ -353,7 +354,7 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
         run(q.to("meta"))
     with refused("float64 | fix: ", error=KernelError):
         merge_decode(q.double()[None], q.double()[None, ..., 0], kernel="triton")
-    monkeypatch.setattr(decode, "is_there", lambda _: False)
+    monkeypatch.setattr(flash_triton, "is_there", lambda _: False)
     with refused("Triton | not installed | pip install 'triton | fix: ", error=KernelError):
         run(q)
 
