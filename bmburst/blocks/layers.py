@@ -118,6 +118,30 @@ def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tenso
     return tuple(results)
 
 
+def with_graph(hidden: Tensor) -> Tensor:
+    """Return the input of a block as a result of autograd's; outside of no_grad BMTrain runs other inputs twice.
+
+    Where nothing before the block is trained, its gradient is dropped. A leaf would keep it, and itself, until the end
+    of backward, also where the block keeps its input in host memory.
+    """
+    if hidden.requires_grad or not torch.is_grad_enabled():
+        return hidden
+    found: Tensor = _Root.apply(hidden, hidden.new_empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Root(torch.autograd.Function):
+    """A tensor, of a graph that begins with it."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: Tensor, _trained: Tensor) -> Tensor:
+        return hidden.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def freeze(module: torch.nn.Module) -> None:
     """Let all parameters need no gradient; before BMTrain makes a block of the module."""
     for each in module._parameters.values():

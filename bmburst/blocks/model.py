@@ -11,7 +11,7 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of
+from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
@@ -132,9 +132,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         See `Llama.forward`; `embedding` is the gathered table.
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
-        hidden = rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale)
-        if torch.is_grad_enabled() and not hidden.requires_grad:  # else BMTrain runs the first block twice
-            hidden = hidden.detach().requires_grad_()
+        hidden = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
         hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask))
         normed: Tensor = self.norm(hidden)
         return normed

@@ -14,6 +14,7 @@ import torch
 from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
+from bmburst.blocks.layers import with_graph
 from bmburst.comm.host_memory import HostShard, ShardCopies
 
 
@@ -40,9 +41,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the block, and prefetch the weights of the next one behind its launches."""
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden = hidden.detach().requires_grad_()  # else BMTrain runs the whole block again in backward
-        found = super().forward(hidden, *args, **kwargs)
+        found = super().forward(with_graph(hidden), *args, **kwargs)
         if not self._is_last_layer:
             self._next_module.prefetch()
         return found

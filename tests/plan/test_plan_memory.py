@@ -63,8 +63,8 @@ CASES = [
     *({"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} | more
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
-                              ("block+every-2", {"mlp_chunk": 84}), ("none", {}), ("none", {"mlp_chunk": 84}),
-                              ("block-keep-attention+first-1", {}))
+                              ("block+every-2", {"mlp_chunk": 84}), ("block+offload", {"mlp_chunk": 84}),
+                              ("none", {}), ("none", {"mlp_chunk": 84}), ("block-keep-attention+first-1", {}))
       for targets in (("q_proj", "v_proj"), ("all-linear",))),
     *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
@@ -127,8 +127,9 @@ HEADS = SHAPE | {"hidden_size": 64, "num_heads": 16, "num_kv_heads": 8, "interme
 EVERY, FEW = 1 << 40, 1  # query rows of a call of attention: of all heads, of as few as may be
 HEAD_CASES = [
     {"model": HEADS | {"num_layers": 2}, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 2048,
-     "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows}
-    for recompute in ("block", "block-keep-attention", "block+every-2+keep-attention-last-1")
+     "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
+    for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
+                            ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)
 ]  # fmt: skip
 
