@@ -171,9 +171,12 @@ def metered_stream(stream: Any, meter: WaitMeter) -> Any:
     """
 
     class Recorded(torch.cuda.Event):
-        """An event whose waits are measured."""
+        """An event whose waits are measured, of the stream that computes: a stream of copies holds up no kernel."""
 
         def wait(self, stream: Any = None) -> None:
+            if stream is not None and stream != torch.cuda.current_stream():
+                super().wait(stream)
+                return
             with traced("wait for ZeRO"), meter.waiting(stream):
                 super().wait(stream)
 

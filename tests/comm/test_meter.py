@@ -106,7 +106,7 @@ def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it(current):
     assert meter.read() == pytest.approx(0.007)
 
 
-def test_whoever_waits_for_a_metered_stream_is_measured(current):
+def test_the_stream_that_computes_is_measured_where_it_waits_for_a_metered_one(current):
     meter = WaitMeter(on_gpu=True)
     loading = meter.of_stream(Stream(now=80, stream_id=3))
     assert isinstance(loading, Stream) and loading.stream_id == 3
@@ -115,6 +115,9 @@ def test_whoever_waits_for_a_metered_stream_is_measured(current):
     current.wait_stream(loading)
     assert current.now == 80 and meter.read() == pytest.approx(0.030)
     loading.wait_stream(current)  # the other way round nobody stands still for communication
+    copies = Stream()
+    copies.wait_stream(loading)  # nor behind a copy that waits: gradients on their way to host memory
+    assert copies.now == 80
     given = Event()
     assert loading.record_event(given) is given and given.at == 80
     assert meter.read() == 0
