@@ -313,7 +313,13 @@ class RecomputeChoice:
 
 
 def choose_recompute(
-    way: Candidate, hardware: Hardware, free: float, *, layout: str, policies: Sequence[str] = POLICIES
+    way: Candidate,
+    hardware: Hardware,
+    free: float,
+    *,
+    layout: str,
+    policies: Sequence[str] = POLICIES,
+    taken: float = 0.0,
 ) -> RecomputeChoice:
     """Return the fastest policy that fits; if none fits, the one with the smallest peak.
 
@@ -323,15 +329,17 @@ def choose_recompute(
         free: Bytes of a GPU that tensors of the run can have.
         layout: Layout of the sequence; some layouts exclude policies that keep a part of attention.
         policies: The policies to choose from; policies of the first layers are added (`first_layer_candidates`).
+        taken: Bytes of a GPU that other programs have; the message tells of them.
     """
     room = with_usable_memory(hardware, free, way.task)
     ways = list(with_policies(way, room, [name for name in policies if _is_possible(name, layout, way.sequence)]))
-    taken = best(ways, room)
-    peak, most = (taken.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
-    name = taken.candidate.recompute
-    why = "the fastest that fits" if taken.memory.fits else "none fits by this estimate, it needs least"
-    hosted = taken.memory.in_host / GIB
+    found = best(ways, room)
+    peak, most = (found.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
+    name = found.candidate.recompute
+    why = "the fastest that fits" if found.memory.fits else "none fits by this estimate, it needs least"
+    hosted = found.memory.in_host / GIB
     more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
+    more += f"; other programs have {taken / GIB:.1f} GiB of a GPU" if taken else ""
     return RecomputeChoice(
         name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})"
     )

@@ -44,11 +44,11 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
         return config.recompute
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
-    everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
+    everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size, _taken()])
     free = min(float(each[0]) for each in everywhere)
     memory = HostMemory.of(config, [each[1] for each in everywhere])
     # Of the first rank: GPUs and hosts may differ, and then each rank would decide by its own.
-    _, _, device, per_host = everywhere[0]
+    _, _, device, per_host, _ = everywhere[0]
     hardware = hardware_like(device)
     hardware = replace(hardware, host_memory=memory.has) if memory else hardware
     ranks = mesh.shape.size
@@ -56,7 +56,8 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     if is_auto:
         on_gpu = torch.cuda.is_available()
         policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies)
+        taken = max(float(each[4]) for each in everywhere)
+        choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies, taken=taken)
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.message}\n")
         way = replace(way, recompute=choice.name)
@@ -104,6 +105,16 @@ def _free(local_size: int) -> float:
     return (available_bytes() or 2**40) / local_size
 
 
+def _taken() -> float:
+    """Return the bytes of this rank's GPU that other programs have, such as one that is about to end; 0 for little."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    return float(others) if others > _LIBRARIES else 0.0
+
+
+_LIBRARIES = 4 << 30  # bytes beside torch's allocator that may be this program's own
 _MOST = 8  # settings that are shown
 _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)

@@ -242,7 +242,7 @@ def test_a_run_takes_what_lies_between(monkeypatch, capsys):
     assert "none" in found and any("+first-" in name for name in found), found
 
 
-def test_unlike_ranks_decide_by_the_first(monkeypatch):
+def test_unlike_ranks_decide_by_the_first(monkeypatch, capsys):
     """By its GPU and by the ranks of its host: two policies in one run would wait for each other."""
     asked, names, decided = config(recompute=AUTO), {0: "NVIDIA A100-SXM4-80GB", 1: "NVIDIA H200", 2: "a board"}, []
     real, here = memory_plan.planned, threading.local()
@@ -257,10 +257,15 @@ def test_unlike_ranks_decide_by_the_first(monkeypatch):
         return memory_plan.recompute_for(asked, mesh, 1 + (comm.rank > 0))
 
     monkeypatch.setattr(memory_plan, "planned", spy)
-    monkeypatch.setattr(memory_plan, "_free", lambda _: 64 * GIB)
-    monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory_plan.torch.cuda, "get_device_name", lambda: names[here.rank])
+    cuda = memory_plan.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_device_name", lambda: names[here.rank])
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 2 * GIB)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda: GIB)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: ((75 if here.rank else 39) * GIB, 80 * GIB))
     assert len(set(run_ranks(3, body))) == 1
+    said = capsys.readouterr().err
+    assert "of 40.0 GiB" in said and "other programs have 39.0 GiB" in said
     assert decided == [(3, 3, "NVIDIA A100")] * 3
 
 
