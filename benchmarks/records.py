@@ -99,7 +99,17 @@ def _numbers(block: Mapping[str, Any]) -> dict[str, str]:
         for row in block.get(kind, ()):
             if row["source"].endswith(".json"):
                 return read(row, _rows(row["source"]))
+            if row["source"].endswith(".jsonl"):
+                return _run(row)
     return {}
+
+
+def _run(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the metrics of a run say of its last step, and its peak."""
+    lines = (_RESULTS / row["source"]).read_text(encoding="utf-8").splitlines()
+    steps = [step for step in map(json.loads, filter(None, lines)) if step.get("run") == row.get("run")]
+    peak = max(step["memory_gib"] for step in steps)
+    return {"seconds": f"{steps[-1]['seconds']:.4f}", "memory_gib": f"{peak:.3f}"}
 
 
 @cache

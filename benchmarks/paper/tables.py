@@ -16,6 +16,7 @@ from bmburst.amounts import short
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAPER, TRAIN, FIRST = "paper_2xh200_202611", "train_paper_2xh200_202611", "inference_paper_2xh200_202611"
+TRAIN_H100 = "train_paper_2xh100_202611"
 INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
 MISSING = "not recorded yet"
@@ -248,21 +249,21 @@ def perplexity(records: Recorded) -> list[str]:
     return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]
 
 
-def training(records: Recorded, model: str) -> list[str]:
+def training(records: Recorded, model: str, record: str = TRAIN, gpu: str = "H200") -> list[str]:
     """Return figures 2 and 3: seconds and memory of a step over lengths, two layers of the model, by method."""
     keys = [f"step/{model}-x2/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
-    if not records.has(TRAIN, keys):
+    if not records.has(record, keys):
         return [f"{MISSING.capitalize()}."]
-    columns = [n for n in LENGTHS if records.has(TRAIN, (f"step/{model}-x2/{n}/{m}@2" for m in TRAINED))]
+    columns = [n for n in LENGTHS if records.has(record, (f"step/{model}-x2/{n}/{m}@2" for m in TRAINED))]
 
     def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
         for method in TRAINED:
-            yield method, (said(records.row(TRAIN, f"step/{model}-x2/{n}/{method}@2"), show) for n in columns)
+            yield method, (said(records.row(record, f"step/{model}-x2/{n}/{method}@2"), show) for n in columns)
 
     return [
-        *grid("s a step, 2 layers, 2 H200", columns, lines(_seconds)),
+        *grid(f"s a step, 2 layers, 2 {gpu}", columns, lines(_seconds)),
         *grid("peak GiB a GPU", columns, lines(_peak)),
-        records.where(TRAIN, keys),
+        records.where(record, keys),
     ]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
 from bmburst.schedule.hardware import Hardware, load_hardware
@@ -137,15 +138,18 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Compariso
 
 
 def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
-    hardware = load_hardware("h200")
+    """Compare each row; those of long sequences name their GPU, what is in host memory, and the rank of adapters."""
     for row in rows:
-        whole = PRESETS[row["preset"]]
-        model = replace(whole, num_layers=row.get("layers", whole.num_layers))
-        task = Task(model=model, preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"])
+        hardware, whole = load_hardware(row.get("hardware", "h200")), PRESETS[row["preset"]]
+        model = replace(whole, num_layers=row.get("layers", whole.num_layers), sliding_window=row.get("window"))
+        lora = LoRAConfig(rank=row["lora"]) if "lora" in row else None
+        task = Task(model=model, preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"], lora=lora)
         choices = {key: row[key] for key in ("recompute", "zero") if key in row}
-        way = Candidate(task=task, ulysses_degree=row["gpus"], **choices)
+        way = Candidate(
+            task=task, ulysses_degree=row["gpus"], offload=Offload(row.get("offload", "nothing")), **choices
+        )
         found = predict(way, hardware, operators=OPERATORS[row["operators"]])
-        quantities = [("step, s", row["seconds"], found.seconds)]
+        quantities = [("step, s", row["seconds"], found.seconds)] if "seconds" in row else []
         if "memory_gib" in row:
             quantities.append(("torch's allocator, GiB", row["memory_gib"], found.memory.allocated / GIB))
         if "outside_gib" in row:

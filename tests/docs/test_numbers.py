@@ -183,6 +183,22 @@ def test_the_speed_of_adapters():
     assert f"they take {mixed:.1f} s" in said
 
 
+def test_long_sequences_on_one_h100():
+    said, by = page("long_sequences"), {step["run"]: step for step in metrics("long_sequences_2xh100_202611")}
+    for kind, tokens, run in (("full", "256K", "256K"), ("full", "64K", "64K"), ("LoRA", "256K", "256K, LoRA")):
+        step = by[run]
+        numbers = f"{step['seconds']:.1f} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
+        assert f"| 1 H100 80 GB | {kind} | {tokens} | {numbers} |" in said
+    gib = by["1M, LoRA, window of 4,096"]["memory_gib"]
+    assert f"| LoRA | 1M | memory alone | | {gib:.1f} |" in said and f"causal one: {gib:.1f} GiB" in said
+    lora = by["256K, LoRA"]
+    numbers = f"{lora['seconds']:.1f} | {lora['tokens_per_second']:,.0f} | {lora['memory_gib']:.1f}"
+    assert f"| 1 H100 80 GB | 256K | {numbers} |" in page("lora")
+    losses = [step["loss"] for step in metrics("text_64k_h100_202611")]
+    last = sum(losses[-5:]) / 5
+    assert len(losses) == 30 and f"from {losses[0]:.2f} to {last:.2f} nats a token within" in said
+
+
 def test_the_speed_of_log_probabilities():
     forward, both, _ = rows("logprobs_2xh200_202611")
     words = [f"{row['seconds']:.1f} s and {row['peak_gib']:.1f} GiB" for row in (forward, both)]
