@@ -119,10 +119,11 @@ def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tenso
 
 
 def with_graph(hidden: Tensor) -> Tensor:
-    """Return the input of a block as a result of autograd's; outside of no_grad BMTrain runs other inputs twice.
+    """Return the input of a block with a graph behind it, unless gradients are off: else BMTrain runs the block twice.
 
-    Where nothing before the block is trained, its gradient is dropped. A leaf would keep it, and itself, until the end
-    of backward, also where the block keeps its input in host memory.
+    Where nothing before the block is trained, the graph begins with the input and drops its gradient. A leaf that
+    requires a gradient would stay alive until the end of backward, with its gradient, also where the block keeps its
+    input in host memory.
     """
     if hidden.requires_grad or not torch.is_grad_enabled():
         return hidden
@@ -131,7 +132,7 @@ def with_graph(hidden: Tensor) -> Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """A tensor, of a graph that begins with it."""
+    """The beginning of a graph, which keeps nothing."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor, _trained: Tensor) -> Tensor:
