@@ -20,7 +20,7 @@ from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import row_line
 from benchmarks.engine.timing import start_ranks
 from bmburst.attention.graphs import empty_cache
-from bmburst.errors import UserError
+from bmburst.errors import UserError, one_line
 from bmburst.runtime import watchdog
 from bmburst_ops.errors import KernelError
 
@@ -149,12 +149,12 @@ class RankRun(ABC, Generic[C]):
         try:
             return {"status": OK, **self.measure(cell)}
         except (UserError, KernelError, ImportError) as error:
-            return {"status": REFUSED, "reason": _message(error)}
+            return {"status": REFUSED, "reason": one_line(error)}
         except torch.OutOfMemoryError as error:
             asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
             return {"status": FAILED, "reason": "out of memory" + (f" for {asked.group(1)} more" if asked else "")}
         except Exception as error:  # a method of others may fail in any way, and the next cell is none of its business
-            return {"status": FAILED, "reason": f"{type(error).__name__}: {_message(error)}"}
+            return {"status": FAILED, "reason": f"{type(error).__name__}: {one_line(error)}"}
 
     def _meet(self, cell: C, row: Row) -> None:
         """Say that this rank is through with the cell, and if it failed make sure that the others are.
@@ -198,7 +198,3 @@ def _joined(rows: list[Row]) -> Row:
         return bad
     peaks = [row["peak_memory_gib"] for row in rows if row.get("peak_memory_gib") is not None]
     return rows[0] | ({"peak_memory_gib": max(peaks)} if peaks else {})
-
-
-def _message(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -11,9 +11,9 @@ import numpy as np
 
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
-from bmburst.data.chat import ChatTemplate, first_line
+from bmburst.data.chat import ChatTemplate
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 _KINDS = ("prompt", "tokens", "messages")
