@@ -21,7 +21,7 @@ from benchmarks.engine.report import row_line
 from benchmarks.engine.timing import start_ranks
 from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError, one_line
-from bmburst.runtime import watchdog
+from bmburst.runtime import start, watchdog
 from bmburst_ops.errors import KernelError
 
 _LOST = 3  # exit status of a rank whose GPU takes no more work
@@ -48,8 +48,6 @@ def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options: dict[str, Any] = {}
     if runtime == "bmtrain":
-        from bmburst.runtime import start
-
         start(seed=0, tensor=tensor)
         # A meeting place of its own: the launcher's store is BMTrain's.
         options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}

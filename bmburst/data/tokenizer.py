@@ -130,9 +130,6 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """
     if name_or_path == ByteTokenizer.name:
         return ByteTokenizer()
-    # The byte tokenizer must work where the tokenizers package is missing.
-    from bmburst.data.tokenizer import load_huggingface_tokenizer
-
     return load_huggingface_tokenizer(name_or_path)
 
 
