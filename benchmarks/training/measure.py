@@ -280,7 +280,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     }
     for key, backward in (("mfu", 2.0), ("mfu_kernel", ATTENTION_BACKWARD)):
         row[key] = None if known is None else utilisation(cell, seconds, known.peak, attention_backward=backward)
-    predicted = None if machine is None else METHODS[cell.method].predict(cell, machine)
+    predicted = METHODS[cell.method].predict(cell, machine)
     if predicted is not None:
         more = METHODS[cell.method].replicated_bytes(cell)
         row["planned"] = {
