@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.engine.machine import require_gpu, write_record
 from benchmarks.engine.timing import median_seconds
+from bmburst.amounts import GIB
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
 from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
@@ -110,7 +111,7 @@ def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str
         (spent,) = median_seconds([call], repeats=repeats, warm_up=_WARM_UP)
         seconds, host = (each / layers for each in spent)
         row |= {f"{direction}_ms": 1e3 * seconds, f"{direction}_tflops": work / seconds / 1e12, "host_ms": 1e3 * host}
-    return row | {"gib": torch.cuda.max_memory_allocated() / 2**30}
+    return row | {"gib": torch.cuda.max_memory_allocated() / GIB}
 
 
 def _tokens(length: int) -> Tokens:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention.methods.method import both, forward_without_grad
 from benchmarks.engine.machine import publish
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention
@@ -74,7 +75,7 @@ def _measured(
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
     shapes = [(1, tokens, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, grad = (torch.randn(shape, device=group.device, dtype=dtype) for shape in shapes)
-    calls = partial(_calls, [t.requires_grad_() for t in (q, k, v)], grad)
+    calls = partial(_calls, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad))
     dense = calls(mask="causal", kernel="auto")
     for density in DENSITIES:
         mask, own = sparse_mask(tokens, density)
@@ -93,17 +94,12 @@ def _measured(
             yield row
 
 
-def _calls(inputs: Sequence[Tensor], grad: Tensor, *, mask: Mask | str, kernel: str) -> dict[str, Callable[[], object]]:
-    attend = partial(burst_attention, *inputs, mask=mask, kernel=kernel)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend()
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(), inputs, grad)
-
-    return dict(zip(DIRECTIONS, (forward, both), strict=True))
+def _calls(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor], *, mask: Mask | str, kernel: str
+) -> dict[str, Callable[[], object]]:
+    attend = partial(burst_attention, mask=mask, kernel=kernel)
+    calls = partial(forward_without_grad, attend, *inputs[:3]), partial(both, attend, *inputs)
+    return dict(zip(DIRECTIONS, calls, strict=True))
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.engine.machine import describe_run
 from benchmarks.engine.report import versions
+from bmburst.amounts import GIB
 from bmburst.errors import UserError
 
 _ROOT = Path(__file__).parents[1]
@@ -28,9 +29,8 @@ _RUNNER = "test_all.py"  # BMTrain's own, which names most files and their ranks
 _UNLISTED = {"grad_accu": 1, "inspector_hidden": 4, "store": 4}  # what it does not name
 _ENDED = 124  # status of a file that ran too long, as of timeout(1)
 PASSED, FAILED, LATE, SKIPPED = "passes", "fails", "not done", "not run"
-_GIB = 1 << 30
 # Bytes of memory that a file needs where its models are of a size for GPUs.
-_MEMORY = {"training": 40 * _GIB}  # 4 ranks train 0.55 billion parameters each, whole, with their moments
+_MEMORY = {"training": 40 * GIB}  # 4 ranks train 0.55 billion parameters each, whole, with their moments
 # Why, of those that fail on any machine: found by reading the test and BMTrain 1.0.1.
 KNOWN = {
     "grad_accu": "BMTrain 1.0.1 has no `CheckpointBlockContext`, on GPUs neither",
@@ -120,7 +120,7 @@ def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
     """
     needed = _MEMORY.get(name, 0)
     if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        why = f"its models need about {needed // _GIB} GiB on {ranks} ranks of one host"
+        why = f"its models need about {needed // GIB} GiB on {ranks} ranks of one host"
         return Outcome(name=name, ranks=ranks, result=SKIPPED, seconds=0, why=why)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}

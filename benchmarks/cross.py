@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention.methods.method import both, forward_without_grad
 from benchmarks.engine.machine import publish, write_record
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention
@@ -95,16 +96,11 @@ def _measured(lengths: Sequence[int], group: RankGroup, effort: tuple[int, float
 
 
 def _calls(inputs: Inputs, **options: Any) -> dict[str, Callable[[], object]]:
-    attend = partial(burst_attention, inputs.q, inputs.k, inputs.v, **options)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend()
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(), inputs[:3], inputs.grad)
-
-    return {"forward": forward, "forward and backward": both}
+    attend = partial(burst_attention, **options)
+    return {
+        "forward": partial(forward_without_grad, attend, *inputs[:3]),
+        "forward and backward": partial(both, attend, *inputs),
+    }
 
 
 def table(found: Mapping[str, Any], ranks: int) -> str:

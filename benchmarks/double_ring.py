@@ -11,7 +11,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -109,30 +108,9 @@ def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTi
         RuntimeError: A rank failed; the message is its output.
     """
     with netns.network(shape) as network:
-        ranks = []
-        for rank in range(shape.ranks):
-            setting = {"rank": rank, "shape": asdict(shape), "job": asdict(job)}
-            setting |= {"url": f"tcp://{network.address(0)}:{_MEETING}", "ports": network.ports}
-            command = [sys.executable, "-m", "benchmarks.double_ring", "--rank", json.dumps(setting)]
-            own = {"BMBURST_NODE": f"node {rank // shape.places}", "GLOO_SOCKET_IFNAME": netns.DEVICE}
-            ranks.append(
-                subprocess.Popen(
-                    [*network.within(rank), *command],
-                    env={**os.environ, **own},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        try:
-            outputs = [process.communicate(timeout=1800)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    for rank, process in enumerate(ranks):
-        if process.returncode:
-            raise RuntimeError(f"rank {rank}:\n{outputs[rank]}")
-    return {name: RepeatTimes(*times) for name, times in json.loads(outputs[0].splitlines()[-1]).items()}
+        setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
+        found = netns.run_ranks(network, "benchmarks.double_ring", _MEETING, **setting)
+    return {name: RepeatTimes(*times) for name, times in found.items()}
 
 
 def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.machine import publish
+from bmburst.errors import UserError, first_line
 
 TOKENS, VOCABULARY, WINDOW, SOFTCAP, TOLERANCE = 37, 61, 7, 1.0, 1e-5
 LARGEST = 3_000_000  # parameters of a model that is tried
@@ -118,8 +119,6 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
     """Return what becomes of a type, and why."""
     import torch
 
-    from bmburst.errors import UserError
-
     ids = torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     try:
         whole = _model(name, "eager")
@@ -129,7 +128,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
         if not bool(logits.isfinite().all()):
             raise ValueError("its tiny model gives numbers that are not finite")
     except Exception as error:  # whatever a model of 200 types may raise
-        return "not made", _first_line(error)
+        return "not made", _cell_text(error)
     try:
         with contextlib.redirect_stdout(None):
             model = _model(name, "bmburst")
@@ -139,9 +138,9 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
             ours = part.loss(model)
             ours.backward()
     except UserError as error:
-        return "refused", _first_line(error)
+        return "refused", _cell_text(error)
     except Exception as error:  # a refusal names a fix, this one does not
-        return "failed", f"{type(error).__name__}: {_first_line(error)}"
+        return "failed", f"{type(error).__name__}: {_cell_text(error)}"
     return _compared(whole, logits, loss, model, part.whole(our_logits), split.mean(ours.detach()))
 
 
@@ -207,8 +206,8 @@ def _is_dropout(key: str, value: object) -> bool:
     return ("dropout" in key or "pdrop" in key or "layerdrop" in key) and isinstance(value, float) and value > 0
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].replace("|", "/")[:160]
+def _cell_text(error: BaseException) -> str:
+    return first_line(error).replace("|", "/")[:160]
 
 
 if __name__ == "__main__":

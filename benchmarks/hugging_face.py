@@ -13,7 +13,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -114,7 +116,7 @@ def main() -> int:
         "parameters": training.num_weights,
         "recompute": options.recompute,
         "reshard_after_forward": not options.keep_gathered,
-        "transformers": _version("transformers"),
+        "transformers": transformers.__version__,
         "seconds_to_start": time.perf_counter() - began,
         "rows": [],
     }
@@ -193,21 +195,10 @@ def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> 
 def _measure(training: Training, cell: Cell, steps: int, warmup: int) -> dict[str, Any]:
     vocabulary, world = training.model.config.vocab_size, training.mesh.world
     ids = torch.randint(vocabulary, (1, cell.tokens), generator=torch.Generator().manual_seed(0))
-    seconds, losses = [], []
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
-    for number in range(warmup + steps):
-        if on_gpu and number == warmup:
-            torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        if on_gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        losses.append(training.step(ids))
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    seconds, losses = timed(partial(training.step, ids), warmup, steps)
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
     own = torch.tensor([[*seconds, *peaks]], dtype=torch.float64, device=world.device)
     *times, allocated, reserved = world.all_gather(own).wait()[0].flatten(0, -2).amax(0).tolist()
@@ -221,6 +212,25 @@ def _measure(training: Training, cell: Cell, steps: int, warmup: int) -> dict[st
         "losses": losses,
         "labels": int(training.split.valid(training.split.part(ids))),
     }
+
+
+def timed(step: Callable[[], float], warmup: int, steps: int) -> tuple[list[float], list[float]]:
+    """Return seconds and loss of each step, which ranks begin together; the peak of memory is of those that count."""
+    seconds, losses = [], []
+    on_gpu = torch.cuda.is_available()
+    for number in range(warmup + steps):
+        if on_gpu and number == warmup:
+            torch.cuda.reset_peak_memory_stats()
+        if dist.is_initialized():
+            dist.barrier()
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        losses.append(step())
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds, losses
 
 
 def line_of(row: Mapping[str, Any]) -> str:
@@ -268,12 +278,6 @@ def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
                 cells.append("-" if theirs is None else f"{pace / theirs:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 def _device_name() -> str:

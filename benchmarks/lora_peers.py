@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine.machine import publish
-from benchmarks.hugging_face import fill, random_model
+from benchmarks.hugging_face import fill, random_model, timed
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
 
@@ -162,19 +161,10 @@ def _sdpa(method: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _measured(step: Callable[[], float], warmup: int, steps: int, device: torch.device) -> dict[str, Any]:
-    seconds, losses = [], []
-    on_gpu = device.type == "cuda"
-    for number in range(warmup + steps):
-        if on_gpu and number == warmup:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        losses.append(step())
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    seconds, losses = timed(step, warmup, steps)
     found: dict[str, Any] = {"seconds": statistics.median(seconds[warmup:]), "seconds_of_steps": seconds}
     found["losses"] = losses
-    if on_gpu:
+    if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return found

@@ -1,13 +1,15 @@
 """Simulates nodes with slow links on one Linux machine: a network namespace for each rank, limited by the kernel."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Port = Literal["rank", "node"]
 DEVICE = "eth0"
@@ -113,6 +115,42 @@ def network(shape: Shape) -> Iterator[Network]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def run_ranks(network: Network, module: str, port: int, **setting: object) -> Any:
+    """Run a module of `benchmarks` in the namespace of every rank, and return what rank 0 printed last, as JSON.
+
+    Args:
+        network: Where; each rank is told the name of its node.
+        module: The module's name; it takes a setting as JSON behind `--rank`.
+        port: Where the ranks meet at rank 0.
+        setting: What every rank gets, beside its `rank` and the `url` of their meeting.
+
+    Raises:
+        RuntimeError: A rank failed; the message is its output.
+    """
+    url, started = f"tcp://{network.address(0)}:{port}", []
+    for rank in range(network.shape.ranks):
+        command = [sys.executable, "-m", module, "--rank", json.dumps({"rank": rank, "url": url, **setting})]
+        own = {"BMBURST_NODE": f"node {rank // network.shape.places}", "GLOO_SOCKET_IFNAME": DEVICE}
+        started.append(
+            subprocess.Popen(
+                [*network.within(rank), *command],
+                env={**os.environ, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=1800)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for rank, process in enumerate(started):
+        if process.returncode:
+            raise RuntimeError(f"rank {rank}:\n{outputs[rank]}")
+    return json.loads(outputs[0].splitlines()[-1])
 
 
 def _wire(made: Network) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GIB = float(2**30)
+from bmburst.amounts import GIB
 
 
 class Case(NamedTuple):

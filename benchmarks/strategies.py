@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import bmburst
+from benchmarks.attention.methods.method import both
 from benchmarks.engine.machine import publish
 from benchmarks.engine.timing import RankGroup, in_turns, start_ranks
 from bmburst.attention.call import head_shapes
@@ -98,20 +99,18 @@ def _measure(heads: tuple[int, int], tokens: int, name: str, device: torch.devic
         torch.randn(1, local, count, HEAD_DIM, device=device, dtype=torch.bfloat16)
         for count in (heads[0], heads[1], heads[1], heads[0])
     )
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
     shapes = head_shapes(make_layout("zigzag", group.size, local), q, k)
     placement = Placement("peer" if device.type == "cuda" else "gloo")
     machine = hardware_like(torch.cuda.get_device_name(device) if device.type == "cuda" else HOST)
     taken = _name(choose_strategy("auto", shapes, tokens, mask, placement, machine), group.size)
     can = [each for each in STRATEGIES if each != "heads" or not heads[0] % group.size]
 
-    def call(strategy: str) -> None:
-        out = bmburst.burst_attention(*leaves, mask=mask, strategy=strategy)
-        torch.autograd.grad(out, leaves, grad)
-
-    for strategy in can * WARM_UP:
-        call(strategy)
-    times = in_turns(*(partial(call, strategy) for strategy in can), group=group, repeats=REPEATS, seconds=SECONDS)
+    ways = (partial(bmburst.burst_attention, mask=mask, strategy=strategy) for strategy in can)
+    calls = [partial(both, way, *inputs) for way in ways]
+    for call in calls * WARM_UP:
+        call()
+    times = in_turns(*calls, group=group, repeats=REPEATS, seconds=SECONDS)
     row = {"query_heads": heads[0], "kv_heads": heads[1], "tokens": tokens, "mask": name, "auto": taken}
     return row | {strategy: statistics.median(found) for strategy, found in zip(can, times, strict=True)}
 

@@ -1,6 +1,7 @@
 """Reads and writes numbers and text as users give them: 64K tokens, lists of numbers, arrays, printable names."""
 
 import hashlib
+import math
 import operator
 import unicodedata
 from collections.abc import Callable
@@ -135,6 +136,15 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
         )
     found: list[Any] = array.reshape(-1).tolist()
     return found
+
+
+def finite(value: Any) -> Any:
+    """Return a value for JSON, which has no NaN and no infinity: None in their place, also inside of containers."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def brief(values: Any) -> str:

@@ -70,6 +70,16 @@ def with_fix(error: UserError, fix: str) -> UserError:
     return UserError("\n".join([*lines, f"fix: {fix}"]))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text as one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
 _SHOWN = 16  # names that a message lists
 
 

@@ -20,8 +20,8 @@ from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import row_line
 from benchmarks.engine.timing import start_ranks
 from bmburst.attention.graphs import empty_cache
-from bmburst.errors import UserError
-from bmburst.runtime import watchdog
+from bmburst.errors import UserError, one_line
+from bmburst.runtime import start, watchdog
 from bmburst_ops.errors import KernelError
 
 _LOST = 3  # exit status of a rank whose GPU takes no more work
@@ -48,8 +48,6 @@ def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options: dict[str, Any] = {}
     if runtime == "bmtrain":
-        from bmburst.runtime import start
-
         start(seed=0, tensor=tensor)
         # A meeting place of its own: the launcher's store is BMTrain's.
         options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}
@@ -149,12 +147,12 @@ class RankRun(ABC, Generic[C]):
         try:
             return {"status": OK, **self.measure(cell)}
         except (UserError, KernelError, ImportError) as error:
-            return {"status": REFUSED, "reason": _message(error)}
+            return {"status": REFUSED, "reason": one_line(error)}
         except torch.OutOfMemoryError as error:
             asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
             return {"status": FAILED, "reason": "out of memory" + (f" for {asked.group(1)} more" if asked else "")}
         except Exception as error:  # a method of others may fail in any way, and the next cell is none of its business
-            return {"status": FAILED, "reason": f"{type(error).__name__}: {_message(error)}"}
+            return {"status": FAILED, "reason": f"{type(error).__name__}: {one_line(error)}"}
 
     def _meet(self, cell: C, row: Row) -> None:
         """Say that this rank is through with the cell, and if it failed make sure that the others are.
@@ -198,7 +196,3 @@ def _joined(rows: list[Row]) -> Row:
         return bad
     peaks = [row["peak_memory_gib"] for row in rows if row.get("peak_memory_gib") is not None]
     return rows[0] | ({"peak_memory_gib": max(peaks)} if peaks else {})
-
-
-def _message(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -28,7 +28,7 @@ JOB = (
 """The options of the run except its text, seed and folder."""
 _MARK = "BMBURST_FAULTS"  # environment variable of every process of a run; its value identifies harness and run
 _COMPARED = ("step", "loss", "bits_per_byte", "lr", "grad_norm")
-_POLL = 0.001
+_POLL, _LONGEST = 0.001, 300.0  # seconds
 
 
 def processes(mark: str) -> dict[int, int | None]:
@@ -254,9 +254,9 @@ class RunWatch:
         return bool(lines) and lines[-1]["step"] >= step
 
 
-def wait_for(condition: Callable[[], bool], program: Program, limit: float = 300.0) -> bool:
-    """Wait for a condition; return False if the program ends or `limit` seconds pass before."""
-    until = time.monotonic() + limit
+def wait_for(condition: Callable[[], bool], program: Program) -> bool:
+    """Wait for a condition; return False if the program ends or 300 seconds pass before."""
+    until = time.monotonic() + _LONGEST
     while not condition():
         if not program.is_running or time.monotonic() > until:
             return condition()

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.methods import LocalKernel, Setting
@@ -67,10 +66,8 @@ class InferenceRun(RankRun[InferenceCell]):
 
     def prepare(self) -> None:
         """See `RankRun.prepare`."""
-        group = dist.group.WORLD
-        assert group is not None  # it was begun
-        ranks = RankGroup(process_group=group, rank=self.rank, size=self.world, device=self.device)
-        self.setting = Setting(group=ranks, kernel=LocalKernel(self.job.kernel), kernel_name=self.job.kernel)
+        group, name = RankGroup.world(self.device), self.job.kernel
+        self.setting = Setting(group=group, kernel=LocalKernel(name), kernel_name=name)
         self.hardware = hardware_of(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         self._model: tuple[str, str] | None = None
         self._weights: ResidentWeights | None = None

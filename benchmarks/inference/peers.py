@@ -25,7 +25,7 @@ from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst_ops import flash
 from bmburst_ops.gated_mlp import gated_mlp
-from bmburst_ops.rms_norm import rms_norm, stream_norm
+from bmburst_ops.rms_norm import stream_norm
 from bmburst_ops.rotary import apply_rotary
 
 
@@ -162,11 +162,7 @@ class PeerPrefill:
         self, cache: KVCache, index: int, layer: LayerSlice, x: Tensor, cos: Tensor, sin: Tensor, start: int
     ) -> Tensor:
         config = self._weights.config
-        products = [linear(x, *each) for each in zip(layer.qkv, layer.biases, strict=True)]
-        joined = products[0].split(layer.widths, -1) if len(products) == 1 else products
-        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
-        if layer.whole.q_norm is not None and layer.whole.k_norm is not None:
-            q, k = rms_norm(q, layer.whole.q_norm, config.norm_eps), rms_norm(k, layer.whole.k_norm, config.norm_eps)
+        q, k, v = layer.projected(x, config)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # A rank's rows of a cache by tokens are in any order: it has a share of them, by count.
         rows = slice(start, start + k.shape[1])

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine.machine import describe_run
+from benchmarks.engine.machine import publish
 from benchmarks.training.cells import TrainCell
 from benchmarks.training.methods import METHODS, TrainMethod
 from bmburst.amounts import tokens as read_tokens
@@ -58,19 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="bmburst-perplexity-") as folder:
         found = _measure(options, Path(folder))
-    text = table(found)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        options.output.with_suffix(".md").write_text(f"# Perplexity by method\n\n{text}\n", encoding="utf-8")
+    publish(options.output, MODULE, f"# Perplexity by method\n\n{table(found)}", options.ranks, **found)
     return 0
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train the model if none is given, evaluate it by every way, and return the record."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, trained = options.model, None
     if model is None:
         trained = ["train", *_TRAINED, "--steps", str(options.steps)]
@@ -93,7 +86,6 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         _start(LaunchSpec(nproc=ranks, host_runtime=True), ["-m", MODULE, "--rank", json.dumps(setting)])
         rows |= json.loads((folder / "rows.json").read_text(encoding="utf-8"))
     return {
-        "machine": describe_run(["python", "-m", MODULE, *sys.argv[1:]], device, options.ranks),
         "trained": None if trained is None else "bmburst " + " ".join(trained),
         "model": "the trained model" if trained is not None else str(options.model),
         **{name: shared[name] for name in ("data", "tokens", "sequences")},

@@ -8,9 +8,7 @@ and iproute2; where namespaces cannot be made, it says why and ends with status 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -71,23 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(ranks: int, rate: float, tokens: int, repeats: int) -> list[dict[str, Any]]:
     with netns.network(netns.Shape(nodes=ranks, places=1, fast=rate, slow=rate)) as network:
-        started = []
-        for rank in range(ranks):
-            url = f"tcp://{network.address(0)}:{_MEETING}"
-            setting = {"rank": rank, "ranks": ranks, "tokens": tokens, "repeats": repeats, "url": url}
-            command = [*network.within(rank), sys.executable, "-m", MODULE, "--rank", json.dumps(setting)]
-            own = {**os.environ, "GLOO_SOCKET_IFNAME": netns.DEVICE}
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(command, env=own, text=True, **streams))  # type: ignore[call-overload]
-        try:
-            outputs = [process.communicate(timeout=1800)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-    for rank, process in enumerate(started):
-        if process.returncode:
-            raise RuntimeError(f"rank {rank}:\n{outputs[rank]}")
-    rows: list[dict[str, Any]] = json.loads(outputs[0].splitlines()[-1])
+        setting = {"ranks": ranks, "tokens": tokens, "repeats": repeats}
+        rows: list[dict[str, Any]] = netns.run_ranks(network, MODULE, _MEETING, **setting)
     return rows
 
 

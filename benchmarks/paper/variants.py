@@ -18,6 +18,7 @@ from bmburst.schedule.ring_schedule import Step
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import require_no_softcap
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
+from bmburst_ops.flash.reference import finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Need, Pattern
 
@@ -164,7 +165,7 @@ class WholeTile:
         """See `Kernel.forward`."""
         require_no_softcap(softcap, self.name)
         scores = _scores(q, k, pattern, scale)
-        most = _finite(scores.amax(-1, keepdim=True))
+        most = finite(scores.amax(-1, keepdim=True))
         total = scores.sub_(most).exp_().sum(-1, keepdim=True)
         lse = (most + total.log()).squeeze(-1)
         weights = scores.div_(total.clamp_min(torch.finfo(total.dtype).tiny)).to(v.dtype)
@@ -189,7 +190,7 @@ class WholeTile:
         kv_heads = k.shape[2]
         queries, keys, values, grads = (_to_heads(t, kv_heads) for t in (q, k, v, grad_out))
         row_lse, row_delta = (t.unflatten(1, (kv_heads, -1)).flatten(2, 3)[..., None] for t in (lse, delta))
-        weights = _scores(q, k, pattern, scale).sub_(_finite(row_lse)).exp_()
+        weights = _scores(q, k, pattern, scale).sub_(finite(row_lse)).exp_()
         grad_v = weights.to(q.dtype).mT @ grads
         inner = (grads @ values.mT).to(weights.dtype).sub_(row_delta)
         grad_scores = weights.mul_(inner).mul_(scale).to(q.dtype)
@@ -221,8 +222,3 @@ def _from_heads(x: Tensor, like: Tensor) -> Tensor:
     """Return the inverse of `_to_heads` for a tensor shaped as q."""
     grouped: Tensor = x.unflatten(2, (-1, like.shape[1]))
     return grouped.permute(0, 3, 1, 2, 4).reshape(like.shape)
-
-
-def _finite(rows: Tensor) -> Tensor:
-    """Zero where a query sees nothing: its scores are all -inf, and -inf less -inf is not a number."""
-    return rows.masked_fill(rows == -torch.inf, 0.0)

@@ -129,7 +129,7 @@ def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
     if near:
         return statistics.median(near)
     machine = machine_of(results.runs[-1]["device"]) if results.runs else None
-    predicted = None if machine is None else METHODS[cell.method].predict(cell, machine)
+    predicted = METHODS[cell.method].predict(cell, machine)
     return 0.0 if predicted is None else _BUILDING + STEPS.get(cell.suite, _FEW) * predicted.seconds
 
 

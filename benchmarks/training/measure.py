@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
@@ -169,10 +168,8 @@ class TrainRun(RankRun[TrainCell]):
 
     def prepare(self) -> None:
         """See `RankRun.prepare`."""
-        group = dist.group.WORLD
-        assert group is not None  # it was begun
-        ranks = RankGroup(process_group=group, rank=self.rank, size=self.world, device=self.device)
-        self.setting = Setting(group=ranks, kernel=LocalKernel(self.job.kernel), kernel_name=self.job.kernel)
+        group, name = RankGroup.world(self.device), self.job.kernel
+        self.setting = Setting(group=group, kernel=LocalKernel(name), kernel_name=name)
 
     def refusal(self, cell: TrainCell) -> str | None:
         """See `RankRun.refusal`."""
@@ -283,7 +280,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     }
     for key, backward in (("mfu", 2.0), ("mfu_kernel", ATTENTION_BACKWARD)):
         row[key] = None if known is None else utilisation(cell, seconds, known.peak, attention_backward=backward)
-    predicted = None if machine is None else METHODS[cell.method].predict(cell, machine)
+    predicted = METHODS[cell.method].predict(cell, machine)
     if predicted is not None:
         more = METHODS[cell.method].replicated_bytes(cell)
         row["planned"] = {

@@ -76,15 +76,15 @@ class TrainMethod:
             return str(error).splitlines()[0]
         return None
 
-    def predict(self, cell: TrainCell, machine: str) -> Prediction | None:
+    def predict(self, cell: TrainCell, machine: str | None) -> Prediction | None:
         """Return what the planner says of a cell; None of other types than bfloat16, and of what it cannot price.
 
         Args:
             cell: What is asked for.
-            machine: A name of `bmburst.schedule.hardware.shipped`.
+            machine: A name of `bmburst.schedule.hardware.shipped`; of None nothing is known.
         """
         policy = self.recompute(cell)
-        if cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
+        if machine is None or cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
             return None
         hardware = load_hardware(machine)
         ways = self._ways(cell, policy, hardware)
@@ -103,10 +103,10 @@ class TrainMethod:
 
         Args:
             cell: What is asked for.
-            machine: See `predict`; None knows nothing.
+            machine: See `predict`.
             capacity: Bytes of a GPU.
         """
-        found = None if machine is None else self.predict(cell, machine)
+        found = self.predict(cell, machine)
         if found is None:
             return None
         needed = found.memory.total + self.replicated_bytes(cell)

@@ -20,7 +20,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall, Executor
 from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.attention.graphs import RECORDINGS, UnitStreams
-from bmburst.attention.local import local_backward, local_forward
+from bmburst.attention.local import empty_partial, local_backward, local_forward
 from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
@@ -63,8 +63,7 @@ def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend:
     """
     if call.strategy.ulysses_degree > 1:
         return heads_forward(call, q, k, v, attend)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    into = Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
+    into = empty_partial(q)
     attend(call, Span(0, k.shape[2]), q, k, v, into)
     return into
 
@@ -78,8 +77,7 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
     arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the host's time for all else is hidden
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    delivered = empty_partial(q)
     inbox, outer = arriving.inbox, call.outer
     run = executor_of(outer).forward
 
@@ -91,8 +89,8 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
         else:
             attend(outer, plan.units[i].kv_heads, queries, keys, values, results)
 
-    _by_units(call, plan, streams, arriving, work, (out, lse), is_recorded=attend is None and _is_recorded(call, plan))
-    return Partial(out, lse)
+    _by_units(call, plan, streams, arriving, work, delivered, is_recorded=attend is None and _is_recorded(call, plan))
+    return delivered
 
 
 def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:

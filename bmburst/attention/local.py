@@ -75,9 +75,7 @@ def local_forward(
         tiles: The work; no query sees keys in two tiles. Default: all work of a call on one rank.
     """
     tiles = call.tiles(0, 0) if tiles is None else tiles
-    if into is None:
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-        into = Partial(torch.empty_like(q, memory_format=torch.contiguous_format), lse)
+    into = empty_partial(q) if into is None else into
     if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
         tile_forward(call, tiles[0], q, k, v, into)
         return into
@@ -95,6 +93,12 @@ def local_forward(
             done = max(done, tile.queries.stop)
     _write_empty(into, slice(done, None))
     return into
+
+
+def empty_partial(q: Tensor) -> Partial:
+    """Return memory for the results of these queries: the output contiguous in q's dtype, lse in fp32 or wider."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
 
 
 def _write_empty(part: Partial, queries: slice) -> None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bmburst.comm.memory import bytes_of
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.outputs import replacing
 
 Announced = tuple[str, tuple[int, ...], torch.dtype]
@@ -224,8 +224,9 @@ def write_text(path: Path, text: str) -> int:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-    return UserError(f"cannot read {path}: {reason}\nfix: the file is truncated or of another format; copy it again")
+    return UserError(
+        f"cannot read {path}: {first_line(error)[:160]}\nfix: the file is truncated or of another format; copy it again"
+    )
 
 
 def _require_floating(path: Path, name: str, dtype: str, known: bool) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import os
 import shutil
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, finite
 from bmburst.cli import train
 from bmburst.config import given_options, read_json, to_dict
 from bmburst.errors import UserError
@@ -198,9 +197,9 @@ def to_json(report: "CheckReport", config: TrainConfig, nproc: int) -> dict[str,
         "dtype": report.dtype,
         "tolerances": dict(TOLERANCES[report.dtype]),
         "factor": None if report.dtype == "float32" else BF16_FACTOR,
-        "tensors": [_finite(dataclasses.asdict(tensor)) for tensor in report.tensors],
-        "all_tensors": _finite(dataclasses.asdict(report.total)),
-        "steps": [_finite(dataclasses.asdict(step)) for step in report.steps],
+        "tensors": [finite(dataclasses.asdict(tensor)) for tensor in report.tensors],
+        "all_tensors": finite(dataclasses.asdict(report.total)),
+        "steps": [finite(dataclasses.asdict(step)) for step in report.steps],
         "config": to_dict(config),
     }
 
@@ -273,14 +272,6 @@ def _mark(part: "TensorReport | StepReport") -> str:
 
 def _shape(tensor: "TensorReport") -> str:
     return "x".join(map(str, tensor.shape))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tokens(config: TrainConfig) -> str:

@@ -121,9 +121,9 @@ class _Request:
 
         if args.lengths is None:
             raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
-        choices: dict[str, Any] = {"lengths": read_lengths("--lengths", args.lengths)}
+        choices: dict[str, Any] = {"lengths": read_lengths(args.lengths)}
         if args.depths is not None:
-            choices["depths"] = read_depths("--depths", args.depths)
+            choices["depths"] = read_depths(args.depths)
         choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
         test = PasskeyTest(**choices, with_key=not args.without_key)
         if args.chunk_tokens is not None and args.chunk_tokens < 1:

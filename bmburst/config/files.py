@@ -16,12 +16,8 @@ _MOST_DEPTH, _MOST_INTEGER = 64, 2**64
 _MOST_MERGED = 10_000  # keys that YAML's << may put together: a few lines of it can stand for billions
 
 
-def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
-
-    Args:
-        path: The file.
-        finite: Whether Infinity and NaN, which are no JSON, are refused as well.
 
     Raises:
         UserError: It is missing, not a file, larger than 256 MiB, or not valid for `parse_json`.
@@ -31,7 +27,7 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}\nfix: give a directory that has it") from error
     try:
-        values = parse_json(data, finite=finite)
+        values = parse_json(data)
     except ValueError as error:
         raise UserError(f"{path} {error}\nfix: copy the file again") from error
     if not isinstance(values, dict):
@@ -49,7 +45,7 @@ def parse_json(
 
     Args:
         data: UTF-8, or text.
-        finite: See `read_json`.
+        finite: Whether Infinity and NaN, which are no JSON, are refused as well.
         pairs: Returns an object of its keys and values.
 
     Raises:

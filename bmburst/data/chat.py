@@ -13,7 +13,7 @@ import numpy.typing as npt
 from bmburst.data.records import Pair, Record, template_text
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import TOKENIZER_CONFIG, PromptTokenizer, TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 Mask = npt.NDArray[np.bool_]
@@ -257,8 +257,3 @@ def _refusal(name: str, error: BaseException) -> UserError:
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
         "fix: change their roles, or remove the line"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -70,10 +70,23 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class MixedFiles:
-    """The token files of a mixture, and their weights."""
+    """The token files of a mixture, and their weights.
+
+    Raises:
+        UserError: The files were made with more than one tokenizer.
+    """
 
     files: tuple[TokenFile, ...]
     weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        first = self.files[0]
+        for file in self.files[1:]:
+            if file.tokenizer_identity != first.tokenizer_identity:
+                raise UserError(
+                    f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', and '{first.path}' with "
+                    f"'{first.tokenizer_name}'\nallowed: one tokenizer in a mixture\nfix: make one of them again"
+                )
 
     @property
     def tokenizer_name(self) -> str:
@@ -84,20 +97,6 @@ class MixedFiles:
         """Refuse a model that does not know some id; see `TokenFile.require_vocab`."""
         for file in self.files:
             file.require_vocab(vocab_size)
-
-    def require_one_tokenizer(self) -> None:
-        """Refuse files of different tokenizers.
-
-        Raises:
-            UserError: They were made with more than one.
-        """
-        first = self.files[0]
-        for file in self.files[1:]:
-            if file.tokenizer_identity != first.tokenizer_identity:
-                raise UserError(
-                    f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', and '{first.path}' with "
-                    f"'{first.tokenizer_name}'\nallowed: one tokenizer in a mixture\nfix: make one of them again"
-                )
 
 
 class Mixture:

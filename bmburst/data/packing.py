@@ -1,6 +1,7 @@
 """Packs documents into sequences of one length, splits them into training and held-out parts, and orders sequences."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,21 +22,6 @@ class Split:
 
     train: Spans
     held_out: Spans
-
-
-def require_packing(split: str, pack: str, sequence_length: int) -> None:
-    """Check the options of sequences packed from a corpus.
-
-    Raises:
-        UserError: A name is unknown, or there is no token in a sequence.
-    """
-    require_known("split", split, SPLITS)
-    require_known("pack", pack, PACKS)
-    if sequence_length < 1:
-        raise UserError(
-            f"sequence_length is {sequence_length}\nallowed: at least 1 token\n"
-            "fix: give the number of tokens of one training sequence, for example 4096"
-        )
 
 
 def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
@@ -126,7 +112,46 @@ PACKS = ("stream", "documents")
 HELD_OUT_FRACTION = 0.05
 
 
-class PackedSequences:
+class PartOfCorpus(ABC):
+    """One part of a corpus in sequences of one length: its options, and the order of its samples in training."""
+
+    def __init__(
+        self, token_file: TokenFile, split: str, sequence_length: int, held_out_fraction: float, pack: str
+    ) -> None:
+        require_known("split", split, SPLITS)
+        require_known("pack", pack, PACKS)
+        if sequence_length < 1:
+            raise UserError(
+                f"sequence_length is {sequence_length}\nallowed: at least 1 token\n"
+                "fix: give the number of tokens of one training sequence, for example 4096"
+            )
+        self.token_file = token_file
+        self.split = split
+        self.sequence_length = sequence_length
+        self.held_out_fraction = held_out_fraction
+        self.pack = pack
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many samples an epoch has."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id of padding."""
+        return self.token_file.eos_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two corpora only if they hold the same tokens and answers in the same documents."""
+        return self.token_file.fingerprint
+
+    def drawn(self, position: int, seed: int) -> int:
+        """Return which sample stands at `position` of the endless order of training."""
+        epoch, place = divmod(position, len(self))
+        return permutation(len(self), seed, epoch)(place)
+
+
+class PackedSequences(PartOfCorpus):
     """The documents of one part of a corpus, one after the other, cut into sequences.
 
     The stream is an end-of-document id, then every document with its own after it. Sample i is
@@ -165,17 +190,12 @@ class PackedSequences:
         held_out_fraction: float = HELD_OUT_FRACTION,
         pack: str = "stream",
     ) -> None:
-        require_packing(split, pack, sequence_length)
+        super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
         if split == "all":
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:
             parts = split_documents(token_file, held_out_fraction)
             spans = parts.train if split == "train" else parts.held_out
-        self.token_file = token_file
-        self.split = split
-        self.sequence_length = sequence_length
-        self.held_out_fraction = held_out_fraction
-        self.pack = pack
         self._spans = spans
         self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # of each span, counted in labels
         self.label_count = int(self._ends[-1])
@@ -228,16 +248,6 @@ class PackedSequences:
             skip += len(picked) * places.step - (end - begin)
         return ids
 
-    @property
-    def eos_id(self) -> int:
-        """The id of padding."""
-        return self.token_file.eos_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for two corpora only if they hold the same tokens in the same documents."""
-        return self.token_file.fingerprint
-
     def pairs(self, index: int, places: range) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return inputs and labels of sample `index` at some places below its labels, each int64 `[len(places)]`."""
         first, stop, step = places.start, places.stop, places.step
@@ -249,11 +259,6 @@ class PackedSequences:
     def counted_in(self, index: int) -> int:
         """Return how many labels of sample `index` count in the loss: all."""
         return self.labels_in(index)
-
-    def drawn(self, position: int, seed: int) -> int:
-        """Return which sample stands at `position` of the endless order of training."""
-        epoch, place = divmod(position, len(self))
-        return permutation(len(self), seed, epoch)(place)
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return the samples of an evaluation in order, the partial one at the end, and at most `count`."""

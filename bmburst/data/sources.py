@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmburst.config import parse_json
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 STANDARD_LIBRARY = "stdlib"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -262,9 +262,8 @@ def dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
     try:
         rows = load_from_disk(str(folder.path))  # memory-mapped
     except Exception as error:  # of Arrow, of JSON, or of the package
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot read data set '{folder.name}': {reason}\nfix: write it again with save_to_disk"
+            f"cannot read data set '{folder.name}': {first_line(error)}\nfix: write it again with save_to_disk"
         ) from error
     if isinstance(rows, dict):
         if "train" not in rows:

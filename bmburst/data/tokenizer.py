@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmburst.config import read_json
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, first_line, unknown
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -130,9 +130,6 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """
     if name_or_path == ByteTokenizer.name:
         return ByteTokenizer()
-    # The byte tokenizer must work where the tokenizers package is missing.
-    from bmburst.data.tokenizer import load_huggingface_tokenizer
-
     return load_huggingface_tokenizer(name_or_path)
 
 
@@ -249,7 +246,7 @@ def require_tokenizer(file: Path) -> Any:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
         raise UserError(
-            f"cannot read tokenizer '{file}': {_first_line(error)}\n"
+            f"cannot read tokenizer '{file}': {first_line(error)}\n"
             "fix: give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
         ) from error
 
@@ -268,7 +265,7 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
         except (HfHubHTTPError, ValueError):
             raise
         except Exception as error:  # those of whichever HTTP package the hub's uses
-            raise LocalEntryNotFoundError(f"it cannot be reached: {_first_line(error)}") from error
+            raise LocalEntryNotFoundError(f"it cannot be reached: {first_line(error)}") from error
         return Path(hf_hub_download(name, file))
 
     try:
@@ -278,7 +275,7 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
                 fetch(TOKENIZER_CONFIG)
     except (OSError, ValueError) as error:  # what the package derives its errors from
         raise UserError(
-            f"cannot get tokenizer '{name}' from the Hugging Face hub: {_first_line(error)}\n"
+            f"cannot get tokenizer '{name}' from the Hugging Face hub: {first_line(error)}\n"
             f"fix: without a network, give 'bytes', a {TOKENIZER_FILE} or a directory with one"
         ) from error
     return _from_file(name, file)
@@ -309,7 +306,3 @@ def _quiet(name: str) -> Iterator[None]:
 def _valid(text: str) -> str:
     """Return the text with "?" for halves of surrogate pairs, which are no characters."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, held_out_documents, permutation, require_packing
+from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, PartOfCorpus, held_out_documents
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
@@ -25,7 +25,7 @@ def pack_sequences(token_file: TokenFile, **options: Any) -> "PackedSequences | 
     return (PackedSequences if token_file.loss_mask is None else WholeDocuments)(token_file, **options)
 
 
-class WholeDocuments:
+class WholeDocuments(PartOfCorpus):
     """Records of one part of a corpus, put together into sequences, none of them cut.
 
     A record longer than a sequence is left out. The others are taken from the longest to the shortest, and each goes
@@ -56,12 +56,7 @@ class WholeDocuments:
         held_out_fraction: float = HELD_OUT_FRACTION,
         pack: str = "stream",
     ) -> None:
-        require_packing(split, pack, sequence_length)
-        self.token_file = token_file
-        self.split = split
-        self.sequence_length = sequence_length
-        self.held_out_fraction = held_out_fraction
-        self.pack = pack
+        super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
         self._each = 2 if token_file.pairs else 1  # documents of a record
         sizes = np.diff(token_file.document_offsets[:: self._each])
         part = np.ones(len(sizes), bool)
@@ -81,16 +76,6 @@ class WholeDocuments:
     def __len__(self) -> int:
         """Return how many samples there are."""
         return len(self._ends)
-
-    @property
-    def eos_id(self) -> int:
-        """The id of padding."""
-        return self.token_file.eos_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for two corpora only if they hold the same tokens and answers in the same documents."""
-        return self.token_file.fingerprint
 
     def records(self, index: int) -> Ids:
         """Return which records of the file are in sample `index`, int64 `[records]`.
@@ -140,11 +125,6 @@ class WholeDocuments:
             labels[filled : filled + len(following)] = np.where(answers, wanted, IGNORE_INDEX)
             filled += count
         return inputs, labels
-
-    def drawn(self, position: int, seed: int) -> int:
-        """Return which sample stands at `position` of the endless order of training."""
-        epoch, place = divmod(position, len(self))
-        return permutation(len(self), seed, epoch)(place)
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return the samples of an evaluation in order, at most `count`."""

@@ -257,7 +257,7 @@ def _share(cell: PasskeyCell | None) -> float:
     return cell.right / cell.asked if cell is not None and cell.asked else float("nan")
 
 
-def read_lengths(option: str, text: str) -> tuple[int, ...]:
+def read_lengths(text: str) -> tuple[int, ...]:
     """Return the lengths that `4K,...,1M` or `4K,6K,8K` name; `...` stands for the powers of two between.
 
     Raises:
@@ -265,8 +265,8 @@ def read_lengths(option: str, text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text.split(",")]
     refusal = UserError(
-        f"{option} {text}\nallowed: numbers of tokens, ascending, with ... for the powers of two between two of them\n"
-        f"fix: {option} 4K,...,64K"
+        f"--lengths {text}\nallowed: numbers of tokens, ascending, with ... for the powers of two between two of them\n"
+        "fix: --lengths 4K,...,64K"
     )
     found: list[int] = []
     between = False
@@ -292,8 +292,8 @@ def read_lengths(option: str, text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def read_depths(option: str, text: str) -> tuple[float, ...]:
-    """Return the depths of an option.
+def read_depths(text: str) -> tuple[float, ...]:
+    """Return the depths that `0,.25,.5` names.
 
     Raises:
         UserError: A word is no number from 0 to 1.
@@ -303,7 +303,7 @@ def read_depths(option: str, text: str) -> tuple[float, ...]:
     except ValueError:
         found = ()
     if not found or not all(0 <= depth <= 1 for depth in found):
-        raise UserError(f"{option} {text}\nallowed: numbers from 0 to 1, with commas\nfix: {option} 0,.25,.5,.75,1")
+        raise UserError(f"--depths {text}\nallowed: numbers from 0 to 1, with commas\nfix: --depths 0,.25,.5,.75,1")
     return found
 
 

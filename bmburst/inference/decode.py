@@ -11,7 +11,6 @@ A step reads lengths on the device and never waits for the host, so that it can 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,6 +73,15 @@ class LayerSlice:
         inner = split.share(config.intermediate_size).slice
         gate_up = (layer.gate_up,) if split.ranks == 1 else tuple(each[inner] for each in layer.gate_up.chunk(2))
         return cls(layer, qkv, biases, widths, layer.out[:, columns], mine, gate_up, layer.down[:, inner])
+
+    def projected(self, normed: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the head group's q, k and v of `[batch, tokens, hidden]`: `[batch, tokens, heads, head_dim]` each."""
+        products = [linear(normed, *each) for each in zip(self.qkv, self.biases, strict=True)]
+        joined = products[0].split(self.widths, -1) if len(products) == 1 else products
+        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
+        if self.whole.q_norm is not None and self.whole.k_norm is not None:
+            q, k = rms_norm(q, self.whole.q_norm, config.norm_eps), rms_norm(k, self.whole.k_norm, config.norm_eps)
+        return q, k, v
 
 
 class Decoder:
@@ -174,12 +182,7 @@ class Decoder:
         self, index: int, layer: LayerSlice, normed: Tensor, cos: Tensor, sin: Tensor, place: "_Place"
     ) -> Tensor:
         config, split = self._config, self._split
-        products = [linear(normed, *each) for each in zip(layer.qkv, layer.biases, strict=True)]
-        joined = products[0].split(layer.widths, -1) if len(products) == 1 else products
-        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
-        if layer.whole.q_norm is not None and layer.whole.k_norm is not None:
-            norm = partial(rms_norm, eps=config.norm_eps)
-            q, k = norm(q, layer.whole.q_norm), norm(k, layer.whole.k_norm)
+        q, k, v = layer.projected(normed, config)
         keys, values = self._cache.layer(index)
         q = append_rotated(q[:, 0], k[:, 0], v[:, 0], cos, sin, keys, values, place.row)
         out, lse = decode_attention(

@@ -2,18 +2,18 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from bmburst.amounts import finite
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
-from bmburst.data.chat import ChatTemplate, first_line
+from bmburst.data.chat import ChatTemplate
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 _KINDS = ("prompt", "tokens", "messages")
@@ -310,9 +310,9 @@ class Answer:
             "tokens": list(self.tokens),
             "text": self.text,
             "finish": self.finish,
-            "first_token_seconds": _finite(self.first_token_seconds),
-            "seconds_per_token": _finite(self.seconds_per_token),
-            "peak_gib": _finite(self.peak_gib),
+            "first_token_seconds": self.first_token_seconds,
+            "seconds_per_token": self.seconds_per_token,
+            "peak_gib": self.peak_gib,
         }
         if self.reason is not None:
             values["reason"] = self.reason
@@ -323,12 +323,8 @@ class Answer:
             ]
         if self.sample is not None:
             values["sample"] = self.sample
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite(values), ensure_ascii=False, allow_nan=False)
 
 
-def _entry(token: int, logprob: float) -> dict[str, float | None]:
-    return {"token": token, "logprob": _finite(logprob)}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _entry(token: int, logprob: float) -> dict[str, float]:
+    return {"token": token, "logprob": logprob}

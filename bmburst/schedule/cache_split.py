@@ -94,10 +94,9 @@ class CacheSplit:
             return "heads"
         return "tokens" if self.head_groups == 1 else "heads x tokens"
 
-    def tokens(self, length: int, token_group: int | None = None) -> int:
-        """Return how many of the first `length` tokens of a sequence a token group keeps, by default this rank's."""
-        group = self.token_group if token_group is None else token_group
-        return max(0, -(-(length - group) // self.token_groups))
+    def tokens(self, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence this rank's token group keeps."""
+        return max(0, -(-(length - self.token_group) // self.token_groups))
 
     def share(self, size: int) -> Span:
         """Return this rank's part of `size` things that all ranks divide as evenly as they can."""

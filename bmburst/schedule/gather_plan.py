@@ -15,7 +15,8 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
 from bmburst.schedule.mask import Causal, Full, Mask
-from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
+from bmburst.schedule.ring_schedule import seen_from
+from bmburst.schedule.tiles import Span, Tile, make_tiles
 from bmburst.schedule.units import Unit, even_units
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import FULL, IntArray
@@ -308,12 +309,8 @@ def _key_runs(visible: Visibility, rank: int) -> list[Run]:
     return runs
 
 
-def _seen_spans(visible: Visibility, rank: int) -> list[Span]:
-    """Return the positions of the keys that runs of a rank's queries see."""
-    length = visible.length
-    runs = [run for run in visible.layout.runs(rank) if run.real(length)]
-    ends = ((run.start, run.start + run.stride * (run.real(length) - 1)) for run in runs)
-    return [span for first, last in ends for span in seen_by(visible.mask, length, first, last)]
+def _seen_spans(visible: Visibility, rank: int) -> tuple[Span, ...]:
+    return seen_from(visible.layout, visible.length, visible.mask, rank)
 
 
 def _real(visible: Visibility, rank: int) -> int:

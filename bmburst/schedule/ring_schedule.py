@@ -119,13 +119,13 @@ def _meetings(layout: Layout, length: int, mask: Mask) -> NDArray[np.bool_]:
         [(rank, run.start, run.stride, run.start + run.stride * run.real(key_length)) for rank, run in keys]
     ).T
     for rank in range(layout.size):
-        for seen in _seen_from(layout, length, mask, rank):
+        for seen in seen_from(layout, length, mask, rank):
             first = start + np.maximum(0, -((start - seen.start) // stride)) * stride
             found[rank, owner[first < np.minimum(seen.stop, end)]] = True
     return found
 
 
-def _seen_from(layout: Layout, length: int, mask: Mask, rank: int) -> tuple[Span, ...]:
+def seen_from(layout: Layout, length: int, mask: Mask, rank: int) -> tuple[Span, ...]:
     """Return the positions of the keys that runs of a rank's queries see."""
     runs = [run for run in layout.runs(rank) if run.real(length)]
     ends = ((run.start, run.start + run.stride * (run.real(length) - 1)) for run in runs)

@@ -123,11 +123,6 @@ class HeadShapes:
         return None
 
 
-def forward_bytes(shapes: HeadShapes) -> int:
-    """Return the bytes that a rank sends in a ring forward: K and V over groups - 1 hops."""
-    return (shapes.groups - 1) * 2 * shapes.k_bytes
-
-
 def backward_bytes(shapes: HeadShapes, ring_tensors: RingTensors) -> int:
     """Return the bytes that a rank sends in a ring backward; gradients make one hop more, back to their owners."""
     visiting, returning = shapes.ring_bytes(ring_tensors)

@@ -268,8 +268,6 @@ class Timeline:
         """Write what is recorded; a second time does nothing."""
         if self._profiler is None:
             return
-        import torch
-
         if self.on_gpu:
             torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from bmburst.amounts import finite
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.outputs import replacing
@@ -219,8 +220,7 @@ def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
 
 def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
     # NaN is no JSON; a run that diverged must still leave a file that every reader takes.
-    finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
-    file.write(json.dumps(finite, allow_nan=False) + "\n")
+    file.write(json.dumps(finite(dict(values)), allow_nan=False) + "\n")
     file.flush()
 
 

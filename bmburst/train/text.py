@@ -185,9 +185,7 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     if sources is None:
         return _open_one(config, folder, runtime)
     files = tuple(_open_one(part, folder, runtime) for part in parts_of(config))
-    corpus = MixedFiles(files, tuple(source.weight for source in sources))
-    corpus.require_one_tokenizer()
-    return corpus
+    return MixedFiles(files, tuple(source.weight for source in sources))
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:

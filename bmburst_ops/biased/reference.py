@@ -9,6 +9,7 @@ from torch import Tensor
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
 from bmburst_ops.flash.kernel import Partial
+from bmburst_ops.flash.reference import finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 _TILE = 256  # queries and keys scored at once: memory does not grow with either
@@ -32,7 +33,7 @@ class BiasedReferenceKernel:
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
         for tile in _tiles(q, k, table, pairs, scale):
             part_lse = tile.scores.logsumexp(-1)
-            weights = torch.exp(tile.scores - _finite(part_lse)[..., None])
+            weights = torch.exp(tile.scores - finite(part_lse)[..., None])
             part = _product(weights, v[:, tile.keys].to(dtype), tile.seen)
             merge_partials_(out[:, tile.queries], lse[:, :, tile.queries], part, part_lse)
         return Partial(out.to(q.dtype), lse)
@@ -59,7 +60,7 @@ class BiasedReferenceKernel:
         for tile in _tiles(q, k, table, pairs, scale):
             rows, columns = tile.queries, tile.keys
             row_lse, row_delta = (t[:, :, rows].to(dtype)[..., None] for t in (lse, delta))
-            weights = torch.exp(tile.scores - _finite(row_lse)).masked_fill_(~tile.seen, 0.0)
+            weights = torch.exp(tile.scores - finite(row_lse)).masked_fill_(~tile.seen, 0.0)
             grads = grad_out[:, rows].to(dtype)
             grad_v[:, columns] += _product(weights.mT, grads, tile.seen.mT)
             inner = torch.einsum("bqhd,bkhd->bhqk", grads, v[:, columns].to(dtype))
@@ -131,8 +132,3 @@ def _add_by_bucket(total: Tensor, buckets: Tensor, values: Tensor) -> None:
         flat.index_put_((places.flatten(),), added, accumulate=True)  # sorts, where index_add_ takes any order
     else:
         flat.index_add_(0, places.flatten(), added)  # one after another
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Zero where a query sees nothing: its scores are all -inf, and -inf less -inf is not a number."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -74,7 +74,7 @@ class ReferenceKernel:
         outs, lses = [], []
         for slab in _slabs(q, k, pattern, scale, softcap):
             lse = slab.scores.logsumexp(-1)
-            weights = torch.exp(slab.scores - _finite(lse)[..., None])
+            weights = torch.exp(slab.scores - finite(lse)[..., None])
             outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
             lses.append(lse.flatten(1, 2))
         return deliver_partial(Partial(torch.cat(outs, 1), torch.cat(lses, 2)), into)
@@ -103,7 +103,7 @@ class ReferenceKernel:
             queries, grads = (t[:, rows].to(dtype).unflatten(2, (kv_heads, -1)) for t in (q, grad_out))
             statistics = (t[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1))[..., None] for t in (lse, delta))
             row_lse, row_delta = statistics
-            weights = torch.exp(scores - _finite(row_lse)).masked_fill(row_lse == -torch.inf, 0.0)
+            weights = torch.exp(scores - finite(row_lse)).masked_fill(row_lse == -torch.inf, 0.0)
             grad_v[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
             inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
             grad_scores = weights * (inner - row_delta) * scale
@@ -149,6 +149,6 @@ def _runs(visible: BooleanMask, count: int) -> Iterator[slice]:
             yield slice(first, min(first + _ROWS, end))
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """Zero where a query sees nothing: its scores are all -inf, and -inf less -inf is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

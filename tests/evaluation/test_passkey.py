@@ -103,13 +103,13 @@ def test_without_key_the_text_has_no_digit(tokenizer: PromptTokenizer) -> None:
     ],
 )
 def test_lengths_are_read(text: str, expected: tuple[int, ...]) -> None:
-    assert read_lengths("--lengths", text) == expected
+    assert read_lengths(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "...,4K", "4K,...", "4K,...,...,8K", "8K,4K", "4K,4K", "0,5", "x", "4K,,8K"])
 def test_other_lengths_are_refused(text: str) -> None:
     with raises(f"--lengths {text} | ascending | fix"):
-        read_lengths("--lengths", text)
+        read_lengths(text)
 
 
 def evaluate(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ from bmburst.schedule.layout import Contiguous, make_layout
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import Strategy
-from bmburst.schedule.units import HeadShapes, backward_bytes, forward_bytes
+from bmburst.schedule.units import HeadShapes, backward_bytes
 from tests.refusals import refused
 
 TOKENS, SIZE = 1 << 17, 16
@@ -69,7 +69,7 @@ def test_a_flat_ring_waits_for_the_slow_link_at_every_hop():
         itemsize=2,
         statistics_itemsize=4,
     )
-    moved = forward_bytes(sizes) + backward_bytes(sizes, "kv")
+    moved = (sizes.groups - 1) * 2 * sizes.k_bytes + backward_bytes(sizes, "kv")
     lone = replace(H200, inter_lone_bandwidth=H200.inter_bandwidth * 2)  # one rank of each node sends at once
     assert seconds("ring", 1) < seconds("ring", 2) == pytest.approx(seconds("ring", 8))
     assert seconds("ring", 2) - seconds("ring", 1) <= moved / H200.inter_bandwidth

@@ -26,7 +26,7 @@ from bmburst.schedule.ring_schedule import (
     meet,
 )
 from bmburst.schedule.tiles import Span
-from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors, forward_bytes
+from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
 from bmburst_ops.pattern import CAUSAL, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown
@@ -243,7 +243,7 @@ def test_bytes_follow_the_published_break_even():
         return HeadShapes(layout=layout, degree=1, **sizes, itemsize=2, statistics_itemsize=4)
 
     assert choose_ring_tensors(shapes(64, 32, 32)) == "q"
-    assert forward_bytes(shapes(4, 32, 32)) == 3 * 2 * 1024 * 32 * 128 * 2
+    assert shapes(4, 32, 32).k_bytes == 1024 * 32 * 128 * 2
     for heads, kv_heads, ring_tensors in ((47, 32, "q"), (48, 32, "kv"), (32, 8, "kv")):
         assert choose_ring_tensors(shapes(1000, heads, kv_heads)) == ring_tensors
         alone = shapes(1, heads, kv_heads)

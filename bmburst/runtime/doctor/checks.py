@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from bmburst.errors import one_line
 from bmburst.runtime.doctor import bmtrain, system
 from bmburst.runtime.doctor.bmtrain import MachineCode, capabilities, read_machine_code
-from bmburst.runtime.doctor.finding import PIP, Check, Finding, ask, one_line
+from bmburst.runtime.doctor.finding import PIP, Check, Finding, ask
 
 
 def cpu_flash(name: str) -> Finding:

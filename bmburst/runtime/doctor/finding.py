@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from bmburst.errors import one_line
+
 Status = Literal["ok", "missing", "broken", "note"]
 
 PIP = f"{sys.executable} -m pip"
@@ -55,11 +57,6 @@ def ask(check: Check) -> Finding:
         return check.run(check.name)
     except Exception as error:  # whatever a broken installation raises is what the user came to see
         return Finding(check.name, "broken", f"the check itself failed: {type(error).__name__}: {one_line(error)}")
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
 
 
 def can_train(checks: Sequence[Check], findings: Sequence[Finding]) -> bool:

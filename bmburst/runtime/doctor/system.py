@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 from bmburst.amounts import GIB
-from bmburst.runtime.doctor.finding import PIP, Finding, one_line
+from bmburst.errors import one_line
+from bmburst.runtime.doctor.finding import PIP, Finding
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_PYTHON = (3, 11)

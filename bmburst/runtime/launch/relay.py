@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from bmburst.errors import UserError
 from bmburst.runtime.launch.spec import LaunchSpec
@@ -28,9 +28,9 @@ _STRANGERS = 512  # connections that may be in their handshake at once
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def secret_of(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> bytes:
+def secret_of(spec: LaunchSpec) -> bytes:
     """Return the key that the launchers of a run share. It is derived from the run's name and BMBURST_TOKEN, if set."""
-    return hashlib.sha256(f"bmburst\0{spec.job}\0{environ.get(TOKEN, '')}".encode()).digest()
+    return hashlib.sha256(f"bmburst\0{spec.job}\0{os.environ.get(TOKEN, '')}".encode()).digest()
 
 
 def dial(endpoint: tuple[str, int], secret: bytes) -> socket.socket:

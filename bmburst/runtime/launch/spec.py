@@ -67,8 +67,8 @@ class LaunchSpec:
     job: str = "bmburst"
 
     def __post_init__(self) -> None:
-        _at_least("--nproc", self.nproc, 1)
-        _at_least("--nnodes", self.nnodes, 1)
+        _at_least_one("--nproc", self.nproc)
+        _at_least_one("--nnodes", self.nnodes)
         if not 0 <= self.node_rank < self.nnodes:
             raise UserError(
                 f"--node-rank {self.node_rank} is out of range for --nnodes {self.nnodes}\n"
@@ -165,9 +165,9 @@ def require_command(command: Sequence[str]) -> None:
         )
 
 
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{option} {value}\nallowed: at least {least}\nfix: {option} {least}, or more")
+def _at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{option} {value}\nallowed: at least 1\nfix: {option} 1, or more")
 
 
 # Jobs that share node 0 need different ports. The range lies below Linux's ephemeral ports (32768 and up).
