@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -156,7 +155,7 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
         dtype="bfloat16",
         recompute=case.recompute,
         output=folder / "run",
-        data=DataConfig(source=os.environ.get("PLAN_MEASURE_TEXT", "stdlib"), tokenizer="bytes"),
+        data=DataConfig(source="stdlib", tokenizer="bytes"),
         parallel=ParallelConfig(
             sequence_parallel=args.gpus,
             strategy="auto",
