@@ -100,7 +100,7 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(gone=others * self._let_go()),
+            **self._block_in_backward(gone=others * self._let_go() + self._joined_part()),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
@@ -109,12 +109,14 @@ class LeanMoments(StepMoments):
         }
 
     def _projections_backward(self) -> Lines:
+        """A chunk's gradients of the heads are joined, where they are not of all at once, and turned back."""
+        joined = self.projected if self.heads < 1 else 0.0
         return {
-            **self._block_in_backward(gone=self._let_go()),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
-            "tokens in work": self.part * (2 * self.projected + 2 * self.hidden + self.norm_statistic),
+            "tokens in work": self.part * (joined + self.query + self.key + 2 * self.hidden + self.norm_statistic),
             "elementwise": self._elements(
                 self.operators.norm_backward_alive(self.task.itemsize), self.part * self.hidden
             ),
@@ -129,9 +131,14 @@ class LeanMoments(StepMoments):
         }
 
     def _let_go(self) -> float:
-        """Return the bytes kept of attention's output that attention's backward lets go of, heads by heads."""
-        policy = self.policy
-        return self.attended if policy.in_segment and policy.attention == 1 and policy.offload != "all" else 0.0
+        """Return the bytes of attention's output, kept or from the host, that its backward lets go of by heads."""
+        lets_go = self.policy.in_segment or self.policy.offload == "all"
+        return self.attended if self.policy.attention == 1 and lets_go else 0.0
+
+    def _joined_part(self) -> float:
+        """Return the bytes of a part of attention's output that came from the host and is joined with the rest."""
+        kept = self.policy.attention
+        return kept * self.attended if self.policy.offload == "all" and kept < 1 else 0.0
 
     def _output(self) -> float:
         """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""

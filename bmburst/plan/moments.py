@@ -78,6 +78,9 @@ class StepMoments:
         # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
         self.normed = self.whole_hidden
         self.attended = self.query + self.statistics
+        # A norm of heads keeps its input, of which attention is given another tensor.
+        of_heads = self.query + self.key + self.rows * (candidate.own_heads + candidate.own_kv_heads) * WIDE
+        self.normed_heads = of_heads if model.qk_norm else 0.0
         self.is_cut = candidate.mlp_rows < candidate.rows
         self.projected_input, self.mlp_input, self.activation = self._factors_of_trained()
         self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
@@ -165,10 +168,10 @@ class StepMoments:
         return self._kept_before_attention() + self.hidden + self.norm_statistic + self.mlp_input + inner
 
     def _kept_before_attention(self) -> float:
-        return self.norm_statistic + self.projected_input + self.query + 2 * self.key
+        return self.norm_statistic + self.projected_input + self.query + 2 * self.key + self.normed_heads
 
     def _before_attention(self) -> float:
-        return self.norm_statistic + self.normed + self.query + 2 * self.key
+        return self.norm_statistic + self.normed + self.query + 2 * self.key + self.normed_heads
 
     def _before_mlp(self) -> float:
         return self.hidden + self.norm_statistic + self.normed

@@ -60,6 +60,8 @@ CASES = [
       for recompute, more in MORE),
     *({"model": SHAPE | MINICPM, "recompute": "block", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64}
       | more for more in ({}, {"mlp_chunk": 84})),
+    {"model": SHAPE | {"qk_norm": True}, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334,
+     "loss_chunk": 64},
     *({"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} | more
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
@@ -129,6 +131,7 @@ HEAD_CASES = [
     {"model": HEADS | {"num_layers": 2}, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 2048,
      "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
     for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
+                            ("block-keep-attention:0.5+offload-all", {}),
                             ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)
 ]  # fmt: skip
