@@ -210,14 +210,14 @@ class BlockWork:
         return [self._rotated(q, at), self._rotated(k, at), v]
 
     def _products(self, normed: Tensor, group: Span) -> list[Tensor]:
-        found = []
-        for linear, is_kv in zip(self._linears(), (False, True, True), strict=True):
-            rows = self._columns(group, kv=is_kv)
-            product = torch.nn.functional.linear(normed, linear.weight[rows])
-            if term := linear.adapter:
-                product += low_rank_product(normed, term, rows)
-            found.append(product + linear.bias[rows] if linear.has_bias else product)
-        return found
+        pairs = zip(self._linears(), (False, True, True), strict=True)
+        return [self._product(normed, linear, self._columns(group, kv=is_kv)) for linear, is_kv in pairs]
+
+    def _product(self, normed: Tensor, linear: Linear, rows: slice) -> Tensor:
+        product = torch.nn.functional.linear(normed, linear.weight[rows])
+        if term := linear.adapter:
+            product += low_rank_product(normed, term, rows)
+        return product + linear.bias[rows] if linear.has_bias else product
 
     def _linears(self) -> tuple[Linear, Linear, Linear]:
         return self._attention.q_proj, self._attention.k_proj, self._attention.v_proj
@@ -296,10 +296,9 @@ class BlockWork:
         if not self._attention.has_norms:
             return turned
         found = []
-        products = self._products(normed, Span(0, self._kv_heads))[:2]
         norms = self._attention.q_norm, self._attention.k_norm
-        for norm, product, grads in zip(norms, products, turned, strict=True):
-            scale = _leaf(norm, sums)
+        for norm, linear, grads in zip(norms, self._linears()[:2], turned, strict=True):
+            product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
             with torch.enable_grad():
                 heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
                 result = rms_norm(heads, scale, norm.eps, norm.kernel)
