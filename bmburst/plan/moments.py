@@ -74,6 +74,8 @@ class StepMoments:
         self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
         # The gradient of what the MLP adds to the stream is the stream's own, unless it has a factor.
         self.scaled = 0.0 if model.residual_scale == 1 else self.hidden
+        # A tensor group gathers the gradient of what its MLP gives: all tokens, beside its own of the stream.
+        self.gathered_grad = self.whole_hidden if candidate.tensor > 1 else 0.0
         self.norm_statistic = float(self.own_rows * WIDE)
         # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
         self.normed = self.whole_hidden
@@ -269,7 +271,7 @@ class StepMoments:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
             **self._block_in_backward(gone=self.activation),
-            "gradients in flight": self.hidden + self.inner,
+            "gradients in flight": self.hidden + self.gathered_grad + self.inner,
             "elementwise": inside,
         }
 
@@ -277,7 +279,7 @@ class StepMoments:
         """The activation is alive beside its gradient and the gradient of the down projection."""
         return {
             **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.inner,
+            "gradients in flight": self.hidden + self.gathered_grad + self.inner,
             "gradients of matrices": self._of_matrices(self._mlp_matrix()),
         }
 
@@ -304,7 +306,7 @@ class StepMoments:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         return {
             **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.whole_hidden + self.scaled,
+            "gradients in flight": self.hidden + self.gathered_grad + self.whole_hidden + self.scaled,
             "sums of gradients in fp32": sums,
             "MLP chunk": 4 * self.chunk_inner,
             "elementwise": inside,

@@ -71,6 +71,11 @@ CASES = [
     *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
+TENSOR_CASES = [
+    {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
+     "mlp_chunk": chunk}
+    for recompute, chunk in (("none", 84), ("none", 0), ("block", 84), ("block-keep-attention+first-1", 0))
+]  # fmt: skip
 FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
      "loss_chunk": 64, "gathered": True, "moment": moment}
@@ -111,6 +116,16 @@ def activations(memory, case):
     angles = case["tokens"] * case["model"]["head_dim"] * 4
     lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in (*ALWAYS_THERE, GATHERED, WHOLE)}
     return sum(lines.values()) + angles
+
+
+def test_activations_are_those_of_a_tensor_group(tmp_path):
+    run_program(2, measure_all, TENSOR_CASES, tmp_path / "bytes", tensor=2)
+    for case, found in zip(TENSOR_CASES, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        one = predicted_way(case)
+        way = replace(one, task=replace(one.task, gpus=2), tensor=2)
+        memory = memory_of(way, HARDWARE, operators=replace(PLAIN, lean=True))
+        assert memory.moment == "MLP backward"
+        assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)
 
 
 @pytest.mark.parametrize("index", range(len(FEW_TOKENS)))
