@@ -295,15 +295,20 @@ class BlockWork:
         turned = [self._rotated(each, at, back=True) for each in of_heads]
         if not self._attention.has_norms:
             return turned
-        found = []
         norms = self._attention.q_norm, self._attention.k_norm
-        for norm, linear, grads in zip(norms, self._linears()[:2], turned, strict=True):
-            product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
-            with torch.enable_grad():
-                heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
-                result = rms_norm(heads, scale, norm.eps, norm.kernel)
-            found.append(_norm_backward(norm, scale, heads, (result,), (grads.view(result.shape),), sums).flatten(1))
-        return found
+        given = zip(norms, self._linears()[:2], turned, strict=True)
+        return [self._before_norm(normed, *each, sums) for each in given]
+
+    def _before_norm(self, normed: Tensor, norm: RMSNorm, linear: Linear, grads: Tensor, sums: GradientSums) -> Tensor:
+        """Return the gradient of what a projection gave to a norm of heads.
+
+        A function of its own: what is projected again for one norm may not live while the other is at work.
+        """
+        product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
+        with torch.enable_grad():
+            heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
+            result = rms_norm(heads, scale, norm.eps, norm.kernel)
+        return _norm_backward(norm, scale, heads, (result,), (grads.view(result.shape),), sums).flatten(1)
 
 
 def whole_tape() -> Tape:

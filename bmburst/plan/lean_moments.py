@@ -23,6 +23,7 @@ class LeanMoments(StepMoments):
             "MLP backward": self._mlp_backward,
             "gate and up backward": self._gate_up_backward,
             "attention backward": self._attention_backward,
+            **({"head norms backward": self._head_norms_backward} if self.model.qk_norm else {}),
             "projections backward": self._projections_backward,
         }
 
@@ -108,15 +109,33 @@ class LeanMoments(StepMoments):
             + self._attention(self._buffers(backward=True)),
         }
 
+    def _head_norms_backward(self) -> Lines:
+        """Queries are projected again, normed, and their norm is differentiated; behind them keys, likewise."""
+        again = max(2 * self.query, self.query + 2 * self.key)
+        before_projections = 3 * mlp_matrix(self.model, 1) + self._output_matrix()
+        return {
+            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
+            "gradients in flight": self.hidden,
+            "gradients of heads": self.projected,
+            "sums of gradients": self._sums(before_projections if self.part == 1 else held_block(self.model, 1)),
+            "tokens in work": self.part
+            * (self._turned_gradients() + again + self.statistics + self.hidden + self.norm_statistic),
+            "elementwise": self._elements(
+                self.operators.norm_backward_alive(self.task.itemsize), self.part * self.query
+            ),
+        }
+
+    def _turned_gradients(self) -> float:
+        """Return the bytes of all gradients of the heads, joined where they are not of all at once, and turned back."""
+        return (self.projected if self.heads < 1 else 0.0) + self.query + self.key
+
     def _projections_backward(self) -> Lines:
-        """A chunk's gradients of the heads are joined, where they are not of all at once, and turned back."""
-        joined = self.projected if self.heads < 1 else 0.0
         return {
             **self._block_in_backward(gone=self._let_go() + self._joined_part()),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
-            "tokens in work": self.part * (joined + self.query + self.key + 2 * self.hidden + self.norm_statistic),
+            "tokens in work": self.part * (self._turned_gradients() + 2 * self.hidden + self.norm_statistic),
             "elementwise": self._elements(
                 self.operators.norm_backward_alive(self.task.itemsize), self.part * self.hidden
             ),

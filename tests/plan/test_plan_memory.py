@@ -169,6 +169,19 @@ def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
     assert all(few < 0.8 * every for every, few in zip(peaks[::2], peaks[1::2], strict=True))
 
 
+def test_norms_of_heads_are_those_of_the_model(tmp_path, monkeypatch):
+    cases = [
+        case | {"model": HEADS | {"num_layers": 2, "qk_norm": True}, "mlp_chunk": 0, "tokens": 512}
+        for case in HEAD_CASES[:2]
+    ]
+    run_program(1, measure_heads, cases, tmp_path / "bytes")
+    for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        monkeypatch.setattr(parts, "GROUP_ROWS", case["group_rows"])
+        memory = predicted(case)
+        assert memory.moment == "head norms backward"
+        assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)
+
+
 def predicted(case):
     return memory_of(predicted_way(case), HARDWARE, operators=replace(PLAIN, lean=True))  # what runs on a CPU
 
