@@ -267,6 +267,7 @@ class BlockWork:
             torch.mm(of_result, columns, out=of_output[at])
             if term is not None:
                 of_output[at].addmm_((of_result @ term.b) * term.scale, term.a[:, self._columns(group)])
+        del of_result  # with a factor a tensor of its own, while memory may be the fullest
         return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
     def _projections_backward(self, at: slice, grads: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> None:

@@ -147,6 +147,7 @@ HEAD_CASES = [
      "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
     for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
                             ("block-keep-attention:0.5+offload-all", {}),
+                            ("block", {"model": HEADS | MINICPM | {"num_layers": 2}}),
                             ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)
 ]  # fmt: skip
