@@ -61,37 +61,79 @@ class GradientSum:
         self.total = share.to(self.dtype) if self.total is None else self.total.add_(share)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class LowRank:
+    """The low-rank term of a linear layer.
+
+    Attributes:
+        a: `[rank, in]`.
+        b: `[out, rank]`; of its rows `rows` are used.
+        scale: alpha / rank.
+        rows: The outputs that are computed.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    rows: slice
+
+
 class _Linears(torch.autograd.Function):
     """`F.linear` with some rows of each weight, that keeps the parameters themselves for its backward.
 
     torch's own keeps the transpose, a view of the numbers gathered by ZeRO-3 for the forward pass: every layer's would
     stay in memory until its backward pass. BMTrain gathers them again, into the same parameter, so nothing is lost.
+
+    Low-rank terms are added in place, forward to the results and backward to the input's gradient: as operations of
+    their own they would take a tensor of its size, and autograd another for the sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Sequence[slice], is_needed: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        reads_x = any(ctx.needs_input_grad[3:])  # frozen weights have no gradient
-        ctx.save_for_backward(*((x,) if reads_x else ()), *weights)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: Sequence[slice],
+        is_needed: bool,
+        terms: Sequence[LowRank | None],
+        *matrices: Tensor,
+    ) -> tuple[Tensor, ...]:
+        reads_x = any(ctx.needs_input_grad[4:])  # frozen weights have no gradient
+        ctx.save_for_backward(*((x,) if reads_x else ()), *matrices)
         ctx.rows, ctx.shape, ctx.reads_x = rows, x.shape, reads_x
-        parts = [weight[own] for weight, own in zip(weights, rows, strict=True)]
+        ctx.scales = [None if term is None else term.scale for term in terms]
+        parts = [weight[own] for weight, own in zip(matrices, rows, strict=False)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
-        return tuple(torch.nn.functional.linear(x, part) for part in parts)
+        return tuple(_result(x, part, term) for part, term in zip(parts, terms, strict=True))
 
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: torch's checkpoint refuses the second time
-        weights = saved[ctx.reads_x :]
+        weights, of_terms = saved[ctx.reads_x :][: len(ctx.rows)], iter(saved[ctx.reads_x + len(ctx.rows) :])
         states: Any = saved[0].flatten(0, -2) if ctx.reads_x else None
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
         parts = [weight[own] for weight, own in zip(weights, ctx.rows, strict=True)]
-        grad_x = sum_of_products(grads, parts).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        of_weights = (
+        grad_x = sum_of_products(grads, parts) if ctx.needs_input_grad[0] else None
+        of_weights = [
             _in_rows(grad.t() @ states, weight, own) if wanted else None
-            for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[3:], strict=True)
-        )
-        return grad_x, None, None, *of_weights
+            for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[4:], strict=False)
+        ]
+        for grad, own, scale in zip(grads, ctx.rows, ctx.scales, strict=True):
+            if scale is not None:
+                a, b = next(of_terms), next(of_terms)
+                of_inner = (grad @ b[own]) * scale
+                if grad_x is not None:
+                    grad_x.addmm_(of_inner, a)
+                wants_a, wants_b = ctx.needs_input_grad[4 + len(of_weights) :][:2]
+                of_weights.append(of_inner.t() @ states if wants_a else None)
+                of_weights.append(_in_rows(grad.t() @ ((states @ a.t()) * scale), b, own) if wants_b else None)
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *of_weights
+
+
+def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
+    product = torch.nn.functional.linear(x, weight)
+    return product if term is None else product.add_(low_rank_product(x, term))
 
 
 def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -112,46 +154,32 @@ def _in_rows(gradient: Tensor, weight: Tensor, rows: slice) -> Tensor:
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], rows: Sequence[slice] | None = None, *, is_needed: bool = True
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rows: Sequence[slice] | None = None,
+    terms: Sequence[LowRank | None] | None = None,
+    *,
+    is_needed: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Return x @ weight[rows].T for each weight.
+    """Return x @ weight[rows].T for each weight, with a low-rank term where it has one.
 
     Args:
         x: `[..., features]`.
         weights: At least one, each `[width, features]` in the dtype of x.
         rows: Of each weight, those that are used. Default: all of each.
+        terms: Of each weight, for the same rows; None for one without. Default: none has.
         is_needed: False leaves the results undefined, for a recomputation that goes no further; gradients are the same.
 
     Returns:
         For each weight `[..., width]` in x's dtype, its width that of its rows.
     """
     chosen = [slice(None)] * len(weights) if rows is None else rows
-    results: tuple[Tensor, ...] = _Linears.apply(x, chosen, is_needed, *weights)  # type: ignore[no-untyped-call]
+    added = [None] * len(weights) if terms is None else terms
+    matrices = [each for term in added if term for each in (term.a, term.b)]
+    results: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
+        *(x, chosen, is_needed, added), *weights, *matrices
+    )
     return results
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class LowRank:
-    """The low-rank term of a linear layer.
-
-    Attributes:
-        a: `[rank, in]`.
-        b: `[out, rank]`; of its rows `rows` are used.
-        scale: alpha / rank.
-        rows: The outputs that are computed.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    rows: slice
-
-
-def low_rank_terms(x: Tensor, terms: Sequence[LowRank], *, is_needed: bool = True) -> list[Tensor]:
-    """Return each term of one input, with a graph: `[..., out]` for `[..., in]`; see `linears`."""
-    inner = linears(x, [each.a for each in terms])
-    pairs = zip(inner, terms, strict=True)
-    return [linears(z * each.scale, [each.b], [each.rows], is_needed=is_needed)[0] for z, each in pairs]
 
 
 def low_rank_product(x: Tensor, term: LowRank, rows: slice = slice(None)) -> Tensor:

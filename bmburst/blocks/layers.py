@@ -28,7 +28,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst_ops.errors import first_order
-from bmburst_ops.linears import LowRank, linears, low_rank_terms
+from bmburst_ops.linears import LowRank, linears
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
@@ -107,15 +107,10 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
 def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tensor, ...]:
     """Return what each of some matrices makes of one input; its gradient is added up inside of their products."""
-    products = linears(x, [each.weight for each in matrices], [each.rows for each in matrices], is_needed=is_needed)
+    weights, rows, terms = zip(*((each.weight, each.rows, each.adapter) for each in matrices), strict=True)
+    products = linears(x, weights, rows, terms, is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
-    results = [product + each.bias if each.has_bias else product for product, each in pairs]
-    adapters = {number: each.adapter for number, each in enumerate(matrices) if each.adapter}
-    if adapters:
-        terms = low_rank_terms(x, list(adapters.values()), is_needed=is_needed)
-        for number, term in zip(adapters, terms, strict=True):
-            results[number] = results[number] + term
-    return tuple(results)
+    return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
 
 
 def with_graph(hidden: Tensor) -> Tensor:

@@ -210,14 +210,14 @@ class BlockWork:
         return [self._rotated(q, at), self._rotated(k, at), v]
 
     def _products(self, normed: Tensor, group: Span) -> list[Tensor]:
-        found = []
-        for linear, is_kv in zip(self._linears(), (False, True, True), strict=True):
-            rows = self._columns(group, kv=is_kv)
-            product = torch.nn.functional.linear(normed, linear.weight[rows])
-            if term := linear.adapter:
-                product += low_rank_product(normed, term, rows)
-            found.append(product + linear.bias[rows] if linear.has_bias else product)
-        return found
+        pairs = zip(self._linears(), (False, True, True), strict=True)
+        return [self._product(normed, linear, self._columns(group, kv=is_kv)) for linear, is_kv in pairs]
+
+    def _product(self, normed: Tensor, linear: Linear, rows: slice) -> Tensor:
+        product = torch.nn.functional.linear(normed, linear.weight[rows])
+        if term := linear.adapter:
+            product += low_rank_product(normed, term, rows)
+        return product + linear.bias[rows] if linear.has_bias else product
 
     def _linears(self) -> tuple[Linear, Linear, Linear]:
         return self._attention.q_proj, self._attention.k_proj, self._attention.v_proj
@@ -267,6 +267,7 @@ class BlockWork:
             torch.mm(of_result, columns, out=of_output[at])
             if term is not None:
                 of_output[at].addmm_((of_result @ term.b) * term.scale, term.a[:, self._columns(group)])
+        del of_result  # with a factor a tensor of its own, while memory may be the fullest
         return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
     def _projections_backward(self, at: slice, grads: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> None:
@@ -295,16 +296,20 @@ class BlockWork:
         turned = [self._rotated(each, at, back=True) for each in of_heads]
         if not self._attention.has_norms:
             return turned
-        found = []
-        products = self._products(normed, Span(0, self._kv_heads))[:2]
         norms = self._attention.q_norm, self._attention.k_norm
-        for norm, product, grads in zip(norms, products, turned, strict=True):
-            scale = _leaf(norm, sums)
-            with torch.enable_grad():
-                heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
-                result = rms_norm(heads, scale, norm.eps, norm.kernel)
-            found.append(_norm_backward(norm, scale, heads, (result,), (grads.view(result.shape),), sums).flatten(1))
-        return found
+        given = zip(norms, self._linears()[:2], turned, strict=True)
+        return [self._before_norm(normed, *each, sums) for each in given]
+
+    def _before_norm(self, normed: Tensor, norm: RMSNorm, linear: Linear, grads: Tensor, sums: GradientSums) -> Tensor:
+        """Return the gradient of what a projection gave to a norm of heads.
+
+        A function of its own: what is projected again for one norm may not live while the other is at work.
+        """
+        product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
+        with torch.enable_grad():
+            heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
+            result = rms_norm(heads, scale, norm.eps, norm.kernel)
+        return _norm_backward(norm, scale, heads, (result,), (grads.view(result.shape),), sums).flatten(1)
 
 
 def whole_tape() -> Tape:

@@ -23,6 +23,7 @@ class LeanMoments(StepMoments):
             "MLP backward": self._mlp_backward,
             "gate and up backward": self._gate_up_backward,
             "attention backward": self._attention_backward,
+            **({"head norms backward": self._head_norms_backward} if self.model.qk_norm else {}),
             "projections backward": self._projections_backward,
         }
 
@@ -100,7 +101,7 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(gone=others * self._let_go()),
+            **self._block_in_backward(gone=others * self._let_go() + self._joined_part()),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
@@ -108,13 +109,33 @@ class LeanMoments(StepMoments):
             + self._attention(self._buffers(backward=True)),
         }
 
+    def _head_norms_backward(self) -> Lines:
+        """Queries are projected again, normed, and their norm is differentiated; behind them keys, likewise."""
+        again = max(2 * self.query, self.query + 2 * self.key)
+        before_projections = 3 * mlp_matrix(self.model, 1) + self._output_matrix()
+        return {
+            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
+            "gradients in flight": self.hidden,
+            "gradients of heads": self.projected,
+            "sums of gradients": self._sums(before_projections if self.part == 1 else held_block(self.model, 1)),
+            "tokens in work": self.part
+            * (self._turned_gradients() + again + self.statistics + self.hidden + self.norm_statistic),
+            "elementwise": self._elements(
+                self.operators.norm_backward_alive(self.task.itemsize), self.part * self.query
+            ),
+        }
+
+    def _turned_gradients(self) -> float:
+        """Return the bytes of all gradients of the heads, joined where they are not of all at once, and turned back."""
+        return (self.projected if self.heads < 1 else 0.0) + self.query + self.key
+
     def _projections_backward(self) -> Lines:
         return {
-            **self._block_in_backward(gone=self._let_go()),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
-            "tokens in work": self.part * (2 * self.projected + 2 * self.hidden + self.norm_statistic),
+            "tokens in work": self.part * (self._turned_gradients() + 2 * self.hidden + self.norm_statistic),
             "elementwise": self._elements(
                 self.operators.norm_backward_alive(self.task.itemsize), self.part * self.hidden
             ),
@@ -129,9 +150,14 @@ class LeanMoments(StepMoments):
         }
 
     def _let_go(self) -> float:
-        """Return the bytes kept of attention's output that attention's backward lets go of, heads by heads."""
-        policy = self.policy
-        return self.attended if policy.in_segment and policy.attention == 1 and policy.offload != "all" else 0.0
+        """Return the bytes of attention's output, kept or from the host, that its backward lets go of by heads."""
+        lets_go = self.policy.in_segment or self.policy.offload == "all"
+        return self.attended if self.policy.attention == 1 and lets_go else 0.0
+
+    def _joined_part(self) -> float:
+        """Return the bytes of a part of attention's output that came from the host and is joined with the rest."""
+        kept = self.policy.attention
+        return kept * self.attended if self.policy.offload == "all" and kept < 1 else 0.0
 
     def _output(self) -> float:
         """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""

@@ -74,10 +74,15 @@ class StepMoments:
         self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
         # The gradient of what the MLP adds to the stream is the stream's own, unless it has a factor.
         self.scaled = 0.0 if model.residual_scale == 1 else self.hidden
+        # A tensor group gathers the gradient of what its MLP gives: all tokens, beside its own of the stream.
+        self.gathered_grad = self.whole_hidden if candidate.tensor > 1 else 0.0
         self.norm_statistic = float(self.own_rows * WIDE)
         # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
         self.normed = self.whole_hidden
         self.attended = self.query + self.statistics
+        # A norm of heads keeps its input, of which attention is given another tensor.
+        of_heads = self.query + self.key + self.rows * (candidate.own_heads + candidate.own_kv_heads) * WIDE
+        self.normed_heads = of_heads if model.qk_norm else 0.0
         self.is_cut = candidate.mlp_rows < candidate.rows
         self.projected_input, self.mlp_input, self.activation = self._factors_of_trained()
         self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
@@ -165,10 +170,10 @@ class StepMoments:
         return self._kept_before_attention() + self.hidden + self.norm_statistic + self.mlp_input + inner
 
     def _kept_before_attention(self) -> float:
-        return self.norm_statistic + self.projected_input + self.query + 2 * self.key
+        return self.norm_statistic + self.projected_input + self.query + 2 * self.key + self.normed_heads
 
     def _before_attention(self) -> float:
-        return self.norm_statistic + self.normed + self.query + 2 * self.key
+        return self.norm_statistic + self.normed + self.query + 2 * self.key + self.normed_heads
 
     def _before_mlp(self) -> float:
         return self.hidden + self.norm_statistic + self.normed
@@ -266,7 +271,7 @@ class StepMoments:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
             **self._block_in_backward(gone=self.activation),
-            "gradients in flight": self.hidden + self.inner,
+            "gradients in flight": self.hidden + self.gathered_grad + self.inner,
             "elementwise": inside,
         }
 
@@ -274,7 +279,7 @@ class StepMoments:
         """The activation is alive beside its gradient and the gradient of the down projection."""
         return {
             **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.inner,
+            "gradients in flight": self.hidden + self.gathered_grad + self.inner,
             "gradients of matrices": self._of_matrices(self._mlp_matrix()),
         }
 
@@ -301,7 +306,7 @@ class StepMoments:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         return {
             **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.whole_hidden + self.scaled,
+            "gradients in flight": self.hidden + self.gathered_grad + self.whole_hidden + self.scaled,
             "sums of gradients in fp32": sums,
             "MLP chunk": 4 * self.chunk_inner,
             "elementwise": inside,

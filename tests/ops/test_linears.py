@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmburst_ops.linears import linears
+from bmburst_ops.linears import LowRank, linears
+from tests.live_bytes import LiveBytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (6, 2, 2)
@@ -98,3 +99,35 @@ def test_sums_in_16_bits_are_no_worse_than_autograds():
     assert errors[0] <= errors[1]
     # Three sums are rounded, half a unit of the largest each.
     assert (ours.double() - wanted).abs().max() <= 3 * 2**-9 * 2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 5)])
+def test_low_rank_terms_are_added(rows):
+    x, other, weight = problem(torch.float64)[:3]
+    shapes = (2, x.shape[-1]), (len(other), 2)
+    a, b = (torch.randn(shape, dtype=torch.float64, device=DEVICE, requires_grad=True) for shape in shapes)
+    given = [x, weight, other, a, b]
+
+    def ours(x, weight, other, a, b):
+        return linears(x, [weight, other], [slice(None), rows], [None, LowRank(a, b, 0.5, rows)])
+
+    results = ours(*given)
+    expected = linear(x, weight), linear(x, other[rows]) + 0.5 * linear(linear(x, a), b[rows])
+    torch.testing.assert_close(results, expected)
+    for found, wanted in zip(gradients(results, given), gradients(expected, given), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert torch.autograd.gradcheck(ours, given)
+
+
+def test_low_rank_terms_take_no_tensors_of_their_own():
+    rows, width, features = 512, 96, 64
+    x, gate, up = (torch.randn(n, features, requires_grad=n == rows) for n in (rows, width, width))
+    terms = [LowRank(*(torch.randn(s, requires_grad=True) for s in ((1, features), (width, 1))), 1.0, slice(None))] * 2
+    result, given = rows * width * 4, rows * features * 4
+    with LiveBytes() as forward:
+        results = linears(x, [gate, up], None, terms)
+    assert forward.peak == pytest.approx(3 * result, rel=0.02)  # one term at a time, beside both results
+    grads = [torch.ones_like(each) for each in results]
+    with LiveBytes() as backward:
+        torch.autograd.backward(results, grads)
+    assert backward.peak < 1.1 * given

@@ -62,17 +62,20 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     ids = torch.randint(config.vocab_size, (1, case["tokens"] + 1))
     positions = torch.arange(case["tokens"])[None]
 
-    def step() -> None:
+    def step() -> Tensor:
         nats = model.loss(ids[:, :-1], positions, ids[:, 1:])
-        global_mean(nats, case["tokens"], 1).backward()
+        mean = global_mean(nats, case["tokens"], 1)
+        mean.backward()
+        return mean
 
-    step()
+    before = step()  # held during the next step, as callers do
     gc.collect()
     store = model.model.layers[0].store
     live, taken = WithGathered(model) if case.get("gathered") else Activations(), store.nbytes
     with live:
         step()
     assert store.nbytes == taken  # host memory of the step before is used again
+    del before
     block = model.model.layers[0]
     gathered = sum(info["partition_size"] * info["world_size"] for info in block._storage_info.values())
     numbers = sum(parameter.numel() for parameter in model.parameters())

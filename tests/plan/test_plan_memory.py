@@ -60,6 +60,8 @@ CASES = [
       for recompute, more in MORE),
     *({"model": SHAPE | MINICPM, "recompute": "block", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64}
       | more for more in ({}, {"mlp_chunk": 84})),
+    {"model": SHAPE | {"qk_norm": True}, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334,
+     "loss_chunk": 64},
     *({"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} | more
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
@@ -68,6 +70,11 @@ CASES = [
       for targets in (("q_proj", "v_proj"), ("all-linear",))),
     *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
+]  # fmt: skip
+TENSOR_CASES = [
+    {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
+     "mlp_chunk": chunk}
+    for recompute, chunk in (("none", 84), ("none", 0), ("block", 84), ("block-keep-attention+first-1", 0))
 ]  # fmt: skip
 FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
@@ -111,6 +118,16 @@ def activations(memory, case):
     return sum(lines.values()) + angles
 
 
+def test_activations_are_those_of_a_tensor_group(tmp_path):
+    run_program(2, measure_all, TENSOR_CASES, tmp_path / "bytes", tensor=2)
+    for case, found in zip(TENSOR_CASES, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        one = predicted_way(case)
+        way = replace(one, task=replace(one.task, gpus=2), tensor=2)
+        memory = memory_of(way, HARDWARE, operators=replace(PLAIN, lean=True))
+        assert memory.moment == "MLP backward"
+        assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)
+
+
 @pytest.mark.parametrize("index", range(len(FEW_TOKENS)))
 def test_few_tokens_take_what_zero_gathers(measured, index):
     case = FEW_TOKENS[index]
@@ -129,6 +146,8 @@ HEAD_CASES = [
     {"model": HEADS | {"num_layers": 2}, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 2048,
      "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
     for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
+                            ("block-keep-attention:0.5+offload-all", {}),
+                            ("block", {"model": HEADS | MINICPM | {"num_layers": 2}}),
                             ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)
 ]  # fmt: skip
@@ -149,6 +168,19 @@ def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
         assert activations(memory, case) == pytest.approx(found["peak"], rel=1e-3)
     peaks = [found["peak"] for found in measured]
     assert all(few < 0.8 * every for every, few in zip(peaks[::2], peaks[1::2], strict=True))
+
+
+def test_norms_of_heads_are_those_of_the_model(tmp_path, monkeypatch):
+    cases = [
+        case | {"model": HEADS | {"num_layers": 2, "qk_norm": True}, "mlp_chunk": 0, "tokens": 512}
+        for case in HEAD_CASES[:2]
+    ]
+    run_program(1, measure_heads, cases, tmp_path / "bytes")
+    for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        monkeypatch.setattr(parts, "GROUP_ROWS", case["group_rows"])
+        memory = predicted(case)
+        assert memory.moment == "head norms backward"
+        assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)
 
 
 def predicted(case):
