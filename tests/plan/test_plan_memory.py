@@ -146,7 +146,7 @@ HEAD_CASES = [
     {"model": HEADS | {"num_layers": 2}, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 2048,
      "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
     for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
-                            ("block-keep-attention:0.5+offload-all", {}),
+                            ("block-keep-attention:0.5+offload-all", {}), ("block-keep-attention+offload-all", {}),
                             ("block", {"model": HEADS | MINICPM | {"num_layers": 2}}),
                             ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)
