@@ -72,9 +72,6 @@ class _RecomputedBlock(torch.autograd.Function):
             grad_hidden, sums = BlockWork(done.block, hidden, done.batch).backward(grad.contiguous(), tape)
         if done.tape:
             done.tape.give_up()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A loss that the caller still holds would keep the host memory, beside that of the next forward pass.
-            ctx.done = ctx.segment = None
         return None, None, grad_hidden, *(sums.result(each) for each in parameters)
 
 

@@ -4,9 +4,9 @@ The tensors of one call are an `OffloadGroup`. A side stream copies them to pinn
 the copies when the next group is made, and only then is their GPU memory freed. In backward, fetching a group
 prefetches the group made before it: at most two groups are on the GPU, one in use and one being copied.
 
-Pinned memory is divided into pieces of `PIECE` bytes, which are reused as soon as a group is gone: nothing is allocated
-after the first step, and tensors of different sizes share the pieces. (torch rounds pinned memory up to powers of two:
-whole tensors would take up to twice their size.)
+Pinned memory is divided into pieces of `PIECE` bytes. They are reused as soon as backward has read them or their group
+is gone: nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds
+pinned memory up to powers of two: whole tensors would take up to twice their size.)
 """
 
 import weakref
@@ -155,21 +155,27 @@ class _HostTensor:
         flat = bytes_of(source)
         self._pieces = [store.take(size, pinned=tensor.is_cuda) for size in _sizes(len(flat))]
         self._launch(flat, lambda piece, part: piece[: len(part)].copy_(part, non_blocking=True))
-        weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda).atexit = False
+        self._give_back = weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda)
+        self._give_back.atexit = False
 
     def start_fetch(self) -> None:
-        """Start the copy to the device, unless the tensor is there."""
-        if self._here is not None:
+        """Start the copy to the device, unless the tensor is there, or its host memory is given back."""
+        if self._here is not None or not self._give_back.alive:
             return
         self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._launch(bytes_of(self._here), lambda piece, part: part.copy_(piece[: len(part)], non_blocking=True))
         self._version = self._here._version
 
     def take(self) -> Tensor:
-        """Return the tensor and drop the reference to it."""
+        """Return the tensor and drop the reference to it; in a backward pass that keeps no graph, its host memory too.
+
+        A caller may hold the loss, and so the graph, until the next forward pass has returned.
+        """
         tensor = self._here
         assert tensor is not None, "taken twice, or before begin()"
         self.release()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._give_back()
         return tensor
 
     def release(self) -> None:
