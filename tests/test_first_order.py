@@ -20,8 +20,9 @@ from tests.ops.biased_oracle import draw, draw_ant
 from tests.ops.test_biased import ours
 from tests.refusals import refused
 
-# Of the first backward is differentiable itself (tests/attention/test_sequence.py), the other's is the identity.
-DIFFERENTIABLE = {"_Shard", "_ShownInBackward"}
+# The first's backward is differentiable itself (tests/attention/test_sequence.py), the second's is the identity, and
+# the third's gives nothing.
+DIFFERENTIABLE = {"_Shard", "_ShownInBackward", "_Root"}
 ROOT = Path(bmburst.__file__).parents[1]
 
 

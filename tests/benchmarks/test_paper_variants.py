@@ -95,7 +95,7 @@ def test_partial_results_of_all_ranks_are_kept_until_the_end():
             found.append(min(seen))
         return found
 
-    few, many = (min(run_ranks(ranks, peaks)) for ranks in (3, 7))
+    few, many = (list(map(min, *run_ranks(ranks, peaks))) for ranks in (3, 7))
     online, at_the_end = (b - a for a, b in zip(few, many, strict=True))
     # A block stays until the slowest thread has received it: up to two of them beside what a rank needs.
     assert at_the_end > 3 and at_the_end - online > 1.5
