@@ -28,7 +28,7 @@ class StepTiming:
     Attributes:
         data: Until the batch was there.
         compute: Forward and backward, without waits.
-        waits: What forward and backward waited for other ranks: exposed communication.
+        waits: What forward and backward waited for other ranks, or weights from host memory: exposed communication.
         optimizer: Clipping and the optimizer, of the step before.
     """
 

@@ -35,7 +35,7 @@ class StepMetrics:
         mfu: Model FLOPs utilisation: causal attention halved, backward twice the forward, recomputation not counted.
         mfu_kernel: The same with attention's backward 2.5 times its forward, as kernels count.
         hardware_tflops: TFLOP/s of a rank that were computed, recomputation counted.
-        exposed_seconds: Time that forward and backward of rank 0 stood still for other ranks.
+        exposed_seconds: Time that forward and backward of rank 0 waited for other ranks or weights of the host.
         data_seconds: Time until rank 0 had its batch.
         reserved_gib: Peak that torch's allocator took from the GPU in this step, the largest of all ranks, in GiB.
         skipped_steps: Steps of the run so far that changed nothing, for loss or gradient were not finite.
