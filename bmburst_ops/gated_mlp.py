@@ -121,9 +121,7 @@ def chunk_backward(
         result.copy_(both)
     for adapter, rows in zip(adapters, (grad_gate, grad_up), strict=False):
         if adapter is not None:
-            part = low_rank_backward(states, rows, *adapter)
-            if result is not None:
-                result.add_(part)
+            low_rank_backward(states, rows, *adapter, result)
 
 
 def _of_activation(
@@ -143,7 +141,7 @@ def _of_activation(
         inner = swiglu(*(given.requires_grad_() for given in pair), overwrite_grad=True)
     of_inner = grads @ down
     if adapters[2] is not None:
-        of_inner += low_rank_backward(inner.detach(), grads, *adapters[2])
+        low_rank_backward(inner.detach(), grads, *adapters[2], of_inner)
     grad_gate, grad_up = torch.autograd.grad(inner, pair, of_inner)
     return grad_gate, grad_up, inner.detach()
 

@@ -121,13 +121,12 @@ class _Linears(torch.autograd.Function):
         ]
         for grad, own, scale in zip(grads, ctx.rows, ctx.scales, strict=True):
             if scale is not None:
-                a, b = next(of_terms), next(of_terms)
-                of_inner = (grad @ b[own]) * scale
-                if grad_x is not None:
-                    grad_x.addmm_(of_inner, a)
-                wants_a, wants_b = ctx.needs_input_grad[4 + len(of_weights) :][:2]
-                of_weights.append(of_inner.t() @ states if wants_a else None)
-                of_weights.append(_in_rows(grad.t() @ ((states @ a.t()) * scale), b, own) if wants_b else None)
+                term = LowRank(next(of_terms), next(of_terms), scale, own)
+                wanted = ctx.needs_input_grad[4 + len(of_weights) :][:2]
+                sums = [GradientSum(grad.dtype) if each else None for each in wanted]
+                low_rank_backward(states, grad, term, sums, grad_x)
+                of_a, of_b = (None if each is None else each.total for each in sums)
+                of_weights += [of_a, None if of_b is None else _in_rows(of_b, term.b, own)]
         return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *of_weights
 
 
@@ -188,20 +187,22 @@ def low_rank_product(x: Tensor, term: LowRank, rows: slice = slice(None)) -> Ten
 
 
 def low_rank_backward(
-    x: Tensor, grad: Tensor, term: LowRank, sums: tuple[GradientSum | None, GradientSum | None]
-) -> Tensor:
-    """Return the gradient that a term adds to its input's, `[tokens, in]`, and add those of a and b to their sums.
+    x: Tensor, grad: Tensor, term: LowRank, sums: Sequence[GradientSum | None], of_x: Tensor | None
+) -> None:
+    """Add the gradients of a term to those of its input and of a and b, in place.
 
     Args:
-        x: The input, `[tokens, in]`.
-        grad: The gradient of the layer's result, `[tokens, out]`.
-        term: All outputs of it are used.
-        sums: Of the gradients of a and b; None for one that needs none.
+        x: The input, `[tokens, in]`; not read if a and b need no gradient.
+        grad: The gradient of the layer's result, `[tokens, rows]`.
+        term: The term.
+        sums: Of the gradients of a and of the used rows of b; None for one that needs none.
+        of_x: The gradient of `x`; None if it needs none.
     """
     of_a, of_b = sums
-    of_inner = (grad @ term.b) * term.scale
+    of_inner = (grad @ term.b[term.rows]) * term.scale
+    if of_x is not None:
+        of_x.addmm_(of_inner, term.a)
     if of_b is not None:
         of_b.add_product(grad.t(), (x @ term.a.t()) * term.scale)
     if of_a is not None:
         of_a.add_product(of_inner.t(), x)
-    return torch.mm(of_inner, term.a)

@@ -247,7 +247,7 @@ class BlockWork:
         if total := sums.of(projection.weight):
             total.add_product(_scaled(of_stream, block.factor).t(), attended)
         if adapter := sums.of_adapter(projection):
-            low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter)
+            low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter, None)
 
     def _graph(self, group: Span) -> tuple[list[Tensor], Tensor]:
         """Return queries, keys and values of some heads, and attention's output with their graph."""
@@ -288,7 +288,7 @@ class BlockWork:
         of_normed = sum_of_products(of_products, [each.weight for each in linears])
         for linear, of_product in zip(linears, of_products, strict=True):
             if adapter := sums.of_adapter(linear):
-                of_normed += low_rank_backward(normed, of_product, *adapter)
+                low_rank_backward(normed, of_product, *adapter, of_normed)
         grads.copy_(_norm_backward(norm, scale, stream, pair, (grads, of_normed), sums))
 
     def _before_rotary(self, at: slice, normed: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> list[Tensor]:

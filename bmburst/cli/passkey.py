@@ -118,6 +118,7 @@ class _Request:
         """
         config, values = _shared(args)
         from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
+        from bmburst.plan.inference import chunk_of
 
         if args.lengths is None:
             raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
@@ -126,8 +127,7 @@ class _Request:
             choices["depths"] = read_depths(args.depths)
         choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
         test = PasskeyTest(**choices, with_key=not args.without_key)
-        if args.chunk_tokens is not None and args.chunk_tokens < 1:
-            raise UserError(f"--chunk-tokens {args.chunk_tokens}\nallowed: at least 1 token\nfix: for example 64K")
+        chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
         output, _ = require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
 
         from bmburst.data.tokenizer import load_tokenizer
