@@ -26,8 +26,8 @@ from bmburst.errors import UserError
 
 QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM = 65_536, 131_072, 32, 8, 128
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
-CASES = (("causal", "striped"), ("causal", "zigzag"), ("full", "zigzag"))
-"""Masks and layouts of the keys; without a mask every layout gives each rank the same work."""
+CASES = (("causal", "zigzag", "zigzag"), ("causal", "striped", "striped"), ("full", "zigzag", "zigzag"))
+"""Mask, layout of queries, layout of keys; without a mask every layout gives each rank the same work."""
 REPEATS, SECONDS = 5, 3.0
 
 
@@ -53,17 +53,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="short sequences, to see it work")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument(
+        "--case",
+        action="append",
+        type=_case,
+        dest="cases",
+        metavar="MASK/LAYOUT/KEY_LAYOUT",
+        help=f"what to measure; can be given again (default: {', '.join(map('/'.join, CASES))})",
+    )
     options = parser.parse_args()
+    options.cases = options.cases or CASES
     group = RankGroup.world(start_ranks())
     lengths = (96, 160) if options.small else (QUERIES, KEYS)
     rows: list[dict[str, Any]] = []
     found = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS, "rows": rows}
-    for row in _measured(lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)):
+    for row in _measured(options.cases, lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)):
         rows.append(row)
         if group.rank == 0:
             write_record(options.output, "benchmarks.cross", group.size, **found)
             print(
-                f"measured: {row['mask']}, keys {row['key_layout']}, {row['strategy']} over {row['transport']}",
+                f"measured: {row['mask']}, {row['layout']}, {row['strategy']} over {row['transport']}",
                 flush=True,
             )
     if group.rank == 0:
@@ -72,16 +81,24 @@ def main() -> int:
     return 0
 
 
-def _measured(lengths: Sequence[int], group: RankGroup, effort: tuple[int, float]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each mask, layout of the keys, strategy and transport; every rank calls it."""
+def _case(text: str) -> tuple[str, str, str]:
+    mask, layout, key_layout = text.split("/")
+    return mask, layout, key_layout
+
+
+def _measured(
+    cases: Sequence[tuple[str, str, str]], lengths: Sequence[int], group: RankGroup, effort: tuple[int, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case, strategy and transport; every rank calls it."""
     queries, keys = lengths
     single = single_rank_group(communicator(None))
     whole = Inputs.random(queries, keys, group.device)
     part = Inputs.random(queries // group.size, keys // group.size, group.device)
-    for (mask, key_layout), (strategy, transport) in product(CASES, METHODS):
-        one = _calls(whole, mask=mask, key_length=keys, layout="contiguous", group=single)
-        ours = _calls(part, mask=mask, key_length=keys, key_layout=key_layout, strategy=strategy, transport=transport)
-        row: dict[str, Any] = {"mask": mask, "key_layout": key_layout, "strategy": strategy, "transport": transport}
+    for case, (strategy, transport) in product(cases, METHODS):
+        named = dict(zip(("mask", "layout", "key_layout"), case, strict=True))
+        one = _calls(whole, mask=named["mask"], key_length=keys, layout="contiguous", group=single)
+        ours = _calls(part, **named, key_length=keys, strategy=strategy, transport=transport)
+        row: dict[str, Any] = {**named, "strategy": strategy, "transport": transport}
         try:
             for direction, call in ours.items():
                 times = in_turns(call, one[direction], group=group, repeats=effort[0], seconds=effort[1])
@@ -109,11 +126,11 @@ def table(found: Mapping[str, Any], ranks: int) -> str:
         f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
         f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
         "",
-        "| mask | layout of keys | strategy | transport | forward | forward and backward |",
-        "|---|---|---|---|---|---|",
+        "| mask | layout of queries | of keys | strategy | transport | forward | forward and backward |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        cells = [row["mask"], row["key_layout"], row["strategy"], row["transport"]]
+        cells = [row[name] for name in ("mask", "layout", "key_layout", "strategy", "transport")]
         for direction in ("forward", "forward and backward"):
             times = row.get(direction)
             cells.append(

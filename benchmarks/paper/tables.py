@@ -16,7 +16,7 @@ from bmburst.amounts import short
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAPER, TRAIN, FIRST = "paper_2xh200_202611", "train_paper_2xh200_202611", "inference_paper_2xh200_202611"
-TRAIN_H100 = "train_paper_2xh100_202611"
+PAPER_H100, TRAIN_H100 = "paper_2xh100_202611", "train_paper_2xh100_202611"
 INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
 MISSING = "not recorded yet"
@@ -324,9 +324,12 @@ def readme_lengths(records: Recorded) -> list[str]:
         name = direction.replace("_", " + ")
         alone = [_number(n) for n in facts[f"flash_{direction}"]]
         theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
-        ours = [_two_and_one(records, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
-        lines += [(f"8 A100, {name}", theirs), (f"2 H200, {name}", ours)]
-    return [*grid("ms, in brackets one GPU", facts["tokens"], lines), f"{facts['hardware']}. {records.where(PAPER)}"]
+        lines.append((f"8 A100, {name}", theirs))
+        for gpu, record in (("H200", PAPER), ("H100", PAPER_H100)):
+            ours = [_two_and_one(records, record, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
+            lines.append((f"2 {gpu}, {name}", ours))
+    where = " ".join(records.where(name) for name in (PAPER, PAPER_H100))
+    return [*grid("ms, in brackets one GPU", facts["tokens"], lines), f"{facts['hardware']}. {where}"]
 
 
 def readme_batches(records: Recorded) -> list[str]:
@@ -336,15 +339,15 @@ def readme_batches(records: Recorded) -> list[str]:
     for direction in ("forward", "forward_backward"):
         name = direction.replace("_", " + ")
         lines.append((f"8 A100, {name}", [f"{n:,}" for n in facts[f"batch_{direction}"]]))
-        texts = [_two_and_one(records, f"batch/{n}x65536", direction) for n in facts["batches"]]
+        texts = [_two_and_one(records, PAPER, f"batch/{n}x65536", direction) for n in facts["batches"]]
         lines.append((f"2 H200, {name}", texts))
     return [*grid("ms, 64K tokens, in brackets one GPU, batch", facts["batches"], lines), records.where(PAPER)]
 
 
-def _two_and_one(records: Recorded, what: str, direction: str) -> str:
+def _two_and_one(records: Recorded, record: str, what: str, direction: str) -> str:
     """Return milliseconds on two GPUs and, in brackets, on one."""
     show = partial(_round, name=direction)
-    two, one = (said(records.row(PAPER, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
+    two, one = (said(records.row(record, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
     return "-" if two == one == "-" else f"{two} ({one})"
 
 

@@ -201,10 +201,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         # fp16 has no room for both scales: here that of clipping joins that of the loss, in fp32.
         of_halves = scale if self._factor is None else scale / self._factor
         if self._host is not None:
-            self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
             updates = [update for group in groups for update in self._updates(group)]
             self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
             self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
+            # Only now: beside this thread, which the GPU waits for, it would take half of the memory's bandwidth.
+            self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
             self._factor = None
             return loss
         self._factor = None

@@ -154,6 +154,28 @@ def _reads_after_a_step_wait_for_the_update(folder):
     assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
 
 
+def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
+    run_program(1, _weights_on_the_gpu_are_updated_before_the_others_begin, tmp_path)
+
+
+def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
+    """Both at once would share the host's memory bandwidth, and only the first hold up the GPU."""
+    from bmburst.optim.host_adam import HostAdam, LateUpdates
+
+    made, order = trainer(folder, "run", True, "bfloat16"), []
+
+    def recorded(function):
+        def call(self, updates, *args):
+            order.extend([function.__qualname__] * bool(updates))
+            function(self, updates, *args)
+
+        return call
+
+    HostAdam.step, LateUpdates.start = recorded(HostAdam.step), recorded(LateUpdates.start)
+    losses(made, 2)
+    assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
+
+
 def test_an_error_in_an_update_ends_the_run(tmp_path):
     run_program(1, _an_error_in_an_update_ends_the_run, tmp_path)
 
