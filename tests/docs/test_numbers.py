@@ -183,9 +183,19 @@ def test_the_speed_of_adapters():
     assert f"they take {mixed:.1f} s" in said
 
 
+def test_long_sequences_on_one_h200():
+    said, steps = page("long_sequences"), metrics("long_sequences_1xh200_202611")
+    for step in (steps[0], steps[-1]):  # of 512K there is one, of 256K the second
+        first = ", the first" if step["step"] == 1 else ""
+        numbers = f"{step['seconds']:.1f}{first} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
+        assert f"| 1 H200 | full | {step['run']} | {numbers} |" in said
+    first, later = (step["seconds"] for step in steps if step["run"] == "256K")
+    assert f"The first step of 256K takes {first / later:.2f} times as long as a later one on the H200" in said
+
+
 def test_long_sequences_on_one_h100():
     said, by = page("long_sequences"), {step["run"]: step for step in metrics("long_sequences_2xh100_202611")}
-    for kind, tokens, run in (("full", "256K", "256K"), ("full", "64K", "64K"), ("LoRA", "256K", "256K, LoRA")):
+    for kind, tokens, run in (("full", "256K", "256K"), ("full", "64K", "64K, alone"), ("LoRA", "256K", "256K, LoRA")):
         step = by[run]
         numbers = f"{step['seconds']:.1f} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
         assert f"| 1 H100 80 GB | {kind} | {tokens} | {numbers} |" in said
