@@ -26,8 +26,9 @@ from bmburst.errors import UserError
 
 QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM = 65_536, 131_072, 32, 8, 128
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
+NAMES = ("mask", "layout", "key_layout")
 CASES = (("causal", "zigzag", "zigzag"), ("causal", "striped", "striped"), ("full", "zigzag", "zigzag"))
-"""Mask, layout of queries, layout of keys; without a mask every layout gives each rank the same work."""
+"""Values of `NAMES`; without a mask every layout gives each rank the same work."""
 REPEATS, SECONDS = 5, 3.0
 
 
@@ -71,10 +72,8 @@ def main() -> int:
         rows.append(row)
         if group.rank == 0:
             write_record(options.output, "benchmarks.cross", group.size, **found)
-            print(
-                f"measured: {row['mask']}, {row['layout']}, {row['strategy']} over {row['transport']}",
-                flush=True,
-            )
+            case = "/".join(row[name] for name in NAMES)
+            print(f"measured: {case}, {row['strategy']} over {row['transport']}", flush=True)
     if group.rank == 0:
         publish(options.output, "benchmarks.cross", table(found, group.size), group.size, **found)
     dist.destroy_process_group()
@@ -95,7 +94,7 @@ def _measured(
     whole = Inputs.random(queries, keys, group.device)
     part = Inputs.random(queries // group.size, keys // group.size, group.device)
     for case, (strategy, transport) in product(cases, METHODS):
-        named = dict(zip(("mask", "layout", "key_layout"), case, strict=True))
+        named = dict(zip(NAMES, case, strict=True))
         one = _calls(whole, mask=named["mask"], key_length=keys, layout="contiguous", group=single)
         ours = _calls(part, **named, key_length=keys, strategy=strategy, transport=transport)
         row: dict[str, Any] = {**named, "strategy": strategy, "transport": transport}
@@ -130,7 +129,7 @@ def table(found: Mapping[str, Any], ranks: int) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        cells = [row[name] for name in ("mask", "layout", "key_layout", "strategy", "transport")]
+        cells = [row[name] for name in (*NAMES, "strategy", "transport")]
         for direction in ("forward", "forward and backward"):
             times = row.get(direction)
             cells.append(

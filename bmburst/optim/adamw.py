@@ -204,7 +204,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             updates = [update for group in groups for update in self._updates(group)]
             self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
             self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
-            # Only now: beside this thread, which the GPU waits for, it would take half of the memory's bandwidth.
+            # Last: the next step needs the weights above at once, and both updates share the host's memory bandwidth.
             self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
             self._factor = None
             return loss
