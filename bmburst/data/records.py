@@ -6,11 +6,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.data.sources import SourceFile, dataset_rows, json_lines
+from bmburst.data.sources import SourceFile, rows
 from bmburst.errors import UserError
 
 KINDS = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
+_OTHER_KINDS = "conversations (ShareGPT), or instruction and output (Alpaca)"
+_KEYS = (
+    *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
+    *({"chosen"}, {"rejected"}),
+)
+"""Keys by which a record is told from a line of text."""
 PAIRS = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages'
+
+
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "observation": "tool"},
+}
+"""Roles of messages by the names that ShareGPT's records have for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,7 @@ class Pair:
 
 
 def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
-    """Return whether files hold records: by the first line: messages, a prompt and a completion, or a pair.
+    """Return whether files hold records, by the keys of the first one.
 
     A file whose lines have the text field is text, as it always was.
 
@@ -66,10 +79,9 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
     for file in files:
         if file.kind == "text":
             continue
-        for _, value in _values(file, lambda _: None):
+        for _, value in rows(file, lambda _: None):
             keys = set(value) if isinstance(value, dict) else set()
-            known = "messages" in keys or {"prompt", "completion"} <= keys or keys & {"chosen", "rejected"}
-            return text_field not in keys and bool(known)
+            return text_field not in keys and any(known <= keys for known in _KEYS)
     return False
 
 
@@ -95,7 +107,7 @@ def read_records(
                 "fix: leave it out, or make a mixture of both: docs/fine_tuning_data.md"
             )
         try:
-            for name, value in _values(file, on_read):
+            for name, value in rows(file, on_read):
                 record = _record(name, value, text_field)
                 first = first or record
                 if isinstance(record, Pair) != isinstance(first, Pair):
@@ -109,10 +121,6 @@ def read_records(
             raise UserError(
                 f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
             ) from error
-
-
-def _values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    return dataset_rows(file) if file.kind == "dataset" else json_lines(file, on_read)
 
 
 def _record(name: str, value: Any, text_field: str) -> Record | Pair:
@@ -130,8 +138,7 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
         raise _wrong(name, "chat_template_kwargs", options, "an object of variables")
     if {"chosen", "rejected"} & set(value):
         return _pair(name, value, tools or None, options)
-    if "messages" in value:
-        messages = _messages(name, "messages", value["messages"])
+    if (messages := _conversation(name, value)) is not None:
         return Record(name=name, messages=messages, tools=tools or None, template_options=options)
     if {"prompt", "completion"} <= set(value):
         return _answered(name, value, "completion", tools or None, options)
@@ -144,8 +151,57 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
         return Record(name=name, text=text)
     keys = ", ".join(map(repr, list(value)[:10])) or "none"
     raise UserError(
-        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; {_OTHER_KINDS}; pairs: {PAIRS}\n"
         "fix: rename the keys of that line"
+    )
+
+
+def _conversation(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    """Return the messages of a line, whose keys may be those of ShareGPT or Alpaca; None if it has none."""
+    if "messages" in value:
+        return _messages(name, "messages", value["messages"])
+    if "conversations" in value:
+        turns = value["conversations"]
+        if isinstance(turns, list):
+            turns = [_turn(name, number, turn) for number, turn in enumerate(turns, 1)]
+        return _system(name, value) + _messages(name, "conversations", turns)
+    if {"instruction", "output"} <= set(value):
+        return _system(name, value) + _instructed(name, value)
+    return None
+
+
+def _turn(name: str, number: int, turn: Any) -> Any:
+    """Return a message of ShareGPT, {"from": "human", "value": "..."}, with the keys of a message."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    if turn["from"] not in _ROLES:
+        raise _wrong(name, f"conversations: from of message {number}", turn["from"], ", ".join(_ROLES))
+    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def _system(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the message of the key `system`, if there is text in it."""
+    text = value.get("system") or ""
+    if not isinstance(text, str):
+        raise _wrong(name, "system", text, "text")
+    return ({"role": "system", "content": text},) if text else ()
+
+
+def _instructed(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a line of Alpaca. Instruction and input are one message, as in LLaMA-Factory."""
+    given = {key: value.get(key) or "" for key in ("instruction", "input", "output")}
+    for key, text in given.items():
+        if not isinstance(text, str):
+            raise _wrong(name, key, text, "text")
+    history = value.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise _wrong(name, "history", history, 'a list of ["question", "answer"]')
+    asked = "\n".join(given[key] for key in ("instruction", "input") if given[key])
+    turns = [text for turn in history for text in turn] + [asked, given["output"]]
+    return _messages(
+        name,
+        "history, instruction and output",
+        [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)],
     )
 
 

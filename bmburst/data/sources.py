@@ -1,9 +1,10 @@
-"""Reads documents from text files, JSONL files, directories, or Python's standard library."""
+"""Reads documents from text files, JSONL and JSON files, directories, or Python's standard library."""
 
 import codecs
 import json
 import math
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ TEXT_SUFFIXES = (
 # Installed packages are not the standard library; its tests are large and hold files that are broken on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
+_HEAD_BYTES = 4096  # enough to see whether JSON is an array of objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,15 @@ class SourceFile:
     Attributes:
         path: Where it is.
         name: What it is called in messages.
-        kind: "text" is one document; "jsonl" is one a line; "dataset" is a folder that `datasets` wrote, one a row.
+        kind: "text" is one document; "jsonl" has one on each line, "json" is an array with one in each element,
+            "dataset" is a folder that `datasets` wrote, with one in each row.
         named: The user named this very file, so not being able to read it is an error. One that was found in a
             directory is left out instead, and reported.
     """
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl", "dataset"]
+    kind: Literal["text", "jsonl", "json", "dataset"]
     named: bool
 
 
@@ -134,7 +137,7 @@ def _not_text(file: SourceFile, problem: str) -> UserError:
     return UserError(
         f"'{file.name}' is not a text file: {problem}\n"
         "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
-        "fix: convert it to UTF-8, or leave it out"
+        "fix: unpack or convert it to UTF-8 text, or leave it out"
     )
 
 
@@ -144,8 +147,14 @@ def _unreadable(name: str, error: OSError) -> UserError:
     )
 
 
-def _kind(path: Path) -> Literal["text", "jsonl"]:
-    return "jsonl" if path.suffix.lower() in JSONL_SUFFIXES else "text"
+def _kind(path: Path) -> Literal["text", "jsonl", "json"]:
+    if path.suffix.lower() in JSONL_SUFFIXES:
+        return "jsonl"
+    if path.suffix.lower() != ".json":
+        return "text"
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+    return "json" if re.match(rb"\s*\[\s*\{", head) else "text"
 
 
 def _named(path: Path) -> list[SourceFile]:
@@ -212,6 +221,8 @@ def _why_not_text(path: Path, most: float = math.inf) -> str | None:
         done = 0
         while True:
             block = file.read(PIECE_BYTES)
+            if not done and block.startswith(b"\x1f\x8b"):
+                return "it is compressed by gzip"
             waiting = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
@@ -246,7 +257,35 @@ def is_dataset(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
+def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file that is no plain text, each with its name for messages.
+
+    Args:
+        file: Of the kind "jsonl", "json" or "dataset".
+        on_read: Called with numbers of bytes, as they are read; not for a data set.
+
+    Raises:
+        UserError: It cannot be read, or is not valid JSON.
+        OSError: It cannot be read.
+    """
+    if file.kind == "dataset":
+        return _dataset_rows(file)
+    return _json_array(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
+
+
+def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    text = file.path.read_bytes()
+    try:
+        values = parse_json(text.decode("utf-8-sig"))
+    except ValueError as error:
+        reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
+        raise UserError(f"'{file.name}' is not valid JSON: {reason}\nfix: write an array of JSON objects") from error
+    on_read(len(text))
+    for number, value in enumerate(values, 1):
+        yield f"{file.name}: element {number}", value
+
+
+def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a data set that `datasets` wrote, each with its name; of several splits, those of "train".
 
     Raises:
@@ -276,7 +315,7 @@ def dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
         yield f"{folder.name}:{number}", dict(row)
 
 
-def json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a JSONL file, each with its name, "file:line". Empty lines are left out.
 
     Raises:
@@ -299,7 +338,7 @@ def json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[t
 
 
 def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:
-    for name, value in dataset_rows(file) if file.kind == "dataset" else json_lines(file, on_read):
+    for name, value in rows(file, on_read):
         if not isinstance(value, dict):
             raise UserError(
                 f"{name}: the line is not a JSON object: {_short(value)}\n"
@@ -308,7 +347,8 @@ def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
         if text_field not in value:
             raise UserError(
                 f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME"
+                "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME; "
+                "keys of conversations: docs/fine_tuning_data.md"
             )
         text = value[text_field]
         if not isinstance(text, str):

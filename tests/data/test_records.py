@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, ByteTokenizer, evaluation_batches, load_tokenizer, open_corpus
 from bmburst.data.chat import RecordEncoder
-from bmburst.data.records import Record, read_records
+from bmburst.data.records import Record, hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked, write_masked_file
@@ -88,10 +88,66 @@ def test_prompt_and_completion(tmp_path):
     assert by_bytes.answers.sum() == 6
 
 
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ok"}, {"from": "observation", "value": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "messages"),
+    [
+        ({"conversations": SHAREGPT[:2]}, chat.conversation("hi", "ok")),
+        ({"conversations": SHAREGPT[:2], "system": "be short"}, SYSTEM),
+        ({"conversations": [{"from": "system", "value": "be short"}, *SHAREGPT[:2]]}, SYSTEM),
+        (
+            {"conversations": [*SHAREGPT, SHAREGPT[1]]},
+            [*chat.conversation("hi", "ok"), {"role": "tool", "content": "3"}, {"role": "assistant", "content": "ok"}],
+        ),
+        ({"conversations": SYSTEM}, SYSTEM),
+        ({"instruction": "hi", "output": "ok"}, chat.conversation("hi", "ok")),
+        ({"instruction": "hi", "input": "", "output": "ok", "system": "be short"}, SYSTEM),
+        ({"instruction": "add", "input": "1 2", "output": "3"}, chat.conversation("add\n1 2", "3")),
+        (
+            {"instruction": "c", "input": None, "output": "d", "history": [["a", "b"]]},
+            chat.conversation("a", "b", "c", "d"),
+        ),
+        ({"messages": SYSTEM, "conversations": SHAREGPT, "system": "ignored"}, SYSTEM),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_conversations_with_other_keys(tmp_path, line, messages, suffix):
+    path = tmp_path / f"x{suffix}"
+    text = json.dumps(line) if suffix == ".jsonl" else f"\ufeff\n [\n {json.dumps(line)}]"
+    path.write_text(text)
+    assert hold_records(find_sources([path]))
+    assert [record.messages for record in read(path)] == [tuple(messages)]
+
+
+def test_an_array_of_json(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"text": "abc"}, {"text": "de"}], indent=1))
+    assert open_corpus(path, None, tmp_path).document_count == 2
+    path.write_text(json.dumps({"text": "an object is text as it stands"}))
+    assert open_corpus(path, None, tmp_path).document_count == 1
+    path.write_text(json.dumps([{"messages": LONG}, {"messages": []}]))
+    with refused(f"{path}: element 2", "messages", "fix: "):
+        open_corpus(path, str(chat.directory(tmp_path / "t")), tmp_path)
+    path.write_text('[{"messages": ')
+    with refused(f"'{path}'", "not valid JSON", "fix: "):
+        open_corpus(path, None, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("{", "not valid JSON"),
+        ({"conversations": "hi"}, "conversations | role"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "content of message 1 is 3 | text"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "message 1 | function_call | observation"),
+        ({"conversations": SHAREGPT[:1]}, "no answer"),
+        ({"instruction": "a", "output": ["b"]}, "output | text"),
+        ({"instruction": "a", "output": ""}, "message 2 | empty"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history | answer"),
+        ({"instruction": "a", "output": "b", "system": 1}, "system is 1 | text"),
         ([1], "not a JSON object"),
         ({"question": "a"}, "no known key | question | messages | completion"),
         ({"messages": []}, "messages | role"),
