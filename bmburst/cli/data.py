@@ -20,10 +20,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="text files (one document each), .jsonl and .ndjson files (one document a line), directories (searched "
-        "recursively), folders that `save_to_disk` of the package datasets wrote, or 'stdlib' for the source files of "
-        "Python's standard library. Lines with messages, or with prompt and completion, are records to fine-tune on: "
-        "the file then also says which tokens are answers",
+        help="text files (one document each), .jsonl and .ndjson files (one document a line), .json files with an "
+        "array of documents, directories (searched recursively), folders that `save_to_disk` of the package datasets "
+        "wrote, or 'stdlib' for the source files of Python's standard library. Documents with messages, or with prompt "
+        "and completion, are records to fine-tune on: the token file then also says which tokens are answers",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="token file to write")
     parser.add_argument(
