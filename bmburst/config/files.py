@@ -41,7 +41,7 @@ def parse_json(
     finite: bool = False,
     pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
 ) -> Any:
-    """Parse JSON with limits on depth (64) and integers (64 bits).
+    """Parse JSON with limits on depth (64) and integers (64 bits; a larger one is a float).
 
     Args:
         data: UTF-8, or text.
@@ -56,7 +56,7 @@ def parse_json(
         values = json.loads(
             text,
             object_pairs_hook=pairs,
-            parse_int=_bounded_integer,
+            parse_int=_integer,
             parse_float=_finite_number if finite else None,
             parse_constant=_no_constant if finite else None,
         )
@@ -90,11 +90,18 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def _bounded_integer(digits: str) -> int:
+def _integer(digits: str) -> int | float:
+    """Return an integer; beyond 64 bits as a float, which is refused wherever an integer is asked for.
+
+    transformers writes such a one, 10**30, into the tokenizer_config.json of models that state no length.
+    """
     number = int(digits) if len(digits) <= 20 else _MOST_INTEGER
-    if abs(number) >= _MOST_INTEGER:
-        raise ValueError(f"holds {digits[:30]}{'...' if len(digits) > 30 else ''}, an integer beyond 64 bits")
-    return number
+    if abs(number) < _MOST_INTEGER:
+        return number
+    wide = float(digits)
+    if math.isinf(wide):
+        raise ValueError(f"holds {digits[:30]}{'...' if len(digits) > 30 else ''}, an integer that no float can hold")
+    return wide
 
 
 def _finite_number(digits: str) -> float:

@@ -257,7 +257,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_indexed('{"weight_map": {"a": "a\\u0000.safetensors"}}'), f"{OWN} | a\\x00.safetensors"),
         (_indexed('{"weight_map": {"a": "' + "x" * 300 + '.safetensors"}}'), "no file | xxx.safetensors | fix: "),
         (_indexed('{"weight_map": ' * 100 + "1" + "}" * 100), "nested too deeply | 64 | fix: "),
-        (_indexed('{"weight_map": ' + "9" * 5000 + "}"), "... | integer | 64 bits | fix: "),
+        (_indexed('{"weight_map": ' + "9" * 5000 + "}"), "... | integer | float | fix: "),
         (_config(num_hidden_layers=10**9), "num_layers | 1000000000 | allowed: | 10000"),
         (_config(num_attention_heads=10**9), "num_heads | 1000000000 | allowed: | 65536"),
         (_pickled([1, 2]), "pytorch_model.bin | dictionary of tensors | fix: "),

@@ -92,6 +92,10 @@ def test_configuration_names_the_end_token(tmp_path, value):
     plain = load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
     configured = load_tokenizer(str(tmp_path))
+    # transformers states a length of 10**30 where it knows none: beyond 64 bits
+    stated = json.dumps({"eos_token": value, "model_max_length": 10**30})
+    (tmp_path / "tokenizer_config.json").write_text(stated)
+    assert load_tokenizer(str(tmp_path)).eos_id == 1
     assert (plain.eos_id, configured.eos_id) == (0, 1)
     assert plain.identity != configured.identity
 
