@@ -1,7 +1,7 @@
 """bmburst: exact training on sequences longer than one GPU holds, with BurstAttention on BMTrain.
 
-Names are imported when they are first used: the command line's help needs no torch, and what needs BMTrain must not
-import it before the runtime is in place.
+Names are imported on first use: the help of the command line needs no torch, and BMTrain must not be imported before
+the runtime is set up.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ keep_moved_modules()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it lives."""
+    """Import a public name from the module that defines it."""
     return public_name(__name__, name, _HOMES, over_bmtrain="attention.module")
 
 

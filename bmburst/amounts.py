@@ -1,4 +1,4 @@
-"""Reads and writes numbers and text as users give them: 64K tokens, lists of numbers, arrays, printable names."""
+"""Parses and formats numbers and text of users: 64K tokens, lists of numbers, arrays, printable names."""
 
 import hashlib
 import math
@@ -17,14 +17,14 @@ GIB = 2**30
 MOST = 10**15
 """Largest number of steps, tokens, ranks or bytes that a user may give."""
 TOKENS_TOO = "also as 64K for 65536"
-"""The suffixes that `tokens` reads, for help and messages."""
+"""The suffixes that `tokens` accepts, for help and messages."""
 GIB_TOO = "also as 128G, 512M or 1T"
-"""The suffixes that `gibibytes` reads."""
+"""The suffixes that `gibibytes` accepts."""
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
 def short(number: int, *, commas: bool = False) -> str:
-    """Return 65536 as "64K" and 1048576 as "1M"; a number that is not a multiple of 1024 in digits, or with commas."""
+    """Return 65536 as "64K" and 1048576 as "1M". Other numbers are written in digits, optionally with commas."""
     for unit, size in _UNITS:
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
@@ -32,10 +32,10 @@ def short(number: int, *, commas: bool = False) -> str:
 
 
 def tokens(text: str) -> int:
-    """Return 65536 for 64K or 64k and 1048576 for 1M, and the number itself for its digits.
+    """Parse a number of tokens: 65536 for 64K or 64k, 1048576 for 1M; digits alone are the number itself.
 
     Raises:
-        ValueError: It is no whole number.
+        ValueError: The text is not a whole number.
     """
     for unit, size in _UNITS:
         if text.upper().endswith(unit):
@@ -47,7 +47,7 @@ def gibibytes(text: str) -> float:
     """Return the GiB of an amount of memory: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T.
 
     Raises:
-        ValueError: It is no amount of memory.
+        ValueError: The text is not an amount of memory.
     """
     amount = text.strip().upper().removesuffix("IB").removesuffix("B")
     for unit, size in (("T", 1024.0), ("G", 1.0), ("M", 1 / 1024)):
@@ -57,10 +57,10 @@ def gibibytes(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """Return a whole number of at most `MOST`, which floats hold exactly.
+    """Parse a whole number of at most `MOST`, so that a float holds it exactly.
 
     Raises:
-        ValueError: It is none, or larger.
+        ValueError: The text is not a whole number, or the number is larger.
     """
     number = int(text)
     if abs(number) > MOST:
@@ -80,12 +80,12 @@ def why_not_text(text: str) -> str | None:
 
 
 def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:
-    """Return the numbers of an option `N,...`.
+    """Parse the value `N,...` of an option.
 
     Args:
         option: The option, for messages.
         text: Its value.
-        read: Returns the number of a word, or raises ValueError: `whole` or `tokens`.
+        read: Parses one number or raises ValueError: `whole` or `tokens`.
 
     Raises:
         UserError: A word is not a number, or a number is less than 1.
@@ -117,7 +117,7 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
 
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (ValueError, TypeError, NotImplementedError):  # the last of a meta tensor
+    except (ValueError, TypeError, NotImplementedError):  # NotImplementedError: a meta tensor
         raise UserError(
             f"{what} must be an array of numbers, got {brief(values)}\nfix: pass a list, a NumPy array or a tensor"
         ) from None
@@ -139,7 +139,7 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return a value for JSON, which has no NaN and no infinity: None in their place, also inside of containers."""
+    """Replace NaN and infinities by None, also inside containers, since JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -154,13 +154,13 @@ def brief(values: Any) -> str:
 
 
 def whole_number(what: str, value: object, least: int) -> int:
-    """Return the number.
+    """Return the value as an int of at least `least`.
 
     Raises:
-        UserError: It is no whole number, or too small.
+        UserError: The value is not a whole number, or is too small.
     """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
+        number = operator.index(value)  # type: ignore[arg-type]  # raises for other types
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Exceptions for bad input and for runs that must end: one clear message in place of a traceback."""
+"""Exceptions for invalid input and for runs that must end: one clear message instead of a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 
 class UserError(ValueError):
-    """An argument, option or file cannot work.
+    """An argument, option or file is invalid.
 
     The message has at most three lines: the value, what is allowed, and what to do. The command line prints it and
     exits with status 2. Characters of a value that cannot be printed are escaped, and long lines are shortened.
@@ -21,7 +21,7 @@ def _printable(text: str) -> str:
     if len(text) <= _MOST_CHARACTERS and text.count("\n") < _MOST_LINES and text.replace("\n", "").isprintable():
         return text
     lines = text.split("\n")
-    rest = len(lines) - _MOST_LINES  # line ends inside of a value, which stands in the first line
+    rest = len(lines) - _MOST_LINES  # line breaks inside the value, which is in the first line
     lines = [" ".join(lines[: rest + 1]), *lines[rest + 1 :]] if rest > 0 else lines
     return "\n".join(_shortened("".join(map(_escaped, line))) for line in lines)
 
@@ -36,7 +36,7 @@ def _shortened(line: str) -> str:
 
 
 class RunError(Exception):
-    """A run must end although its input is right. The command line prints the text and exits with status 1.
+    """A run must end although its input is valid. The command line prints the text and exits with status 1.
 
     Args:
         text: What happened, and what to do.
@@ -60,11 +60,11 @@ def needs_bmtrain(name: str) -> UserError:
 
 
 def with_fix(error: UserError, fix: str) -> UserError:
-    """Return the error with another fix in place of its own.
+    """Return the error with another fix instead of its own.
 
     Args:
-        error: What happened.
-        fix: What to do.
+        error: The error.
+        fix: The new fix, without "fix: ".
     """
     lines = [line for line in str(error).split("\n") if not line.startswith("fix: ")]
     return UserError("\n".join([*lines, f"fix: {fix}"]))
@@ -89,8 +89,8 @@ def unknown(kind: str, value: object, known: Iterable[str], lists: str = "") -> 
     Args:
         kind: What the name is for, for example "layout".
         value: The unknown name.
-        known: The known names. Of more than 16 the message shows the 8 that are most alike.
-        lists: The command that prints all, for a message that does not.
+        known: The known names. If there are more than 16, the message shows the 8 most similar ones.
+        lists: The command that lists all names, for messages that do not.
     """
     names = sorted(known)
     near = difflib.get_close_matches(str(value), names, n=1)
@@ -104,10 +104,10 @@ def unknown(kind: str, value: object, known: Iterable[str], lists: str = "") -> 
 
 
 def require_known(kind: str, value: object, known: Iterable[str], lists: str = "") -> None:
-    """Raise `unknown` unless `value` is one of the known names; it may be of any type.
+    """Raise `unknown` unless `value`, of any type, is one of the known names.
 
     Raises:
-        UserError: See above.
+        UserError: The value is not a known name.
     """
     names = tuple(known)
     if not isinstance(value, str) or value not in names:

@@ -1,4 +1,4 @@
-"""Imports public names on first use, and finds modules that have moved under their earlier names."""
+"""Imports public names on first use, and finds moved modules under their earlier names."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ MOVED = {
     "bmburst.tiles": "bmburst.schedule.tiles",
     "bmburst.units": "bmburst.schedule.units",
 }
-"""Import paths that an earlier README or page of the documentation showed, and the modules that replace them."""
+"""Import paths shown in earlier documentation, and the modules that replace them."""
 
 
 def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
-    """Return a public name of a package, for its module `__getattr__`.
+    """Return the object of a public name, for the package's `__getattr__`.
 
     Args:
         package: The package's name.
@@ -55,7 +55,7 @@ def keep_moved_modules() -> None:
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Finds a module of `MOVED`: the same object under both names."""
+    """Finds the modules of `MOVED`: the same module object under both names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -65,5 +65,5 @@ class _Moved(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the empty module that `import` created by the module of the new name."""
+        """Replace the empty module that `import` created with the module of the new name."""
         sys.modules[module.__name__] = import_module(MOVED[module.__name__])

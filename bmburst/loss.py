@@ -1,10 +1,10 @@
 """The training loss of a sequence split over ranks: the mean over all tokens of all ranks.
 
-Each rank sums the losses of its own tokens. BMTrain adds the ranks' gradients and divides by the number of ranks
-(`OptimManager.scale_loss` multiplies the loss by 1 / zero_size; ZeRO's reduce-scatter sums), so what it descends is
-(1 / W) sum_r L_r. With s_r the loss sum of rank r and N the valid labels of all ranks, the wanted objective is
-sum_r s_r / N, which L_r = s_r W / N gives for every split into data and sequence ranks. A mean over the rank's own
-labels would not: ranks differ in how many labels they hold, and one that holds only padding would divide by 0.
+Each rank sums the losses of its own tokens. BMTrain averages the gradients of W ranks (`OptimManager.scale_loss`
+multiplies the loss by 1 / zero_size; ZeRO's reduce-scatter sums), so it minimizes (1 / W) sum_r L_r. Let s_r be the
+loss sum of rank r and N the number of valid labels on all ranks. The objective is sum_r s_r / N, and L_r = s_r W / N
+gives it for every split into data and sequence ranks. The mean over a rank's own labels would not: ranks hold different
+numbers of labels, and a rank with only padding would divide by 0.
 """
 
 from torch import Tensor
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Return the number of labels that count in the loss, a scalar int64 tensor to be summed over the world."""
+    """Return the number of labels that are not `IGNORE_INDEX`: a scalar int64 tensor, to be summed over the world."""
     return (labels != IGNORE_INDEX).sum()
 
 
@@ -35,7 +35,7 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
 
     Args:
         loss_sum: Sum of this rank's token losses, a scalar, in nats.
-        num_valid_world: Valid labels of all ranks and of all micro-batches of the step. If there is none, the result
+        num_valid_world: Number of valid labels on all ranks, in all micro-batches of the step. If it is 0, the result
             and the gradients are 0.
         world_size: Number of ranks that BMTrain averages over.
 
@@ -56,7 +56,7 @@ def token_loss_sum(
     check: bool | None = None,
     per_token: bool = False,
 ) -> Tensor:
-    """Return the sum of this rank's token losses in nats, computing logits a chunk at a time.
+    """Return the sum of this rank's token losses in nats, with the logits computed in chunks of tokens.
 
     Args:
         hidden: `[batch, tokens, features]`, the output of the model's final norm.
@@ -65,8 +65,7 @@ def token_loss_sum(
         chunk: Tokens whose logits are computed at once. The number of chunks depends only on the number of tokens,
             which is the same on all ranks.
         check: Whether to check the range of labels; by default only on a CPU, where it is cheap.
-        per_token: Whether losses are returned for each token in place of their sum. The backward pass then computes
-            the logits again.
+        per_token: Whether to return the loss of each token instead of the sum. Backward then recomputes the logits.
 
     Returns:
         A scalar in fp32 or wider; exactly 0, with zero gradients, on a rank without a valid label. With `per_token`
@@ -83,25 +82,25 @@ def token_loss_sum(
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK, check: bool | None = None
 ) -> Tensor:
-    """Return the log-probability of each given token, computing logits a chunk at a time.
+    """Return the log-probability of each given token, with the logits computed in chunks of tokens.
 
-    This is `log_softmax(hidden @ weight.T).gather(labels)` without the tensor of all logits, for losses that weigh
-    tokens one by one, such as those of DPO, PPO and GRPO. The backward pass computes the logits of each chunk again.
-    Beside inputs and gradients, both passes hold the logits of one chunk, and the backward pass on a GPU those of
-    `GATHERED_CHUNKS` chunks in 16 bits.
+    This is `log_softmax(hidden @ weight.T).gather(labels)` without the tensor of all logits, for losses that weight
+    each token, such as those of DPO, PPO and GRPO. Backward recomputes the logits of each chunk. Beside inputs and
+    gradients, both passes hold the logits of one chunk; backward on a GPU also holds those of `GATHERED_CHUNKS` chunks
+    in 16 bits.
 
     Args:
         hidden: `[..., features]`, the output of the model's final norm, in any floating dtype.
         weight: `[vocabulary, features]` in the same dtype, the head. Read a BMTrain parameter once: each read gathers
             it.
-        labels: `[...]` int64: of each place the token whose probability is wanted, for a language model the next one.
-            `IGNORE_INDEX` where there is none.
+        labels: `[...]` int64: the token of each position whose log-probability is returned; for a language model the
+            next token. `IGNORE_INDEX` where there is none.
         chunk: Tokens whose logits are computed at once.
         check: Whether to check the range of labels; by default only on a CPU, where it is cheap.
 
     Returns:
         `[...]` in nats, in fp32 or in the inputs' dtype if that is wider; exactly 0, without a gradient, where the
-        label is `IGNORE_INDEX`. Differentiable once in `hidden` and `weight`.
+        label is `IGNORE_INDEX`. Differentiable once with respect to `hidden` and `weight`.
 
     Raises:
         UserError: A label is neither `IGNORE_INDEX` nor a row of the head.

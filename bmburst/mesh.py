@@ -1,6 +1,6 @@
 """The device mesh: ranks as a grid of data x sequence x tensor, with a communicator for each group.
 
-Only `Mesh` knows groups; `bmburst.schedule.mesh_shape` says which rank is where in the grid.
+`Mesh` holds the communicators; `bmburst.schedule.mesh_shape` computes the position of each rank in the grid.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ __all__ = ["Mesh", "MeshShape", "current_mesh", "require_mesh", "using_mesh"]
 class Mesh:
     """This rank's position in the grid, with the communicators of its groups.
 
-    Made by `Mesh.over_bmtrain` or `Mesh.over_process_group`. `with mesh.current():` makes its sequence group the one
-    that `burst_attention`, `shard` and `unshard` use when no group is named.
+    `Mesh.over_bmtrain` and `Mesh.over_process_group` make it. Inside `with mesh.current():`, `burst_attention`, `shard`
+    and `unshard` use its sequence group by default.
 
     Attributes:
-        shape: Ranks on each axis.
+        shape: Number of ranks on each axis.
         rank: This rank in the world.
         world: All ranks.
         sequence: Ranks that share this rank's sequences (and, under tensor parallelism, its heads).
@@ -71,7 +71,7 @@ class Mesh:
         Args:
             data: See `MeshShape.fit`.
             sequence: See `MeshShape.fit`.
-            tensor: The degree BMTrain was started with, which is the default: it cuts its parameters by it.
+            tensor: Must equal the tensor degree that BMTrain was started with, the default: it splits the parameters.
             heads: See `MeshShape`.
             nodes: See `MeshShape`.
 
@@ -119,15 +119,15 @@ class Mesh:
             shape = fit()
             return shape, f"mesh\nof {shape}\nheads {shape.heads}\nnodes {shape.nodes}"
 
-        with world.checking():  # ranks that make different groups wait for each other for ever
+        with world.checking():  # ranks that made different groups would wait for each other forever
             shape = world.decided(decide)
         sequence, data = split(shape.sequence_groups()), split(shape.data_groups())
-        # Another mesh, or a caller without one, may have the same group: hints are this mesh's alone.
-        sequence = sequence.hinted(shape.nodes if shape.nodes > 1 else None, shape.heads)  # one node: they are found
+        # A copy with this mesh's hints: another mesh, or a caller without a mesh, may use the same group.
+        sequence = sequence.hinted(shape.nodes if shape.nodes > 1 else None, shape.heads)  # nodes=1: detect the nodes
         return cls(shape, world.rank, world, sequence, data, split(shape.tensor_groups()))
 
     def current(self) -> AbstractContextManager[None]:
-        """Make this the current mesh of this thread until the block ends: functions use it when no group is given.
+        """Make this the current mesh of this thread until the block ends: functions without a group use it.
 
         `bmburst.recompute.checkpoint` recomputes under the mesh of the first call. Other checkpointing may recompute in
         autograd's thread, which has no current mesh: pass the group there, or use `bmburst.BurstAttention`.
@@ -135,12 +135,12 @@ class Mesh:
         return using_mesh(self)
 
     def set_checks(self, active: bool) -> None:
-        """Turn comparison of the ranks' calls on GPUs on or off. It is always on with BMBURST_CHECK=1 and on CPUs."""
+        """Turn the comparison of the ranks' calls on or off. It is always on with BMBURST_CHECK=1 and on CPUs."""
         for comm in (self.world, self.sequence, self.data, self.tensor):
             comm.active = active or comm.always
 
     def sum(self, value: float) -> float:
-        """Return the sum of `value` over all ranks; blocks the host."""
+        """Return the sum of `value` over all ranks. Collective; the host waits."""
         (total,) = self.world.all_reduce(torch.tensor([value], dtype=torch.float64, device=self.world.device)).wait()
         return float(total.item())
 
@@ -152,7 +152,7 @@ def current_mesh() -> Mesh | None:
 
 @contextmanager
 def using_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Make `mesh`, or none, the current mesh until the block ends."""
+    """Make `mesh` the current mesh until the block ends; None: there is no current mesh."""
     token = _current.set(mesh)
     try:
         yield
@@ -169,7 +169,7 @@ def require_mesh(mesh: object, made: str, whose: str) -> None:
         whose: The project whose models have no tensor parallelism, for the message.
 
     Raises:
-        UserError: It is not.
+        UserError: It is not a mesh, or it has tensor parallelism.
     """
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")

@@ -18,15 +18,15 @@ from typing import Any
 from bmburst.errors import UserError
 
 PICTURE = MappingProxyType({"Software": "bmburst, https://matplotlib.org"})
-"""Metadata of every picture, by which `is_picture` knows it."""
-_DOTS = 160  # an inch: pictures are small, with large letters
+"""Metadata of every picture, by which `is_picture` recognizes it."""
+_DOTS = 160  # per inch: pictures are small, with large letters
 _PNG, _HEAD = b"\x89PNG\r\n\x1a\n", 1024
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the operating system answers where there is no room: in the file system, a quota, or under a limit."""
+"""The errors for missing space: the file system is full, a quota is exceeded, or the file is too large."""
 LOCK_FILE, TRAINING_LOCK = ".lock", ".training.lock"
-"""Files of a run folder: the first is held by what started the run, the second by the rank that writes."""
+"""Lock files of a run folder: the process that started the run holds the first, the rank that writes the second."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of network file systems
-_PATIENCE = 1.0  # seconds for a holder to say who it is
+_PATIENCE = 1.0  # seconds for a holder to write its name into the lock file
 
 
 def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
@@ -36,10 +36,10 @@ def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], boo
         option: The option that names the file, for messages.
         path: The file, which need not exist.
         what: What the command writes there, with its article, for example "a token file".
-        is_own: Returns whether a file is one of bmburst's; it may raise OSError or ValueError.
+        is_own: Returns whether bmburst wrote a file; may raise OSError or ValueError.
 
     Raises:
-        UserError: The file exists and is not one of bmburst's.
+        UserError: The file exists and bmburst did not write it.
     """
     try:
         if not path.is_file() or not path.stat().st_size or is_own(path):
@@ -55,11 +55,11 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     Args:
         path: The file to create or replace, or the folder to create, which may exist if it is empty.
-        durable: Whether the file's bytes are flushed to the disk before it takes its name.
+        durable: Whether to flush the file to the disk before it is renamed.
 
     Yields:
-        The path to write to, in the same folder. It takes the name of `path` if the block ends without an error, and
-        is removed otherwise.
+        The path to write to, in the same folder. It is renamed to `path` if the block ends without an error, and is
+        removed otherwise.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -75,8 +75,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def blank_picture(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure of so many inches."""
-    # Figure without pyplot: no global state, and no display is looked for.
+    """Return an empty matplotlib figure; width and height in inches."""
+    # Figure without pyplot: no global state and no search for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,14 +112,14 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
         is_own: See `require_own`.
 
     Raises:
-        UserError: The file cannot be written, or is another one.
+        UserError: The file cannot be written, or exists and bmburst did not write it.
     """
     try:
         if not path.absolute().parent.is_dir():
             raise UserError(f"{option} {path}: there is no such folder\nfix: create it, or give another file")
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
-            return  # a pipe or a device: to open it may wait, or mean something
+            return  # a pipe or a device: opening it may block or have an effect
         require_own(option, path, what, is_own)
         path.open("ab").close()
         if is_new:
@@ -132,10 +132,10 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a file that `require_file` has checked, all of it or nothing.
+    """Write a file atomically, after `require_file` has checked it.
 
     Args:
-        option: What gave the path, for messages.
+        option: The option that names the file, for messages.
         path: The file.
         text: Its text.
 
@@ -143,7 +143,7 @@ def write_text(option: str, path: Path, text: str) -> None:
         UserError: It cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device, which a file must not take the place of
+        if path.exists() and not path.is_file():  # a pipe or a device, which must not be replaced by a file
             path.write_text(text, encoding="utf-8")
             return
         with replacing(path) as partial:
@@ -172,7 +172,7 @@ def require_folder(option: str, path: Path) -> None:
 
 
 def amount(nbytes: float) -> str:
-    """Return bytes as people read them, for example "1.4 GiB"."""
+    """Format a number of bytes, for example "1.4 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -188,8 +188,8 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
     """Check that file systems have room for everything that will be written on them.
 
     Args:
-        needs: Path and bytes of each thing to write, by its name for messages.
-        fix: What to give instead where there is too little room.
+        needs: Path and number of bytes of each output, by its name for messages.
+        fix: The option to change if there is too little room.
 
     Raises:
         UserError: A file system has too little room.
@@ -212,8 +212,8 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
 def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
     """Lock a run folder until the block or this process ends.
 
-    The lock is `flock` on a file in the folder, which names the holder and is removed with the block. On a file system
-    without locks the file itself is the lock; a file left by a dead process of this host does not count.
+    The lock is `flock` on a file in the folder. The file names the holder and is removed when the block ends. On a file
+    system without locks the file itself is the lock; a file left by a dead process of this host does not count.
 
     Args:
         folder: The folder, which exists.
@@ -243,7 +243,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
 
 
 def _take(path: Path) -> int | None:
-    """Return the descriptor of a lock file that is now this process's, or None where another has it."""
+    """Take a lock; return the descriptor of its file, or None if another process holds it."""
     while True:
         is_new = True
         try:
@@ -274,7 +274,7 @@ def _take(path: Path) -> int | None:
 
 
 def _removed_stale(path: Path) -> bool:
-    """Remove a lock file whose process has ended, where the file itself is the lock; return whether it was removed."""
+    """Remove a lock file whose process has ended, on a file system without locks; return whether it is removed."""
     found = _read(path)
     with contextlib.suppress(FileNotFoundError):
         if found and not _is_gone(found):

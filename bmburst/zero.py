@@ -1,13 +1,13 @@
-"""Finds, gathers and scatters the shards of parameters: BMTrain's ZeRO shards every tensor over all ranks.
+"""Finds, gathers and scatters the ZeRO shards of parameters: BMTrain shards every tensor over all ranks.
 
 BMTrain flattens the parameters of a `Block` into one storage for each dtype and group and shards it evenly over the
-ranks, so a rank's shard of one tensor is any run of its elements, or none. A `DistributedParameter` outside a Block is
-sharded alone. Optimizer states (`exp_avg` and so on) have the shape of the shard, so the same map serves weights,
-gradients and optimizer states on any number of ranks.
+ranks. So a rank's shard of one tensor is a contiguous run of its elements, possibly empty. A `DistributedParameter`
+outside a Block is sharded alone. Optimizer states (`exp_avg` and so on) have the shape of the shard, so the same map
+serves weights, gradients and optimizer states on any number of ranks.
 
-Under tensor parallelism a rank of each tensor group has a part of a matrix, and ZeRO shards that part over the ranks
-that have the same one. Names and shapes are still those of whole tensors: what is gathered, saved and loaded does not
-depend on the number of ranks.
+Under tensor parallelism each rank of a tensor group has a part of a matrix, and ZeRO shards that part over the ranks
+with the same part. Names and shapes are still those of whole tensors, so checkpoints do not depend on the number of
+ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from bmburst.comm.host_memory import host_shard
 
 
 class ShardData(Enum):
-    """Selects the data of a shard: its weights, where a tensor of the same layout may be given instead."""
+    """Marker for arguments that take either the shard's weights or a tensor of the same layout."""
 
     WEIGHTS = auto()
 
@@ -35,7 +35,7 @@ class NamedShard:
     """One parameter of a model and this rank's shard of it.
 
     Elements are counted in shard order: the parts of the tensor ranks one after the other, each flattened. This is the
-    order of the flattened tensor itself unless tensor ranks split it along another dimension than 0.
+    order of the flattened tensor itself, unless tensor parallelism splits it along a dimension other than 0.
     """
 
     name: str
@@ -45,50 +45,50 @@ class NamedShard:
     group: str | None
     """BMTrain's name of the parameter group, for example "no_decay"."""
     parameter: torch.nn.Parameter
-    """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat; empty where it has none."""
+    """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat, possibly empty."""
     storage: torch.nn.Parameter
-    """What ZeRO moves: the Block's flat parameter that contains the piece, or `parameter` itself outside a Block."""
+    """The tensor that ZeRO moves: the Block's flat parameter with the piece, or `parameter` itself outside a Block."""
     offset: int
     """Where the piece starts in `storage`."""
     ranges: tuple[tuple[int, int], ...]
-    """For every rank of the world the run [begin, end), in shard order, that it holds; may be empty."""
+    """The run [begin, end) of every rank of the world, in shard order; may be empty."""
     rank: int
     comm: Any = field(repr=False)
-    """Of all ranks that hold pieces: the world."""
+    """BMTrain's communicator of all ranks that hold pieces: the world."""
     split: int = 0
-    """Dimension along which tensor ranks share the tensor."""
+    """Dimension along which tensor parallelism splits the tensor."""
     parts: int = 1
-    """Tensor ranks that share it."""
+    """Number of tensor ranks that split it."""
 
     @property
     def device(self) -> torch.device:
-        """Where BMTrain gathers it: the GPU, also if the storage is in host memory."""
+        """The device on which BMTrain gathers the tensor: the GPU, even if the storage is in host memory."""
         kept = host_shard(self.storage)
         return self.storage.device if kept is None else kept.device
 
     @property
     def begin(self) -> int:
-        """First of this rank's numbers, in shard order."""
+        """Index of this rank's first element, in shard order."""
         return self.ranges[self.rank][0]
 
     @property
     def end(self) -> int:
-        """One past the last of this rank's numbers, in shard order."""
+        """Index after this rank's last element, in shard order."""
         return self.ranges[self.rank][1]
 
     @property
     def count(self) -> int:
-        """How many numbers this rank has."""
+        """Number of this rank's elements."""
         return self.end - self.begin
 
     def local(self, like: Tensor | ShardData = ShardData.WEIGHTS) -> Tensor:
-        """Return this rank's piece of a tensor that is laid out as the parameter is, as a flat view.
+        """Return this rank's piece of a tensor with the layout of the parameter, as a flat view.
 
         Args:
-            like: Laid out as `parameter` or as `storage` (an optimizer's state for either, a gradient).
+            like: A tensor with the layout of `parameter` or of `storage`: a gradient or an optimizer state of either.
 
         Raises:
-            ValueError: It is laid out as neither.
+            ValueError: The tensor has neither layout.
         """
         if isinstance(like, ShardData):
             if kept := host_shard(self.storage):
@@ -99,19 +99,19 @@ class NamedShard:
         if like.numel() == self.count:
             return like.reshape(-1)
         raise ValueError(
-            f"{self.name}: {tuple(like.shape)} is neither this rank's {self.count} numbers nor its storage of "
+            f"{self.name}: {tuple(like.shape)} is neither this rank's {self.count} elements nor its storage of "
             f"{self.storage.numel()}"
         )
 
     def ordered(self, full: Tensor) -> Tensor:
-        """Return a full tensor's numbers in shard order, flat; a copy only where that is another order."""
+        """Return a full tensor's elements in shard order, flat; a copy only if the order differs."""
         if self.parts == 1 or self.split == 0:
             return full.reshape(-1)
         numbers: Tensor = full.unflatten(self.split, (self.parts, -1)).movedim(self.split, 0).reshape(-1)
         return numbers
 
     def whole(self, ordered: Tensor) -> Tensor:
-        """Return the full tensor of numbers in shard order: the inverse of `ordered`."""
+        """Return the full tensor from its elements in shard order: the inverse of `ordered`."""
         if self.parts == 1 or self.split == 0:
             return ordered.view(self.shape)
         part = [size // self.parts if dim == self.split else size for dim, size in enumerate(self.shape)]
@@ -119,17 +119,17 @@ class NamedShard:
         return full
 
     def read(self, run: Callable[[int, int], Tensor]) -> Tensor:
-        """Return this rank's numbers from where whole tensors are kept, reading no more than the rows that hold them.
+        """Read this rank's elements from a store of whole tensors; only the rows that contain them are read.
 
         Args:
-            run: Returns the numbers [begin, end) of the flattened full tensor, flat.
+            run: Returns the elements [begin, end) of the flattened full tensor, flat.
         """
         if self.parts == 1 or self.split == 0 or not self.count:
             return run(self.begin, self.end)
         assert self.split == 1 and len(self.shape) == 2
         rows, columns = self.shape
         width = columns // self.parts
-        part, begin = divmod(self.begin, rows * width)  # a rank's numbers are all of one part
+        part, begin = divmod(self.begin, rows * width)  # all elements of a rank are in one part
         first, last = begin // width, -(-(begin + self.count) // width)
         read = run(first * columns, last * columns).view(-1, columns)[:, part * width : (part + 1) * width]
         return read.reshape(-1)[begin - first * width :][: self.count]
@@ -141,7 +141,7 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
     shards = []
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, bmt.DistributedParameter):
-            raise TypeError(f"{name} is no bmtrain.DistributedParameter: BMTrain would not keep it equal on all ranks")
+            raise TypeError(f"{name} is not a bmtrain.DistributedParameter: BMTrain would not keep ranks' copies equal")
         if parameter._tp_mode and parameter._tp_split_dim < 0:
             raise TypeError(f"{name} is in tensor-parallel mode but not split: each tensor rank would have its own")
         size = prod(parameter._original_shape)
@@ -168,7 +168,7 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
                 parameter=parameter,
                 storage=storage,
                 offset=max(start - zero_rank * partition, 0) if begin < end else 0,
-                # As BMTrain's topology has it, tensor ranks are neighbours.
+                # In BMTrain's topology, the ranks of a tensor group are neighbours.
                 ranges=tuple((p * size + b, p * size + e) for b, e in pieces for p in range(parts)),
                 rank=bmt.rank(),
                 comm=bmt.config["comm"],
@@ -180,7 +180,7 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
 
 
 def gradient_of(shard: NamedShard) -> Tensor | None:
-    """Return the gradient of a parameter's storage, if there is one; in host memory it is whole."""
+    """Return the gradient of a parameter's storage, or None. For host memory, wait until it is complete."""
     if kept := host_shard(shard.storage):
         kept.wait_for_gradient()
     return shard.storage.grad
@@ -193,33 +193,34 @@ def gather(
     dtype: torch.dtype | None = None,
     root: int | None = None,
 ) -> Tensor | None:
-    """Gather a tensor from all ranks' shards. Every rank calls it for the same shard.
+    """Gather a tensor from all ranks' shards. Collective: every rank calls it for the same parameter.
 
     Args:
-        shard: Which parameter.
-        like: Laid out as the parameter is (see `NamedShard.local`), on any device; by default the weights. May be None
-            on a rank without a piece, which has no gradient and no state.
-        dtype: Of the tensor, the same on all ranks; the weights' by default. A rank without a piece cannot know it.
-        root: The only rank to receive the result; None for all.
+        shard: The parameter's shard.
+        like: A tensor with the layout of the parameter (see `NamedShard.local`), on any device; default: the weights.
+            May be None on a rank without a piece, which has no gradient and no optimizer state.
+        dtype: Dtype of the tensor, the same on all ranks, since a rank without a piece cannot know it. Default: the
+            dtype of the weights.
+        root: The only rank to receive the result; None: all ranks.
 
     Returns:
         The full tensor in the parameter's shape, on the GPU; None on ranks other than `root`.
 
     Raises:
-        ValueError: `like` is of another dtype or layout, or None on a rank with a piece.
+        ValueError: `like` has another dtype or layout, or is None on a rank with a piece.
     """
     dtype, empty = dtype or shard.dtype, shard.count == 0
     if empty:
         piece = torch.empty(0, dtype=dtype, device=shard.device)
     elif like is None:
-        raise ValueError(f"{shard.name}: this rank has {shard.count} numbers, but there is no tensor to gather from")
+        raise ValueError(f"{shard.name}: this rank has {shard.count} elements, but there is no tensor to gather from")
     else:
         piece = shard.local(like).detach().to(shard.device)
     if piece.dtype != dtype:
         raise ValueError(f"{shard.name}: gathering {dtype} on all ranks, but this one holds {piece.dtype}")
     receivers = range(len(shard.ranges)) if root is None else (root,)
     full = torch.empty(prod(shard.shape), dtype=dtype, device=piece.device) if shard.rank in receivers else None
-    # BMTrain reduces and gathers on its own stream; what we read must be finished.
+    # BMTrain reduces and gathers on its own stream, which must finish before the piece is read.
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
     flat = FlatStorage(piece.contiguous())
     with launched_together():
@@ -241,9 +242,9 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | ShardData = ShardDat
     """Write this rank's piece of a full tensor, without communication; the inverse of `gather`.
 
     Args:
-        shard: Which parameter.
-        full: In the parameter's shape; only this rank's numbers are read, and converted.
-        into: Laid out as the parameter is (see `NamedShard.local`); by default the weights.
+        shard: The parameter's shard.
+        full: The tensor in the parameter's shape; only this rank's elements are read, and converted to the dtype.
+        into: A tensor with the layout of the parameter (see `NamedShard.local`); default: the weights.
 
     Raises:
         ValueError: The shape differs.
@@ -256,7 +257,7 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | ShardData = ShardDat
 
 @torch.no_grad()
 def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | ShardData = ShardData.WEIGHTS) -> None:
-    """Write this rank's piece, given as exactly its own numbers: `scatter` where the full tensor is nowhere held."""
+    """Write this rank's piece from a tensor of its own elements only: `scatter` without the full tensor."""
     if shard.count:
         shard.local(into).copy_(piece)
         if into is ShardData.WEIGHTS and (kept := host_shard(shard.storage)):

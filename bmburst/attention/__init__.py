@@ -1,1 +1,1 @@
-"""Attention over a sequence that is split over ranks: decides each call, then executes its schedule."""
+"""Attention over a sequence that is split over ranks: plans each call, then executes its schedule."""

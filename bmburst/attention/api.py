@@ -1,4 +1,4 @@
-"""`burst_attention`, exact attention over a sequence split over ranks, and the same under Burst-Attention's names."""
+"""`burst_attention`: exact attention over a sequence that is split over ranks; also under Burst-Attention's names."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,14 +88,14 @@ def burst_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return exact softmax attention of this rank's queries over the whole sequence.
 
-    Every rank of the group calls it with its own tokens, in the layout's order (`bmburst.shard` cuts them), with equal
-    shapes. A rank needs memory for its share of the sequence only: its local tokens of all heads, or all
-    tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
-    the sum of the ranks' losses, once: `create_graph=True` is refused.
+    Every rank of the group calls it with its own tokens in the order of the layout (`bmburst.shard` cuts them). Shapes
+    are equal on all ranks. A rank holds only its share of the sequence: its local tokens of all heads, or all tokens of
+    its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of the sum of the ranks'
+    losses, and only of first order: `create_graph=True` is refused.
 
     A NaN or an infinity in q, k or v stays in its sample and in its document (`bmburst.Documents`), in outputs and in
-    gradients. Inside a document a NaN may reach queries that do not see it: kernels multiply whole tiles, and a weight
-    of zero times NaN is NaN.
+    gradients. Inside a document a NaN may reach queries that do not see it: kernels multiply whole tiles, and zero
+    times NaN is NaN.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
@@ -103,52 +103,52 @@ def burst_attention(
             In cross-attention `[batch, local_keys, kv_heads, head_dim]`.
         v: Shaped as k.
         mask: Which keys a query sees, in global positions: "causal", "full", or one of `bmburst.Causal`, `Full`,
-            `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple of them has one for each
+            `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple has one mask for each
             sample of the batch.
-        layout: "contiguous", "zigzag", "striped" or "balanced" (like work for every rank under this mask): which global
-            positions the local tokens are. "balanced" depends on mask and length: they must be those of `shard`.
-        length: Real tokens of the whole sequence; later ones are padding: never attended to, zero output, zero
-            gradient. Default: what the mask is made for, or all of them.
-        key_layout: Layout of the keys in cross-attention; default: `layout`. "balanced" is that of `shard` under the
-            same mask made for the keys: for `Documents` that of their key lengths above 0.
-        key_length: Real tokens of the keys' sequence, where it is another one than the queries'. Keys then have local
-            tokens and padding of their own. "causal" and `SlidingWindow` are aligned at the bottom right: the last
-            query sees the last key, query i is treated as key `i + key_length - length`. `Documents` take
-            `key_lengths`. Other masks are refused. Default: with `key_layout`, what the mask is made for, or as many
-            as queries; else queries and keys are one sequence.
+        layout: Which global positions the local tokens have: "contiguous", "zigzag", "striped" or "balanced" (equal
+            work for every rank under this mask). "balanced" depends on mask and length: pass those given to `shard`.
+        length: Real tokens of the whole sequence. Later tokens are padding: never attended to, zero output, zero
+            gradient. Default: the length that the mask is made for, else all tokens.
+        key_layout: Layout of the keys in cross-attention; default: `layout`. "balanced" is the layout that `shard`
+            gives under the same mask made for the keys: `Documents` of the key lengths above 0.
+        key_length: Real tokens of the keys' sequence in cross-attention. Keys then have their own number of local
+            tokens and their own padding. "causal" and `SlidingWindow` are aligned at the bottom right: the last query
+            sees the last key, and query i has the position of key `i + key_length - length`. `Documents` take
+            `key_lengths`. Other masks are refused. Default with `key_layout`: the length that the mask is made for,
+            else that of the queries. Default without `key_layout`: queries and keys are one sequence.
         sink: `[heads]`, any float dtype: a logit for each query head that takes a share of every row's softmax and has
-            no value, as in gpt-oss. Rows that see no key are not changed. Every rank gives all heads' sinks. Its
-            gradient is this rank's queries' part, which the caller adds up over the group as that of other weights.
-        group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
-            group or else the world.
+            no value, as in gpt-oss. Rows that see no key are not changed. Every rank passes the sinks of all heads. The
+            gradient covers this rank's queries; the caller sums it over the group, as for other weights.
+        group: A `torch.distributed` process group or a `bmt.nccl` communicator. None: the sequence group of the current
+            mesh, else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
         softcap: Bound of the scores, above 0: a scaled score becomes `softcap * tanh(score / softcap)`, before the mask
             and before a sink, as in Gemma 2. Kernels "fa4", "fa3", "fa2", "triton" and "reference" have it. None: no
             bound.
-        kernel: "auto", the first of these that takes the inputs on this machine: "fa4" (FlashAttention-4, package
+        kernel: "auto", the first of these that supports the inputs on this machine: "fa4" (FlashAttention-4, package
             flash-attn-4), "fa3" (FlashAttention-3), "cudnn" (cuDNN inside torch; expands shared KV heads for the
-            length of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
+            duration of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
             flash kernel for CPUs), "triton" (ours) or "reference" (plain torch, any dtype).
-        strategy: How the work is spread: "heads" (ranks exchange tokens for heads, needs heads that divide by the
-            ranks), "gather" (each rank pulls the keys and values that its queries see), "ring" (blocks go round, as far
-            as any rank needs them), "heads+ring" and "heads+gather" (heads among neighbours, the other between their
-            groups), "double-ring" (blocks go round inside nodes, and from node to node behind that; BMBURST_NODE names
-            a process's node where it is not its host), or "auto", the one that `bmburst.schedule.cost` finds
+        strategy: What the ranks exchange: "heads" (Ulysses: tokens for heads; the number of ranks must divide the
+            heads), "gather" (each rank pulls the keys and values that its queries see), "ring" (blocks go round, as far
+            as any rank needs them), "heads+ring" and "heads+gather" ("heads" among neighbours, the other between such
+            groups), "double-ring" (a ring inside each node, overlapped with a ring between nodes; BMBURST_NODE names
+            the node of a process where it is not its host), or "auto", the one that `bmburst.schedule.cost` finds
             cheapest. "kv" and "burst" are rings whose backward moves keys and values, or queries and their gradients;
             "ring" takes the one that costs less.
-        transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":
-            "peer" where every rank can reach the others' memory, else what the group has.
+        transport: "peer" (copy engines between the GPUs of one host, concurrent with the kernels), "nccl", "gloo", or
+            "auto": "peer" where every rank can access the memory of the others, else the transport of the group.
         deterministic: Whether repeated calls must give the same bits in backward too. Costs speed on a GPU.
-        return_lse: Whether to return also the log-sum-exp. A loss that depends on it runs backward with "reference"
-            where the kernel cannot take its gradient.
+        return_lse: Whether to return the log-sum-exp too. If a loss depends on it and the kernel does not support its
+            gradient, backward runs with "triton" or "reference".
 
     Returns:
         The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scores in nats,
         `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
 
     Raises:
-        UserError: A value is unknown, shapes, dtypes or devices cannot work, or the ranks of the group disagree: on
-            every rank, where calls are compared (on CPUs always; see `bmburst.comm.checks.CheckedCommunicator`).
+        UserError: A value is unknown, shapes, dtypes or devices are not supported, or the ranks of the group disagree.
+            Every rank raises it if calls are compared (on CPUs always; see `bmburst.comm.checks.CheckedCommunicator`).
 
     Source: BurstAttention, arXiv:2403.09347.
     """
@@ -177,9 +177,9 @@ def attend(
     key_length: int | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp; see `burst_attention`.
+    """Return the output and the log-sum-exp; see `burst_attention`.
 
-    torch.compile breaks its graph here: decisions and transfers cannot be part of a compiled graph.
+    torch.compile breaks its graph here: a compiled graph cannot contain the checks and transfers.
     """
     if torch.compiler.is_compiling():
         from bmburst.attention.uncompiled import uncompiled
@@ -214,7 +214,7 @@ def _sample_by_sample(
         options.validate()
         require_tensors(
             q, k, v, is_cross=options.is_cross(key_length)
-        )  # whole: of a sample's own slices nobody could tell that there were others
+        )  # the whole batch: an error about one sample's slice would show the wrong shape
         if not masks or len(masks) != len(q):
             raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
         if "balanced" in (options.layout, options.key_layout) and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
@@ -227,12 +227,12 @@ def _sample_by_sample(
         for i, mask in enumerate(masks)
     ]
     outs, lses = zip(*parts, strict=True)
-    with no_autocast(q.device.type):  # in which torch joins no 16-bit tensors but those of its own dtype
+    with no_autocast(q.device.type):  # under autocast, torch.cat refuses 16-bit tensors of another dtype
         return torch.cat(outs), torch.cat(lses)
 
 
 def resolve_group(group: object) -> CheckedCommunicator:
-    """Return the communicator of `group`, or for None that of the current mesh's sequence group or else the world."""
+    """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world."""
     mesh = current_mesh()
     return mesh.sequence if group is None and mesh is not None else communicator(group)
 
@@ -252,19 +252,19 @@ def burst_attn_func(
     process_group: object = None,
     double_group: Sequence[object] = (None, None),
 ) -> Tensor:
-    """Return attention as Burst-Attention's function of this name does; causal means zigzag order.
+    """Return attention with the signature of Burst-Attention's function of this name; causal means zigzag order.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`; with `flash=None` `[batch, heads, local_tokens, head_dim]`.
-        k: In the same order of dimensions, with its own number of heads.
+        k: Dimensions in the order of q, with its own number of heads.
         v: Shaped as k.
         softmax_scale: Factor on the scores; default `head_dim ** -0.5`.
         flash: "cuda" or "triton": both take the best kernel of this device. None: plain torch.
-        causal: Causal mask over a sequence in zigzag order, or no mask.
-        optimize_bwd_comm: True makes the queries travel in backward (strategy "burst"); False takes the cheapest way.
+        causal: True: causal mask over a sequence in zigzag order. False: no mask.
+        optimize_bwd_comm: True: backward moves the queries (strategy "burst"). False: strategy "auto".
         deterministic: Whether repeated calls must give the same bits.
         process_group: As `group` in `burst_attention`.
-        double_group: Groups inside and between nodes. Not used: ranks find out which of them share a node.
+        double_group: Groups inside and between nodes. Ignored: ranks find out which of them share a node.
 
     Raises:
         UserError: As `burst_attention`.
@@ -285,19 +285,19 @@ def burst_attn_func_striped(
     process_group: object = None,
     double_group: Sequence[object] = (None, None),
 ) -> Tensor:
-    """Return attention as `burst_attn_func` does; causal means striped order."""
+    """Return attention as `burst_attn_func` does, except that causal means striped order."""
     del double_group
     return _attend(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "striped")
 
 
 class OpBurstAttn:
-    """Burst-Attention's autograd function: `OpBurstAttn.apply` takes what `burst_attn_func` takes, by position."""
+    """Burst-Attention's autograd function: `apply` takes the arguments of `burst_attn_func`, by position."""
 
     apply = staticmethod(burst_attn_func)
 
 
 class OpBurstAttnStrip:
-    """Burst-Attention's autograd function of striped order: `apply` takes what `burst_attn_func_striped` takes."""
+    """Burst-Attention's autograd function for striped order; arguments as in `burst_attn_func_striped`."""
 
     apply = staticmethod(burst_attn_func_striped)
 
@@ -316,7 +316,7 @@ def _attend(
 ) -> Tensor:
     if flash is not None and flash not in _FLASH:
         resolve_group(process_group).refuse(str(unknown("flash", flash, _FLASH)))
-    if flash is None:  # what has no heads to put first is refused behind this, on every rank
+    if flash is None:  # `burst_attention` refuses other inputs, on every rank
         q, k, v = (t.transpose(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (q, k, v))
     out = burst_attention(
         q,

@@ -1,13 +1,13 @@
-"""Attention with a learned bias and a mask of its own, over a sequence that is split over ranks.
+"""Attention with a learned bias and a mask given by token tensors, over a sequence that is split over ranks.
 
-It is decided and differentiated as `burst_attention` is, and runs in a ring: keys and values go round, and in backward
-their gradients follow one step behind. Which tokens see each other was exchanged once for the batch (`BiasedSequence`),
-with their places in the sequence, so every layout works. The gradient of the bias table is this rank's share, as that
-of any parameter that all ranks have: the sum over ranks is the gradient of the sum of their losses.
+It runs in a ring: keys and values go round, and in backward their gradients follow one step behind. Ranks exchange the
+positions of their tokens and which tokens see each other once for each batch (`BiasedSequence`), so every layout works.
+The gradient of the bias table is this rank's share, as for any replicated parameter: the sum over ranks is the gradient
+of the sum of their losses.
 
 Memory beside inputs and results, for B samples, S tokens over P ranks, H heads of dimension D: forward 4 * B * S/P * H
-* D (keys and values that are here, and the next ones) and an output in fp32; backward that, and 4 such gradients in
-fp32; one rank alone has none of that. Nothing grows with the square of the sequence.
+* D elements (current and next keys and values) and an output in fp32; backward the same, and 4 such gradients in fp32.
+One rank alone needs none of this. Nothing grows with the square of the sequence.
 """
 
 from collections.abc import Hashable
@@ -44,17 +44,17 @@ from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 __all__ = ["BiasedSequence", "biased_attention"]
 
-_STRATEGY = "kv"  # the bias of a tile needs the keys' tokens, which every rank has: keys and values travel
+_STRATEGY = "kv"  # keys and values travel: the bias of a tile needs the keys' tokens, which every rank has
 _HOW_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BiasedCall(SequenceCall):
-    """A call of `biased_attention`. To its schedule every query sees every key: what each sees is in tensors.
+    """A call of `biased_attention`. Its schedule uses a full mask, since the real mask is given by tensors.
 
     Attributes:
-        kernel: What computes a block of queries and keys.
-        pairs: This rank's queries and the keys of each rank.
+        kernel: The kernel that computes a block of queries and keys.
+        pairs: This rank's queries with the keys of each rank.
     """
 
     kernel: BiasedKernel
@@ -62,7 +62,7 @@ class BiasedCall(SequenceCall):
 
 
 class _Shared:
-    """What calls of one batch share; a copy of the batch begins with nothing."""
+    """State that the calls of one batch share; a copy of the batch starts without it."""
 
     def __init__(self) -> None:
         self.whole = DerivedTensors()
@@ -76,22 +76,22 @@ class _Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BiasedSequence:
-    """This rank's part of a batch of sequences: what attention must know of it beside q, k, v and the bias table.
+    """This rank's part of a batch of sequences: the inputs of attention beside q, k, v and the bias table.
 
-    Make one for a batch and give it to all layers: what tokens other ranks have and which of them see each other is
-    found by the first call, kept here, some 120 bytes a token of the whole sequence, and let go with it. So tensors
-    that it was made of must not be changed: attention refuses it then.
+    Make one for each batch and pass it to all layers. The first call exchanges the tokens of all ranks and keeps them
+    here, about 120 bytes for each token of the whole sequence. The input tensors must therefore not be changed:
+    attention refuses changed ones.
 
     Attributes:
-        formula: Which row of the table a query and a key have.
+        formula: Maps a query and a key to a row of the table.
         relations: int32 `[batch or 1, entries]`, the same on every rank of the group.
-        tokens: What this rank's tokens are, in the whole sequence.
+        tokens: Position, document and so on of this rank's tokens in the whole sequence.
         group: The ranks that share the sequences.
         kernel: "auto", "triton" or "reference".
         transport: As in `bmburst.burst_attention`.
 
     Raises:
-        UserError: One is of another type.
+        UserError: An attribute has the wrong type.
     """
 
     formula: RelativeBias
@@ -111,16 +111,16 @@ class BiasedSequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether no call has asked for `pairs` yet: the first is collective."""
+        """Whether `pairs` has not been called yet; the first call is collective."""
         return self._shared.pairs is None
 
     def require_unchanged(self) -> None:
-        """Check that nothing was written into the tensors since this was made, or a copy of it first used.
+        """Check that no tensor was changed in place since construction (for a copy: since its first use).
 
-        What was made under `torch.inference_mode` has no count of that.
+        Tensors made under `torch.inference_mode` have no version counter and are not checked.
 
         Raises:
-            UserError: Something was.
+            UserError: A tensor was changed.
         """
         vectors = (getattr(self.tokens, f.name) for f in fields(self.tokens))
         versions = tuple(0 if t.is_inference() else t._version for t in (self.relations, *vectors))
@@ -128,14 +128,14 @@ class BiasedSequence:
             self._shared.versions = versions
         if versions != self._shared.versions:
             raise UserError(
-                "relations or tokens of a BiasedSequence were changed in place, and layers share what was found of them"
+                "relations or tokens of a BiasedSequence were changed in place, but layers share results made from them"
                 "\nfix: make new ones for each batch"
             )
 
     def pairs(self) -> tuple[Pairs, ...]:
-        """Return what this rank's queries and the keys of each rank are to each other, by rank.
+        """Return the pairs of this rank's queries and the keys of each rank, by rank.
 
-        They are of copies, made at the first call: a collective one.
+        The first call is collective: it copies and exchanges the tensors.
         """
         shared = self._shared
         relations, whole = shared.whole.get("whole", self._whole)
@@ -146,11 +146,11 @@ class BiasedSequence:
 
     @property
     def calls(self) -> "DecidedCalls[BiasedCall]":
-        """The calls that were decided for this batch."""
+        """Cache of the calls of this batch."""
         return self._shared.calls
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        """Return relations, and all ranks' tokens, `[ranks, 6, batch, local_tokens]`, in memory of their own."""
+        """Return copies of the relations and of all ranks' tokens, `[ranks, 6, batch, local_tokens]`."""
         (whole,) = self.group.all_gather(self.tokens.packed()).wait()
         return self.relations.clone(), whole
 
@@ -160,25 +160,25 @@ def biased_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return exact attention of this rank's queries over the whole sequence: softmax(q k^T * scale + table[bucket]) v.
 
-    Every rank of the group calls it with its own tokens, in any order, as many as the others. The same call gives the
-    same bits each time. A compiled caller's graph ends before it and goes on after it.
+    Every rank of the group calls it with its own tokens, in any order. All ranks have the same number of tokens.
+    Repeated calls give the same bits. torch.compile breaks its graph here.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
         k: The same shape.
         v: The same shape.
         table: The learned bias, `[sequence.formula.rows, heads]`, any float dtype, the same on every rank.
-        sequence: What the tokens are, and who has the others. One for all layers of a batch, on every rank: the first
-            call with it finds out what the others need not.
-        scale: Factor on the products, above 0; default `head_dim ** -0.5`.
+        sequence: The tokens of this rank, and the group. All layers of a batch share it, on every rank: the first call
+            does work that later calls reuse.
+        scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
 
     Returns:
         The output, shaped and typed as q, and the log-sum-exp `[batch, heads, local_tokens]` in fp32 or wider. Both are
-        differentiable, also by the table. Tokens that see no key, padding among them, give zero and -inf.
+        differentiable, also with respect to the table. Tokens that see no key, such as padding, give zero and -inf.
 
     Raises:
-        UserError: Shapes, dtypes or devices cannot work, the sequence's tensors were changed in place, or the ranks of
-            the group disagree.
+        UserError: Shapes, dtypes or devices are not supported, the sequence's tensors were changed in place, or the
+            ranks of the group disagree.
     """
     if torch.compiler.is_compiling():
         from bmburst.attention.uncompiled import uncompiled
@@ -195,9 +195,9 @@ def biased_attention(
 def _decide(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None
 ) -> BiasedCall:
-    """Check the inputs and decide, together with the other ranks while the group compares them.
+    """Check the inputs and decide the call, together with the other ranks if the group compares its ranks.
 
-    Else layers like an earlier one of the batch take its decision.
+    Otherwise a layer whose tensors are like those of an earlier layer of the batch reuses its decision.
     """
     tensors, comm = (q, k, v, table), sequence.group
     request = StrategyRequest.of(comm, _STRATEGY, sequence.transport, None)
@@ -210,7 +210,7 @@ def _decide(
             require_inputs(q, k, v, table, own)
             require_numbers("q", q)
             require_transport(comm, q, sequence.transport)
-            if not q.is_cuda and sequence.is_new:  # where the host need not wait; on a GPU such biases are NaN
+            if not q.is_cuda and sequence.is_new:  # on a GPU the host would wait; there such biases are NaN
                 require_relations(own)
             kernel = select_biased_kernel(sequence.kernel, q)
         except KernelError as error:
@@ -238,7 +238,7 @@ def _decide(
     sequence.require_unchanged()
     kind: Hashable = (scale, *((t.shape, t.dtype, t.device, t.layout) for t in tensors))
     call = sequence.calls.get(kind, decide)
-    sequence.pairs()  # here, on whatever stream
+    sequence.pairs()  # for the current stream
     return call
 
 
@@ -251,7 +251,7 @@ def _signature(
     kernel: BiasedKernel,
     scale: float | None,
 ) -> str:
-    """Return what must be equal on every rank."""
+    """Describe what must be equal on every rank."""
     return (
         f"biased attention\nq, k, v {describe_tensors(q, k, v)}\ntable {describe_tensors(table)}\nrelations "
         f"{describe_tensors(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
@@ -261,7 +261,7 @@ def _signature(
 
 
 def _forward(call: BiasedCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Partial:
-    """Return attention of this rank's queries: keys and values visit."""
+    """Return attention of this rank's queries to the keys and values that go round the ring."""
     merged: Partial | None = None
     for step, (keys, values) in visiting_kv(call, k, v):
         part = call.kernel.forward(q, keys, values, table, call.pairs[step.owner], scale=call.scale)
@@ -276,7 +276,10 @@ def _forward(call: BiasedCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -
 
 
 def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedGradients:
-    """Return the gradients of q, k and v, and this rank's share of the table's: fp32 or wider, of one rank rounded."""
+    """Return the gradients of q, k and v and this rank's share of the table's.
+
+    They are in fp32 or wider; on one rank alone they are already rounded.
+    """
     grad_out, q, k, v, lse, delta = given
     own: list[tuple[Tensor, Tensor]] = []
     is_alone = call.comm.size == 1

@@ -1,4 +1,4 @@
-"""Decides an attention call over a group of ranks: kernel, transport and strategy, the same on all of them."""
+"""Chooses kernel, transport and strategy of an attention call, the same on all ranks of its group."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
@@ -46,9 +46,9 @@ Call = TypeVar("Call", bound="SequenceCall")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SequenceCall:
-    """A checked attention call over the ranks of a sequence, of any kind. Executors follow it.
+    """A checked attention call, of any kind, over the ranks of a sequence. Executors run it.
 
-    Calls are compared by identity: what is cached for a call is found by the call itself.
+    Calls are compared by identity, since caches use the call as their key.
 
     Attributes:
         comm: The group, over the transport that moves its blocks.
@@ -56,7 +56,7 @@ class SequenceCall:
         length: Real tokens of the whole sequence.
         mask: Which keys a query sees.
         scale: Factor on the scores.
-        strategy: How the work is spread.
+        strategy: What the ranks exchange.
         double_ring: The groups of a double ring, where the strategy has one.
     """
 
@@ -69,7 +69,7 @@ class SequenceCall:
     double_ring: DoubleRingGroups | None = None
 
     def double_schedule(self, ring_tensors: RingTensors, *, returning: bool) -> DoubleSchedule:
-        """Return this rank's schedule in a double ring; `returning`: whether gradients follow the blocks home."""
+        """Return this rank's schedule in a double ring; `returning`: whether gradients return to the blocks' owners."""
         assert self.double_ring is not None
         options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, self.double_ring.inter.size)
         return make_double_schedule(*options, returning=returning)
@@ -79,7 +79,7 @@ class SequenceCall:
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, ring_tensors)
 
     def taking_delta(self, q: Tensor, k: Tensor) -> "SequenceCall":
-        """Return this call with a kernel that uses any delta as it is given; here the call's own kernel does."""
+        """Return this call with a kernel that uses a given delta; in this class, the call itself."""
         del q, k
         return self
 
@@ -89,10 +89,10 @@ class AttentionCall(SequenceCall):
     """A call of `burst_attention`.
 
     Attributes:
-        kernel: What computes a tile.
+        kernel: The kernel that computes a tile.
         deterministic: Whether repeated calls must give the same bits.
         softcap: Scaled scores become `softcap * tanh(score / softcap)`; None: they stay as they are.
-        is_cross: Whether the caller said that keys are another sequence, even where both lie alike by chance.
+        is_cross: Whether this is cross-attention, even if queries and keys happen to have the same layout.
     """
 
     kernel: Kernel
@@ -101,14 +101,14 @@ class AttentionCall(SequenceCall):
     is_cross: bool = False
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-        """Return the work between one rank's queries and another's keys."""
+        """Return the tiles between one rank's queries and another's keys."""
         return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
     def heads_plan(self, q: Tensor, k: Tensor, brought: list[Tensor], *, backward: bool) -> HeadsPlan:
         """Return this rank's plan of a head exchange.
 
-        It is found by what tensors say of themselves: to hash all that `make_heads_plan` takes cost the host of an H200
-        50 microseconds before the first copy of each call.
+        The cache key is made of the tensors' shapes, dtype and strides: hashing all arguments of `make_heads_plan` took
+        50 microseconds on the host of an H200, before the first copy of each call.
 
         Args:
             q: This rank's queries.
@@ -120,12 +120,12 @@ class AttentionCall(SequenceCall):
         return _heads_plan(self.layout, self.strategy, self.comm.rank, backward, q.shape, k.shape, q.dtype, strides)
 
     def over(self, layout: Layout, length: int) -> "AttentionCall":
-        """Return this call for other tokens: the same object each time, by which CUDA graphs of it are found."""
+        """Return this call for other tokens: the same object each time, since it is the key of its CUDA graphs."""
         return _over(self, layout, length)
 
     @cached_property
     def outer(self) -> "AttentionCall":
-        """The attention that remains once heads are exchanged: over one rank of each group that did."""
+        """The attention after the head exchange: over one rank of each group that exchanged heads."""
         degree = self.strategy.ulysses_degree
         if degree == 1:
             return self
@@ -133,9 +133,10 @@ class AttentionCall(SequenceCall):
         return replace(self, comm=StridedSubgroup(self.comm, degree), layout=layout, strategy=strategy)
 
     def taking_delta(self, q: Tensor, k: Tensor) -> "AttentionCall":
-        """Return this call with a kernel that uses any delta as it is given.
+        """Return this call with a kernel that uses a given delta.
 
-        A delta that is not zero where dO is: the surrogate output of a kernel that takes no delta cannot express it.
+        A kernel that takes no delta gets a surrogate output instead, which cannot express a delta that is non-zero
+        where dO is zero.
         """
         if self.kernel.takes_delta:
             return self
@@ -175,13 +176,12 @@ def _taking_delta(call: AttentionCall, *, with_triton: bool) -> AttentionCall:
 
 
 class Executor(NamedTuple):
-    """What runs a call: one way to spread an attention, forward and backward.
+    """The forward and backward functions that run a call under one strategy.
 
     Attributes:
-        forward: From the call, q, k, v and further inputs to this rank's output, in q's dtype, and log-sum-exp, in fp32
-            or wider. Padding rows give zero and `-inf`.
-        backward: From the call, what backward is given and further inputs to the gradients of all inputs, in their
-            dtype or wider.
+        forward: Maps `(call, q, k, v, *others)` to this rank's output, in q's dtype, and log-sum-exp, in fp32 or wider.
+            Padding rows give zero and `-inf`.
+        backward: Maps `(call, BackwardInputs, *others)` to the gradients of all inputs, in their dtype or wider.
     """
 
     forward: Callable[..., Partial]
@@ -189,13 +189,13 @@ class Executor(NamedTuple):
 
 
 class DecidedCalls(Generic[Call]):
-    """The calls that a group has decided under the same options, by the kind of their tensors: shape, dtype, device."""
+    """Cache of the calls of one group and its options, by the kind of their tensors: shape, dtype, device."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, Call] = {}
 
     def get(self, kind: Hashable, decide: Callable[[], Call]) -> Call:
-        """Return the call of that kind; `decide` makes the first one."""
+        """Return the call of that kind; `decide` makes it if there is none."""
         call = self._calls.get(kind)
         if call is None:
             if len(self._calls) >= _MOST_KINDS:
@@ -205,7 +205,7 @@ class DecidedCalls(Generic[Call]):
 
 
 _MOST_KINDS = 64
-"""Kinds of tensors whose calls are kept for one group and its options."""
+"""Most kinds of tensors whose calls are kept for one group and its options."""
 
 
 @bounded_cache(maxsize=256)
@@ -227,11 +227,11 @@ def decide(
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
-    A call with inputs of the same kind as an earlier one takes its decision: deciding takes the host a sixth of a
+    A call with inputs of the same kind as an earlier call reuses its decision: deciding takes the host a sixth of a
     millisecond, during which no kernel runs.
 
     Raises:
-        UserError: Something cannot work; where the group compares its ranks, on all of them.
+        UserError: The inputs or options are not supported. If the group compares its ranks, all of them raise it.
     """
     anew = partial(_decide, comm, q, k, v, length, options, key_length)
     if comm.active or not isinstance(length, int | None) or not isinstance(key_length, int | None):
@@ -239,7 +239,7 @@ def decide(
     require_tensors(q, k, v, is_cross=options.is_cross(key_length))
     try:
         decided = _decided_calls(comm, (length, key_length), options)
-    except TypeError:  # an option that cannot be hashed, a list, is refused
+    except TypeError:  # an unhashable option, such as a list: `_decide` refuses it
         return anew()
     return decided.get(tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]), anew)
 
@@ -290,8 +290,8 @@ class StrategyRequest:
         comm: The group.
         name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
         transport: One of `bmburst.comm.transports.TRANSPORTS`.
-        hardware: What the ranks run on, the same for all of them.
-        ulysses_degree: How many neighbouring ranks must exchange heads; None: what is cheapest.
+        hardware: The hardware of the ranks, the same for all of them.
+        ulysses_degree: How many neighbouring ranks must exchange heads; None: the cheapest degree.
     """
 
     comm: CheckedCommunicator
@@ -302,17 +302,17 @@ class StrategyRequest:
 
     @classmethod
     def of(cls, comm: CheckedCommunicator, name: str, transport: str, ulysses_degree: int | None) -> "StrategyRequest":
-        """Return the request. Collective the first time for a group: not where one rank may raise alone."""
+        """Return the request. Collective the first time for a group: no rank may raise alone before it."""
         return cls(comm, name, transport, hardware_like(device_name(comm)), ulysses_degree)
 
     def choose(self, shapes: HeadShapes, length: int, mask: Mask, placement: Placement | None = None) -> Strategy:
         """Return the cheapest strategy of that name.
 
         Args:
-            shapes: Sizes; `degree` is not looked at.
+            shapes: Sizes; `degree` is ignored.
             length: Real tokens of the sequence.
             mask: Which keys a query sees.
-            placement: Where the ranks lie, and what moves their blocks; None: not known yet.
+            placement: The nodes of the ranks and the transport of their blocks; None: not known yet.
 
         Raises:
             UserError: The strategy cannot work with these shapes.
@@ -321,15 +321,15 @@ class StrategyRequest:
         return choose_strategy(self.name, shapes, length, mask, placement, self.hardware, self.ulysses_degree)
 
     def place(self, call: Call, shapes: HeadShapes) -> Call:
-        """Return a call on which all ranks agree with the transport and the strategy that it will use.
+        """Return the call, on which all ranks agree, with its final transport and strategy.
 
         Collective the first time for a group.
 
         Raises:
-            UserError: Ranks lie unevenly on nodes or cannot read each other's memory, and what was asked for needs it.
+            UserError: The request needs as many ranks on each node, or peer access between ranks, and they lack it.
         """
         comm = self.comm
-        has_own_groups = STRATEGIES[self.name].needs("double-ring")  # which have transports of their own
+        has_own_groups = STRATEGIES[self.name].needs("double-ring")  # groups with their own transports
         moved = comm if has_own_groups else over_transport(comm, self.transport)
         placement = self._placement(moved.transport)
         if moved is comm and placement.nodes is None:
@@ -342,7 +342,7 @@ class StrategyRequest:
         return replace(call, comm=moved, strategy=strategy, double_ring=groups)
 
     def _placement(self, transport: str) -> Placement:
-        """Return where the ranks lie; they are asked only where several ways are compared."""
+        """Return the placement of the ranks. They are asked for their nodes only if the choice depends on it."""
         spec = STRATEGIES[self.name]
         if self.comm.size == 1 or transport == "peer":  # peers are on one node
             return Placement(transport, 1 if transport == "peer" else None)
@@ -356,7 +356,7 @@ class StrategyRequest:
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Return what must be equal on every rank, in names that a user knows: a pace follows from the rest."""
+    """Describe what must be equal on every rank, in names that users know. The pace follows from the rest."""
     keys = f", key_layout {call.layout.keys.name}" if call.is_cross else ""
     facts = {
         "q": describe_tensors(q),
@@ -376,7 +376,7 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
 
 
 def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
-    """Return the sizes of a rank's queries and keys, no heads exchanged; only shapes and dtype are looked at.
+    """Return the sizes of a rank's queries and keys before any head exchange; only shapes and dtype are read.
 
     Args:
         layout: Of the whole sequence.

@@ -1,17 +1,17 @@
-"""Attention over a group of ranks as one differentiable function, whose results a checkpoint keeps or recomputes.
+"""Attention over a group of ranks as one autograd function, with activation checkpointing.
 
-A checkpoint may keep the results of the last tokens only (recompute policy `:0.5`). The results of the first tokens,
-the prefix, are then recomputed. Under a mask that shows no query a later key, a prefix attends only to itself: its
-results are those of attention over it alone, with 1/4 of the whole's FLOPs for a half, and half of its bytes over the
-links (BurstEngine's sequence-level selective checkpointing, arXiv:2509.19836, which has it for striped halves).
+A checkpoint may keep the results of the last tokens only (recompute policy `:0.5`) and recompute those of the first
+tokens, the prefix. Under a causal mask the prefix attends only to itself. Recomputing half of the sequence thus takes
+1/4 of the FLOPs and half of the bytes over the links. Source: BurstEngine's sequence-level selective checkpointing for
+striped halves, arXiv:2509.19836.
 
-Every rank must keep the same share of its tokens, or the peak does not fall. So it depends on the layout:
+Peak memory falls only if every rank keeps the same share of its tokens. The layout decides which shares are possible:
 
-- alone on a device: any share;
+- one rank alone: any share;
 - striped: any share; the prefix is striped too, and balanced;
-- zigzag: the half, which is every rank's second chunk. The first chunks are a contiguous layout of the prefix. Where
-  all ranks exchange heads, each has all of its tokens and like work: 1/4 of the whole's. A ring or a gather gives the
-  last rank up to twice the mean, so 1/2 of the whole's;
+- zigzag: half, which is every rank's second chunk. The first chunks form a contiguous layout of the prefix. If all
+  ranks exchange heads, each rank has all tokens of the prefix and equal work: 1/4 of the FLOPs. In a ring or a gather
+  the last rank has up to twice the mean, so 1/2 of the FLOPs;
 - contiguous, balanced: none. The last ranks would keep everything.
 """
 
@@ -36,11 +36,11 @@ from bmburst_ops.merge import row_dots
 
 
 class SequenceAttention(torch.autograd.Function):
-    """`(executor, call, q, k, v, ...) -> (out, lse)`: every kind of attention over ranks runs through it."""
+    """`(executor, call, q, k, v, ...) -> (out, lse)`: the autograd function of every kind of attention over ranks."""
 
     @staticmethod
     def forward(ctx: Any, executor: Executor, call: SequenceCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend, or inside a checkpoint's recomputation return what that gave."""
+        """Attend; when a checkpoint recomputes, return the results that it kept."""
         prefix = partial(Prefix.of, executor, call, inputs) if isinstance(call, AttentionCall) else None
         with no_autocast(inputs[0].device.type), traced("attention forward"):
             out, lse = keep(partial(executor.forward, call, *inputs), prefix)
@@ -62,7 +62,7 @@ class SequenceAttention(torch.autograd.Function):
 
 
 def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what a kernel's backward takes for the gradients of an output and its log-sum-exp.
+    """Return dO and delta, by which a kernel's backward takes the gradients of an output and its log-sum-exp.
 
     Args:
         out: `[batch, tokens, heads, head_dim]`.
@@ -75,8 +75,7 @@ def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | No
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
     delta = row_dots(grad_out, out)
     if grad_lse is not None:
-        # dS = P * (dO V^T - delta + dlse): the gradient of the log-sum-exp is a smaller delta. It may be non-zero
-        # where dO is zero.
+        # dS = P * (dO V^T - delta + dlse): dlse is subtracted from delta. The result may be non-zero where dO is zero.
         delta = delta - grad_lse.to(delta.dtype)
     return grad_out, delta
 
@@ -86,7 +85,7 @@ class Prefix:
     """Recomputes attention for the first tokens of a sequence (recompute policy `:0.5`); see `PrefixRecompute`.
 
     Attributes:
-        executor: What runs the call.
+        executor: Runs the call.
         call: The attention of the prefix.
         rows: Local tokens of the prefix, on every rank.
         inputs: q, k and v of all tokens, and a sink if there is one.
@@ -99,13 +98,13 @@ class Prefix:
 
     @classmethod
     def of(cls, executor: Executor, call: AttentionCall, inputs: tuple[Tensor, ...], kept: float) -> "Prefix":
-        """Return the prefix before the last tokens, a share `kept` of all.
+        """Return the prefix that is left if a checkpoint keeps the share `kept` of the tokens, the last ones.
 
         Raises:
-            UserError: Layout or mask have no such prefix; on every rank.
+            UserError: The layout or the mask has no such prefix. Every rank raises it.
         """
         layout = call.layout
-        if call.is_cross:  # no prefix of the queries attends to a prefix of the keys alone: all are kept
+        if call.is_cross:  # the first queries may see any key: keep all results
             return cls(executor, call, 0, inputs)
         require_end(kept, layout.name, layout.size)
         rows = min(layout.tokens - 1, round((1 - kept) * layout.tokens))

@@ -1,26 +1,26 @@
 """Attention by gathering keys and values: a rank pulls those that its queries see, and attends to them in few tiles.
 
-Own keys come first and need nobody: that hides the first pull. Heads are cut into units, and while kernels work on one
-the next one's K and V arrive, and the last one's dK and dV go home. A run of queries is merged once, whatever the
-number of ranks.
+A rank attends to its own keys first, which hides the first pull. Heads are cut into units. While kernels work on one
+unit, K and V of the next unit arrive, and dK and dV of the previous unit return to their owners. Each run of queries is
+merged once, independent of the number of ranks.
 
-What travels as gradient is each rectangle's dK and dV as the kernel wrote it, in the inputs' dtype: the kernel writes
-them into the outbox itself, a key of a rank is in one rectangle only, and its owner adds all parts in fp32 or wider and
-rounds once. Kernels that give 16-bit gradients have rounded already, and parts in fp32 would carry the same numbers at
-twice the bytes, with one more pass over them. Those that could give wider ones (the reference) lose that. Either way
-there is one rounding a part beside one device's single one: errors of parts are independent, so where parts add up as
-random numbers do they come to one rounding more at any number of ranks, as in a ring.
+dK and dV travel in the inputs' dtype. The kernel of each tile writes them directly into the outbox, each key of a rank
+gets its gradient from one tile, and its owner sums all parts in fp32 or wider and rounds once. 16-bit kernels have
+rounded already: fp32 parts would carry the same numbers at twice the bytes, with one more pass over them. Only the
+reference kernel, which could give wider gradients, loses precision. In both cases each part is rounded once more than
+on one device. Errors of parts are independent: where parts add up like random numbers, the sum has about one more
+rounding error at any number of ranks, as in a ring.
 
-Memory beside inputs and results, for batch B, S tokens over P ranks, units of G KV heads and R query heads for each, in
-elements of the inputs' dtype:
+Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D, units of G KV heads with R query
+heads in total, in elements of the inputs' dtype:
 
     forward: 2 buffers and 2 outboxes, each of K and V: 4 * B * S * G * D
     backward: that, and 2 outboxes and 2 sets of parts, each of dK and dV: up to 4 * B * (2 * S - S / P) * G * D;
         and parts of dQ: up to 3 * B * S / P * R * D under a causal or full mask
 
-Under masks that hide more, buffers and outboxes hold what is seen, and parts are as many as ranks that see a key.
-
-A single unit takes one each instead of two. Over the peer transport outboxes stay allocated for the next call.
+Under sparser masks, buffers and outboxes hold only the visible keys, and there are as many parts as ranks that see a
+key. With a single unit there is one of each instead of two. Over the peer transport outboxes stay allocated for the
+next call.
 """
 
 import torch
@@ -34,7 +34,7 @@ from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSumPl
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
-_IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
+_IN, _OUT = 2, 3  # lanes: nothing queues behind returning gradients, nor behind a head exchange (lanes 0 and 1)
 _TURNS = 2  # buffers: one is read while the next is filled
 
 
@@ -94,7 +94,7 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
             else:
                 shares = tile_backward(call, tile, others)
                 grad_q.copy_(shares.q)
-                grad_k[:, columns] += shares.k  # of a key one tile's is not zero
+                grad_k[:, columns] += shares.k  # for each key, only one tile's share is non-zero
                 grad_v[:, columns] += shares.v
         returning.send(i)
         _add_up(plan.query_sums, q_parts, into.q[:, :, heads])
@@ -105,9 +105,9 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
 
 
 class _DoubleBuffer:
-    """Memory for K and V, or for parts of their gradients, of one unit after another: every other one has the same.
+    """Double buffer for K and V of the units, or for parts of their gradients.
 
-    Ranks see more or fewer keys and have more or fewer parts; the memory is as large as the largest needs it on all.
+    Ranks differ in the number of visible keys and of parts: every rank allocates what the largest one needs.
     """
 
     def __init__(self, plan: GatherPlan, like: Tensor, tokens: int) -> None:
@@ -127,7 +127,7 @@ class _DoubleBuffer:
 
 
 class _KeyValuePrefetch:
-    """The keys and values of one unit after another. The first is under way from the start."""
+    """Prefetches the keys and values of each unit. The first transfer starts at construction."""
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, v: Tensor) -> None:
         self._call, self._plan, self._held = call, plan, (k, v)
@@ -136,9 +136,9 @@ class _KeyValuePrefetch:
         self._start()
 
     def wait(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the pulled keys and values of unit i, and start the next unit's, in the memory of the last one's.
+        """Return the pulled keys and values of unit i, and start the transfer of the next unit.
 
-        Whatever reads the last one's must be launched.
+        It overwrites the buffer of the previous unit: all kernels that read that buffer must be launched before.
         """
         self._start()
         if self._under_way:
@@ -159,7 +159,7 @@ class _KeyValuePrefetch:
 
 
 class _GradientExchange:
-    """The gradients of one unit's keys and values after another: those of others leave, the own ones come home."""
+    """Exchanges dK and dV of each unit: sends those of other ranks' keys, receives and sums those of own keys."""
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
         self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
@@ -168,14 +168,14 @@ class _GradientExchange:
         self._under_way: list[Transfer] = []
 
     def own_parts(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return where dK and dV of own keys by own queries go, `[batch, real_keys, kv_heads, head_dim]` each."""
+        """Return memory for dK and dV of own keys by own queries, `[batch, real_keys, kv_heads, head_dim]` each."""
         k, v = self._parts(i)
         return k[0], v[0]
 
     def outbox(self, i: int) -> list[Tensor]:
-        """Return where dK and dV of the pulled keys go, `[batch, seen, kv_heads, head_dim]` each.
+        """Return memory for dK and dV of the pulled keys, `[batch, seen, kv_heads, head_dim]` each.
 
-        They are zero if the tiles do not write all of them.
+        It is zeroed unless the tiles write all of it.
         """
         batch, _, _, head_dim = self._like.shape
         shape = torch.Size((batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim))
@@ -186,7 +186,7 @@ class _GradientExchange:
         return halves if self._plan.apart else [half.zero_() for half in halves]
 
     def send(self, i: int) -> None:
-        """Send what is in the outbox; the others' parts of own keys come."""
+        """Start the exchange: send the outbox, receive the other ranks' parts for own keys."""
         if self._plan.key_sums.zeroed:
             for parts in self._parts(i):
                 parts[1:] = 0
@@ -195,7 +195,7 @@ class _GradientExchange:
         self._under_way.append(self._comm.pull(self._plan.outbound[i], self._outbox, self._staging.at(i), _OUT))
 
     def bring_home(self, i: int) -> None:
-        """Add up the gradients of own keys and values."""
+        """Wait for the exchange of unit i and sum the gradients of own keys and values."""
         if self._under_way:
             self._under_way[i].wait()
         for parts, gradient in zip(self._parts(i), self._into[1:], strict=True):

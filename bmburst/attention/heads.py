@@ -1,14 +1,14 @@
 """Attention by head exchange (DeepSpeed Ulysses): every rank attends with its own heads over the whole sequence.
 
-No partial results, no merge, no sum over ranks: outputs and gradients are those of one device's kernel. While a kernel
-works on some heads, the next ones come in and the last ones go home. Tensors are moved from where they lie to where
-they are needed; nothing is packed.
+No partial outputs are merged, and no outputs are summed over ranks: they are those of one device's kernel. While a
+kernel works on one unit of heads, the next unit arrives and the previous results return to their owners. Tensors move
+from their source to their destination without packing.
 
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
 unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
-recorded as CUDA graphs, which keep what a backward takes for itself: sums in fp32, at most 512 MiB, with GQA those of
-keys and values, and under a mask of several tiles the gradients of each and their sums (`bmburst.attention.graphs`).
+captured as CUDA graphs (`bmburst.attention.graphs`), which keep the temporary memory of backward: sums in fp32, at most
+512 MiB; with GQA also those of keys and values; under a mask of several tiles the gradients of each and their sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from bmburst.schedule.units import records_kernels
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import accumulation_dtype
 
-_IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
-_SHORT = 1 << 19  # tokens; beyond, kernels take so long that their tails are not worth each stream's scratch memory
+_IN, _OUT = 0, 1  # lanes: arriving inputs do not queue behind returning results
+_SHORT = 1 << 19  # tokens; for longer sequences, overlapping kernel tails is not worth each stream's scratch memory
 
 
 def executor_of(call: AttentionCall) -> Executor:
-    """Return what runs a call: a head exchange, and between groups that exchanged heads a gather or a ring."""
+    """Return the executor of a call: a head exchange, one rank alone, a gather or a ring."""
     if call.strategy.ulysses_degree > 1:
         return _HEADS
     if call.comm.size == 1:
@@ -45,21 +45,21 @@ def executor_of(call: AttentionCall) -> Executor:
 
 
 Attend = Callable[[AttentionCall, Span, Tensor, Tensor, Tensor, Partial], object]
-"""Attends with some KV heads of a rank: `(call, kv_heads, q, k, v, into)`, where q, k and v hold these heads alone."""
+"""Attends with some KV heads of a rank: `(call, kv_heads, q, k, v, into)`, where q, k and v hold only these heads."""
 
 
 def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Partial:
-    """Return attention of this rank's queries by a given function, behind the head exchange of the call's strategy.
+    """Return attention of this rank's queries by a given function, after the head exchange of the call's strategy.
 
-    Inference uses it: what attends also keeps keys and values, and looks at those of earlier tokens.
+    Inference uses it: its function also fills the KV cache and attends to the cached tokens.
 
     Args:
         call: The attention.
         q: `[batch, local_tokens, heads, head_dim]`.
         k: `[batch, local_tokens, kv_heads, head_dim]`.
         v: Shaped as k.
-        attend: Called for the KV heads of a unit, in one order on all ranks, with the call that remains between groups
-            that exchanged heads. It writes its results into the last argument.
+        attend: Called for the KV heads of each unit, in the same order on all ranks, with the call that remains after
+            the head exchange (`AttentionCall.outer`). It writes its results into the last argument.
     """
     if call.strategy.ulysses_degree > 1:
         return heads_forward(call, q, k, v, attend)
@@ -71,12 +71,12 @@ def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend:
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`.
 
-    `attend` is that of `spread_forward`; by default the executor of the call that remains.
+    `attend` as in `spread_forward`; default: the executor of `call.outer`.
     """
     brought = [_token_rows(t) for t in (q, k, v)]
     plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
-    arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the host's time for all else is hidden
+    arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the transfer hides the host work below
     delivered = empty_partial(q)
     inbox, outer = arriving.inbox, call.outer
     run = executor_of(outer).forward
@@ -132,18 +132,18 @@ def _by_units(
     *,
     is_recorded: bool,
 ) -> None:
-    """Attend unit by unit and bring the results home to their targets.
+    """Attend unit by unit and return the results to their owners.
 
     Args:
         call: The attention.
-        plan: What moves.
-        streams: On which each unit's kernels run.
+        plan: The transfers.
+        streams: The streams of the units' kernels.
         arriving: The units' inputs.
         work: Attends with unit i and writes its results to an outbox.
-        targets: Where the results of this rank's tokens go.
+        targets: Tensors for the results of this rank's tokens.
         is_recorded: Whether kernels run as CUDA graphs.
     """
-    is_varying = plan.backward and bool(call.mask.starts)  # what it takes is padded by documents
+    is_varying = plan.backward and bool(call.mask.starts)  # the kernel pads its temporary memory for each document
     going_home: list[Transfer] = []
     for i, results in enumerate(plan.outbound):
         with streams.turn(i):
@@ -166,16 +166,16 @@ def _by_units(
 
 
 def _is_recorded(call: AttentionCall, plan: HeadsPlan) -> bool:
-    """Return whether the kernels of units run as CUDA graphs: their memory stays, and nothing moves between them."""
+    """Return whether the kernels run as CUDA graphs: memory must stay in place, without transfers between kernels."""
     is_local = call.outer.comm.size == 1
     return is_local and call.kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:
-    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them.
+    """Return the streams of the units' kernels: one if transfers occupy multiprocessors or run between the kernels.
 
-    And one where torch fills new memory, as its deterministic algorithms do: results are made after the streams have
-    parted, and what came home on another one might be filled over.
+    Also one if torch fills new memory, as its deterministic algorithms do: results are allocated after the streams have
+    forked, and the fill could overwrite results that arrived on another stream.
     """
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
     is_free = is_free and not torch.are_deterministic_algorithms_enabled()
@@ -183,9 +183,9 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:
 
 
 class _UnitPrefetch:
-    """The tensors of one unit after another over all tokens. The first is under way from the start.
+    """Prefetches the tensors of each unit over all tokens. The first transfer starts at construction.
 
-    Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
+    Queries, dO and statistics arrive for the unit's query heads, keys and values for its KV heads.
     """
 
     def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: UnitStreams) -> None:
@@ -195,23 +195,23 @@ class _UnitPrefetch:
         self.start(0)
 
     def start(self, i: int) -> None:
-        """Start unit i, if there is one: right behind a kernel, which hides the host's time too.
+        """Start the transfer of unit i, if there is one, right after a kernel launch: the kernel hides the host work.
 
-        Results of that kernel go home after it, so that nothing of the next unit waits for them.
+        The results of that kernel are sent afterwards, so that the next unit does not wait for them.
         """
         if i < len(self._plan.units):
             with self._streams.turn(i):
                 self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self.inbox, _IN))
 
     def wait(self, i: int) -> None:
-        """Let the current stream wait until the tensors of unit i are in the inbox; called in its turn."""
+        """Make the current stream wait until the tensors of unit i are in the inbox; called in the unit's turn."""
         self._under_way[i].wait()
 
 
 def _token_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with the heads of a token one after another, a copy only where they are not.
+    """Return the tensor with the heads of each token contiguous; a copy only if they are not.
 
-    Ranks may hold tensors of different strides: what moves is then cut into the same blocks on all of them.
+    Strides may differ between ranks, but transfers must be cut into the same blocks on all of them.
     """
     _, _, heads, head_dim = tensor.shape
     _, token, head, feature = tensor.stride()
@@ -221,7 +221,7 @@ def _token_rows(tensor: Tensor) -> Tensor:
 
 
 def _tensors(buffer: Tensor, views: Sequence[StridedView], dtype: torch.dtype) -> list[Tensor]:
-    """Return views of a buffer as tensors; the statistics among them are as wide as sums of `dtype`."""
+    """Return views of a buffer as tensors; statistics are in the accumulation dtype of `dtype`."""
     whole, first = {4: buffer.view(dtype)}, buffer.storage_offset()
     if len(views[-1].size) == 3:
         whole[3] = buffer.view(accumulation_dtype(dtype))
@@ -232,7 +232,7 @@ def _tensors(buffer: Tensor, views: Sequence[StridedView], dtype: torch.dtype) -
 
 
 def _joined(replicas: Tensor) -> Tensor:
-    """Add up the shares of the ranks that hold the same KV head."""
+    """Sum the shares of the ranks that hold the same KV head."""
     if replicas.shape[0] == 1:
         return replicas[0]
     return replicas.sum(0, dtype=accumulation_dtype(replicas.dtype))

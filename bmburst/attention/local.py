@@ -14,14 +14,14 @@ from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 
 def cut(tensor: Tensor, span: Span, dim: int = 1) -> Tensor:
-    """Return the tokens of a span; all of them are the tensor itself, since a view costs the host time."""
+    """Return the tokens of a span. For all tokens return the tensor itself, since a view costs host time."""
     return tensor if len(span) == tensor.shape[dim] else tensor.narrow(dim, span.start, len(span))
 
 
 def tile_forward(
     call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None
 ) -> Partial:
-    """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `into` the tile's."""
+    """Return attention of a tile's queries to its keys; q, k and v hold all tokens, `into` only those of the tile."""
     queries, keys, values = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
     with traced("attention tile"):
         return call.kernel.forward(
@@ -30,7 +30,7 @@ def tile_forward(
 
 
 def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
-    """Return a tile's gradients; what is given holds all tokens, `into` the tile's."""
+    """Return a tile's gradients; `given` holds all tokens, `into` only those of the tile."""
     (grad_out, q, k, v, lse, delta), rows, columns = given, tile.queries, tile.keys
     part = BackwardInputs(
         *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),
@@ -48,7 +48,7 @@ def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: 
 
 
 def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: BackwardInputs, sums: Gradients) -> None:
-    """Add the gradients of tiles to running ones, fp32 or wider, which hold all tokens as what is given does."""
+    """Add the gradients of tiles to `sums`, fp32 or wider; `given` and `sums` hold all tokens."""
     for tile in tiles:
         shares = tile_backward(call, tile, given)
         for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
@@ -72,7 +72,7 @@ def local_forward(
         k: `[batch, keys, kv_heads, head_dim]`.
         v: Shaped as k.
         into: Where to write the results, as `Kernel.forward`. Default: new memory, the output contiguous in q's dtype.
-        tiles: The work; no query sees keys in two tiles. Default: all work of a call on one rank.
+        tiles: The tiles to compute; no query sees keys in two of them. Default: all tiles of a call on one rank.
     """
     tiles = call.tiles(0, 0) if tiles is None else tiles
     into = empty_partial(q) if into is None else into
@@ -80,14 +80,14 @@ def local_forward(
         tile_forward(call, tiles[0], q, k, v, into)
         return into
     out, lse = into
-    done = 0  # rows from here on were not written
+    done = 0  # rows from here on are not yet written
     for tile in tiles:
         rows = tile.queries.slice
         if tile.queries.start >= done:
             _write_empty(into, slice(done, tile.queries.start))
             tile_forward(call, tile, q, k, v, Partial(out[:, rows], lse[:, :, rows]))
             done = tile.queries.stop
-        else:  # segments of one tile lie between those of another
+        else:  # segments of different tiles interleave
             _write_empty(into, slice(done, tile.queries.stop))
             merge_partials_(out[:, rows], lse[:, :, rows], *tile_forward(call, tile, q, k, v))
             done = max(done, tile.queries.stop)
@@ -96,7 +96,7 @@ def local_forward(
 
 
 def empty_partial(q: Tensor) -> Partial:
-    """Return memory for the results of these queries: the output contiguous in q's dtype, lse in fp32 or wider."""
+    """Allocate the results for these queries: the output contiguous in q's dtype, lse in fp32 or wider."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
 
@@ -110,7 +110,7 @@ def _write_empty(part: Partial, queries: slice) -> None:
 def local_backward(
     call: AttentionCall, given: BackwardInputs, into: Gradients | None = None, *, tiles: Sequence[Tile] | None = None
 ) -> Gradients:
-    """Return the gradients of q, k and v; those of several tiles add up in fp32. `into` and `tiles` as above."""
+    """Return the gradients of q, k and v, summed over several tiles in fp32 or wider; `into`, `tiles` as above."""
     tiles = call.tiles(0, 0) if tiles is None else tiles
     inputs = given.q, given.k, given.v
     if into is None:

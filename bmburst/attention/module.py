@@ -16,14 +16,14 @@ from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
 from bmburst_ops.flash import BackwardInputs
 
-_FEW = 1024  # tokens: a kernel is compiled for any number, but may be another one for a single block of queries
+_FEW = 1024  # tokens: compiled kernels work for any number, but a single block of queries may select another kernel
 
 
 class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """Exact attention over a sequence split over ranks; it has no parameters.
 
     Args:
-        group: See `burst_attention`; None takes the mesh that is current now, else the world at each call.
+        group: See `burst_attention`. None: the mesh that is current at construction, else the world at each call.
         options: The keyword arguments of `burst_attention`, except `length`, `key_length`, `sink` and `return_lse`.
 
     Raises:
@@ -32,7 +32,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
 
     def __init__(self, *, group: object = None, **options: Any) -> None:
         super().__init__()
-        # A current mesh is looked up now: on a GPU blocks are recomputed in autograd's thread, where none is current.
+        # Look up the current mesh now: on a GPU, recompute runs in autograd's thread, where no mesh is current.
         self.group = None if group is None and current_mesh() is None else resolve_group(group)
         self.options = AttentionOptions(**options)
         self.options.validate()
@@ -54,8 +54,8 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
             k: `[batch, local_tokens, kv_heads, head_dim]`.
             v: Shaped as k.
             length: Real tokens of the whole sequence. Positional: BMTrain's blocks drop late keywords.
-            mask: Instead of the one that the module was made with.
-            key_length: Real tokens of the keys' sequence, where it is another one than the queries'. Positional.
+            mask: Replaces the module's mask.
+            key_length: Real tokens of the keys' sequence in cross-attention. Positional.
             sink: See `burst_attention`. Positional.
 
         Returns:
@@ -67,10 +67,10 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
     def compile_kernels(
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, window: int | None, packed: bool
     ) -> None:
-        """Run the causal kernels of a rank's own keys on few tokens, so that they are compiled.
+        """Compile the causal kernels by running them on a few tokens of this rank alone.
 
-        FlashAttention-4 compiles forward and backward for about 20 seconds when it first sees a head dim, mask, GQA
-        ratio and dtype.
+        FlashAttention-4 takes about 20 seconds to compile forward and backward for each new combination of head
+        dimension, mask, GQA ratio and dtype.
 
         Args:
             heads: Query heads.
@@ -78,7 +78,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
             head_dim: Features per head.
             dtype: Of q, k and v.
             window: Sliding window in tokens, or None.
-            packed: Whether the masks of batches are documents.
+            packed: Whether batches are packed documents.
         """
         tokens = max(_FEW, 2 * (window or 0))
         mask: Mask = Documents((tokens // 2, tokens - tokens // 2)) if packed else Causal()

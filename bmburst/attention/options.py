@@ -1,4 +1,4 @@
-"""Options of attention, and what is checked of the tensors and groups that it is called with."""
+"""Options of attention, and checks of its input tensors and groups."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ MaskOption = Mask | str | tuple[Mask | str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """What a user may set on an attention; see `burst_attention` for the meaning of each."""
+    """The options of an attention call; `burst_attention` explains each."""
 
     mask: MaskOption = "causal"
     layout: str = "zigzag"
@@ -38,14 +38,14 @@ class AttentionOptions:
     deterministic: bool = False
 
     def is_cross(self, key_length: int | None) -> bool:
-        """Return whether a call with so many real keys (None: not given) says that they are another sequence."""
+        """Return whether a call with this `key_length` (None: not given) is cross-attention."""
         return key_length is not None or self.key_layout is not None
 
     def kernel_for(self, needs: frozenset[Need], q: Tensor, k: Tensor) -> Kernel:
-        """Return the kernel for such queries and keys, under a mask with such needs.
+        """Return the kernel for these queries and keys, under a mask with these needs.
 
         Raises:
-            UserError: None of that name computes them.
+            UserError: No kernel of that name supports them.
         """
         capped: frozenset[Need] = frozenset() if self.softcap is None else frozenset({"softcap"})
         try:
@@ -54,10 +54,10 @@ class AttentionOptions:
             raise UserError(str(error)) from None
 
     def validate(self) -> None:
-        """Check what can be known without tensors and ranks.
+        """Check the options that do not depend on tensors or ranks.
 
         Raises:
-            UserError: A name is unknown, scale or softcap is no positive number, or deterministic is no bool.
+            UserError: A name is unknown, scale or softcap is not a positive number, or deterministic is not a bool.
         """
         if isinstance(self.mask, list):
             raise UserError(
@@ -78,20 +78,20 @@ class AttentionOptions:
 
 
 def require_scale(scale: float | None) -> None:
-    """Refuse a factor on scores that is neither None nor a positive number.
+    """Check a factor on the scores.
 
     Raises:
-        UserError: It is.
+        UserError: It is neither None nor a positive number.
     """
     if scale is not None and not _is_positive(scale):
         raise UserError(f"scale must be a positive number, got {brief(scale)}\nfix: None means 1 / sqrt(head_dim)")
 
 
 def require_softcap(softcap: float | None) -> None:
-    """Refuse a bound of scores that is neither None nor a positive number.
+    """Check a bound of the scores.
 
     Raises:
-        UserError: It is.
+        UserError: It is neither None nor a positive number.
     """
     if softcap is not None and not _is_positive(softcap):
         raise UserError(
@@ -100,17 +100,17 @@ def require_softcap(softcap: float | None) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    """Whether it is a number above 0, and finite as a float."""
+    """Return whether the value is a number above 0 and finite as a float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
         return 0 < float(value) < math.inf
-    except OverflowError:  # a whole number may be larger than any float
+    except OverflowError:  # an int may be larger than any float
         return False
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """Return the factor on the scores of queries `[..., head_dim]`: the one given, or the default."""
+    """Return the factor on the scores of queries `[..., head_dim]`: `scale`, or the default for None."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
@@ -121,10 +121,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
         q: This rank's queries.
         k: Its keys.
         v: Its values.
-        is_cross: Whether the keys are another sequence, of any number of tokens.
+        is_cross: Whether the keys are another sequence, with its own number of tokens.
 
     Raises:
-        UserError: They cannot be attended with.
+        UserError: Attention does not support them.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -170,10 +170,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
 
 
 def require_transport(comm: CheckedCommunicator, q: Tensor, transport: str) -> None:
-    """Check that the group moves such tensors, and by the transport asked for.
+    """Check that the group can move tensors like q, and by the requested transport.
 
     Raises:
-        UserError: It does not.
+        UserError: It cannot.
     """
     if comm.size == 1:
         return  # nothing moves
@@ -200,11 +200,11 @@ def require_transport(comm: CheckedCommunicator, q: Tensor, transport: str) -> N
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which the inputs' dtype decides, and sums are fp32 or wider; mostly it is so already."""
+    """Return a context without autocast: the inputs' dtype decides, and sums are fp32 or wider."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def gradient_signature(*inputs: Tensor) -> str:
-    """Return whether there will be a backward; all ranks decide it together, since one that runs alone would hang."""
+    """Describe whether there will be a backward. Ranks must agree: a backward on only some ranks would hang."""
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     return f"{'with' if differentiable else 'without'} gradient"

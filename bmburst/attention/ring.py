@@ -1,9 +1,9 @@
-"""Ring attention, forward and backward: blocks go round one ring or a double ring, their gradients follow.
+"""Ring attention, forward and backward: blocks go round one ring or a double ring, and their gradients follow.
 
-A double ring has a ring inside each node and one between nodes. Its memory, in blocks of what travels, own ones
-included: five at most (the own block, the one that entered the node and is being sent on, the one that visits, and one
-in flight in each ring), and five of gradients (the shares of a step, the last ones, still being sent, one in flight in
-each ring, and what the own node has gathered). It does not grow with nodes or ranks.
+A double ring has a ring inside each node and one between nodes. It holds at most five blocks of tensors: the own block,
+the one that entered the node and is being sent on, the visiting one, and one in flight in each ring. Backward also
+holds at most five blocks of gradients: the shares of a step, the previous shares that are still being sent, one in
+flight in each ring, and the sum of the own node. This does not grow with the number of nodes or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +84,7 @@ def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | 
 
 
 def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensors]]:
-    """Yield each step of a ring with the keys and values that visit this rank, its own first."""
+    """Yield each step of a ring with the keys and values that visit this rank, beginning with its own."""
     if call.double_ring is None:
         return ring_visits(call.comm, call.schedule("kv"), k, v)
     schedule = call.double_schedule("kv", returning=False)
@@ -94,13 +94,13 @@ def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step
 def carry_home(
     call: SequenceCall, ring_tensors: RingTensors, own: Tensors, work: Callable[[Step, Tensors], Tensors]
 ) -> Tensors:
-    """Send own tensors round the ring and return what all ranks add to their gradients.
+    """Send own tensors round the ring and return their gradients, summed over all ranks.
 
     Args:
         call: The attention.
-        ring_tensors: What the tensors are.
+        ring_tensors: Whether keys and values ("kv") or queries ("q") travel.
         own: This rank's tensors.
-        work: From a step and the tensors that visit this rank to its share of their gradients.
+        work: Maps a step and the visiting tensors to this rank's share of their gradients.
     """
     if call.double_ring is None:
         schedule = call.schedule(ring_tensors)
@@ -114,9 +114,9 @@ def carry_home(
 
 
 def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, Tensors]]:
-    """Yield each step of a ring with its owner's tensors, our own first.
+    """Yield each step of a ring with its owner's tensors, beginning with this rank's own.
 
-    The next hop is under way while the caller works on this one.
+    The next hop is in flight while the caller works on a step.
     """
     for step, hop in zip(schedule.steps, schedule.hops, strict=True):
         is_last = step is schedule.steps[-1]
@@ -127,10 +127,10 @@ def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator
 
 
 def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *own: Tensor) -> Iterator[Tensors]:
-    """Yield the tensors of each step of an ring_order, our own first.
+    """Yield the tensors of each step of `ring_order`, beginning with this rank's own.
 
-    While the caller works on a step the next hop inside the node is under way, and during a whole window the tensors
-    that the next window begins with.
+    While the caller works on a step, the next hop inside the node is in flight. During a whole window, the hop between
+    nodes for the next window is in flight.
     """
     windows = ring_order.windows
     held, far = own, _hop(groups.inter, own, 0)
@@ -147,7 +147,7 @@ def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *o
             held = near.wait()
         if following is None or following.nodes:
             yield held
-        else:  # own tensors go round again, from where they stopped
+        else:  # the next window is of the own node: own tensors go on to its first stop
             near = _hop(groups.intra, own, following.stops[0])
             yield held
             held = near.wait()
@@ -156,10 +156,10 @@ def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *o
 def double_ring_carry_home(
     groups: DoubleRingGroups, ring_order: DoubleRingOrder, own: Tensors, work: Callable[[Tensors], Tensors]
 ) -> Tensors:
-    """Send own tensors round a double ring; return what all ranks add to their gradients, sent one step behind.
+    """Send own tensors round a double ring and return their gradients, summed over all ranks.
 
-    Gradients leave a rank while the next one still computes its share, which is added when they arrive. What a node has
-    gathered goes to the next node while that gathers its own, and is added to it before it goes on.
+    Gradients follow one step behind. They leave a rank while the next rank still computes its share, which is added
+    when they arrive. The sum of a node travels while the next node computes its own sum; then both are added and go on.
     """
     windows = ring_order.windows
     visiting = double_ring_visits(groups, ring_order, *own)
@@ -168,11 +168,11 @@ def double_ring_carry_home(
     for window, following in zip_longest(windows, windows[1:]):
         shares = _collect_shares(groups.intra, window.hops, visiting, work)
         place = window.stops[-1]
-        if following is not None and not window.nodes:  # of the own node: they are home but for the place
+        if following is not None and not window.nodes:  # gradients of the own node: one hop to their owners is left
             kept = _hop(groups.intra, shares, -place)
             continue
         if kept is not None:
-            kept.wait()  # it has long arrived: what was sent is freed
+            kept.wait()  # it arrived long ago; waiting frees the sent tensors
         shares = _hop(groups.intra, shares, ring_order.exit - place).wait()  # at once, unless a mask leaves out stops
         if far is not None:
             _add_all(shares, far.wait())
@@ -188,23 +188,23 @@ def double_ring_carry_home(
 def _collect_shares(
     mover: BlockMover, hops: Sequence[int], visiting: Iterator[Visit], work: Callable[[Visit], Tensors]
 ) -> Tensors:
-    """Return the sum of the shares of ranks `hops` apart, at the last of them.
+    """Sum shares along the hops of a ring; return the sum that ends at this rank.
 
-    Gradients leave a rank while the next one still computes; when they arrive, its share is added.
+    Gradients leave a rank while the next rank still computes its share, which is added when they arrive.
     """
     returning: Transfer | None = None
     for hop in (*hops, None):
         shares = work(next(visiting))
         if returning is not None:
             _add_all(shares, returning.wait())
-            returning = None  # what it brought is not needed while the next hop takes memory
+            returning = None  # free the received tensors before the next hop allocates
         if hop is not None:
             returning = mover.ring(*shares, shift=hop)
     return shares
 
 
 def _add_all(shares: Tensors, arrived: Tensors) -> None:
-    """Add what has arrived to this rank's shares, in place."""
+    """Add the received gradients to this rank's shares, in place."""
     for share, other in zip(shares, arrived, strict=True):
         add_(share, other)
 

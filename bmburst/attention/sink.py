@@ -1,12 +1,13 @@
 """Attention sinks: one learned logit a query head, which takes a share of every row's softmax (gpt-oss).
 
-A sink is a key that all queries see and whose value is zero. No kernel needs to know of it. Of the results over all
-real keys, out and lse, those with the sink follow row by row, in natural logarithms:
+A sink is a key that all queries see and whose value is zero. Kernels do not know about it: the results with the sink
+(out', lse') follow row by row from the results over all real keys (out, lse), in natural logarithms:
 
     lse' = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
 
-In backward a kernel forms weights `exp(score - lse')` and takes `delta = sum(dout * out') - dlse'`: its gradients of q,
-k and v are then those with the sink. The sink's own gradient is the sum over its rows of `-exp(sink - lse') * delta`.
+In backward a kernel that gets lse' and `delta = sum(dout * out') - dlse'` forms the weights `exp(score - lse')`, and so
+returns the gradients of q, k and v with the sink. The gradient of the sink is the sum over its rows of
+`-exp(sink - lse') * delta`.
 """
 
 from functools import cache
@@ -22,14 +23,14 @@ from bmburst_ops.flash import BackwardInputs, Partial
 
 
 def check_sink(q: Tensor, sink: Tensor) -> tuple[None, str]:
-    """Check a sink against this rank's queries, and return what must be equal on all ranks.
+    """Check a sink against this rank's queries, and describe what must be equal on all ranks.
 
     Args:
-        q: `[batch, local_tokens, heads, head_dim]`. What is none is refused with the other inputs.
+        q: `[batch, local_tokens, heads, head_dim]`. An invalid q passes: it is refused later, with the other inputs.
         sink: `[heads]`.
 
     Raises:
-        UserError: It is no such tensor.
+        UserError: The sink has the wrong type, shape, dtype or device.
     """
     if not isinstance(sink, Tensor):
         raise UserError(
@@ -51,7 +52,7 @@ def check_sink(q: Tensor, sink: Tensor) -> tuple[None, str]:
 
 @cache
 def with_sink(executor: Executor) -> Executor:
-    """Return what runs the same call with a sink as its further input, `[heads]`.
+    """Return an executor of the same call that takes a sink, `[heads]`, as one more input.
 
     Rows that see no key stay as they are: their output is 0 and their log-sum-exp -inf.
     """

@@ -1,6 +1,6 @@
-"""Runs a function outside of torch.compile's graph: the compiler ends its graph before it and begins another after it.
+"""Runs a function outside of torch.compile's graphs, by a graph break.
 
-Importing this module takes the seconds that torch's compiler takes to import.
+Importing this module imports torch's compiler, which takes seconds.
 """
 
 from collections.abc import Callable
@@ -14,4 +14,4 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 uncompiled: Callable[..., Any] = torch.compiler.disable(_call)
-"""Returns `function(*args, **kwargs)` for `uncompiled(function, *args, **kwargs)`, outside of the graph."""
+"""`uncompiled(function, *args, **kwargs)` returns `function(*args, **kwargs)`, run outside of the graph."""
