@@ -71,7 +71,7 @@ class Mesh:
         Args:
             data: See `MeshShape.fit`.
             sequence: See `MeshShape.fit`.
-            tensor: Must equal the tensor degree that BMTrain was started with, the default: it splits the parameters.
+            tensor: Tensor parallel degree. It must be that of the running BMTrain, which is the default.
             heads: See `MeshShape`.
             nodes: See `MeshShape`.
 

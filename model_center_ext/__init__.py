@@ -1,7 +1,7 @@
 """ModelCenter's LLaMA with BurstAttention: `from model_center_ext import Llama, LlamaConfig`.
 
-Names are imported when they are first used: `Llama` needs BMTrain, which must not be imported before the runtime is in
-place (`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
+Names are imported on first use: `Llama` needs BMTrain, which must not be imported before the runtime is set up
+(`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,5 +25,5 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it lives."""
+    """Import a public name from the module that defines it."""
     return public_name(__name__, name, _HOMES, over_bmtrain="llama")

@@ -1,4 +1,4 @@
-"""Configuration of ModelCenter's LLaMA with BurstAttention: ModelCenter's fields and how it runs. Imports no torch."""
+"""Configuration of ModelCenter's LLaMA with BurstAttention: ModelCenter's and runtime fields. Imports no torch."""
 
 import dataclasses
 import os
@@ -16,27 +16,27 @@ _CONFIG_FILE = "config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelCenterConfig):
-    """ModelCenter's LlamaConfig, field by field with its defaults, and fields of ours.
+    """ModelCenter's LlamaConfig with the same fields and defaults, and additional fields.
 
-    Those of the model itself (`num_heads_kv`, `rope_theta`, `rope_scaling`, `max_position_embeddings`, `dtype`, and
-    MiniCPM's `scale_emb`, `scale_depth`, `dim_model_base`) go into a config.json where they say something; those below
-    say how it runs.
+    Additional model fields (`num_heads_kv`, `rope_theta`, `rope_scaling`, `max_position_embeddings`, `dtype`, and
+    MiniCPM's `scale_emb`, `scale_depth`, `dim_model_base`) are written to config.json only if they differ from their
+    defaults. The runtime fields below are not written.
     """
 
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
         "Which rank holds which tokens.", default="zigzag"
     )
-    strategy: str = field("How attention is spread over ranks; see burst_attention.", default="auto")
-    kernel: str = field("What computes a tile of attention.", default="auto")
-    transport: str = field("How attention's blocks move.", default="auto")
-    deterministic: bool = field("Bit-equal results from run to run, where that costs speed.", default=False)
+    strategy: str = field("Attention strategy; see burst_attention.", default="auto")
+    kernel: str = field("Attention kernel; see burst_attention.", default="auto")
+    transport: str = field("Transport of attention's tensors; see burst_attention.", default="auto")
+    deterministic: bool = field("Whether repeated runs give the same bits. Costs speed on a GPU.", default=False)
     recompute: str = field(
-        "What backward computes again: none, block, block-keep-attention and so on; attention never runs twice.",
+        "Recompute policy: none, block, block-keep-attention and so on. See docs/recompute.md.",
         default="block-keep-attention",
     )
     zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)
     norm_kernel: Literal["auto", "torch", "triton", "cpm-kernels"] = field(
-        "What computes norms; cpm-kernels: in float16, on GPUs of compute capability 7.0 to 8.9.", default="auto"
+        "Kernel of the norms; cpm-kernels: in float16, on GPUs of compute capability 7.0 to 8.9.", default="auto"
     )
     loss_chunk: int = field("Tokens whose logits exist at once in loss().", default=1024, unit="tokens", minimum=1)
 
@@ -59,7 +59,7 @@ class LlamaConfig(ModelCenterConfig):
         """Return the configuration of a directory of ModelCenter or Hugging Face weights; nothing is downloaded.
 
         Raises:
-            UserError: There is no such directory, or its config.json is of another model.
+            UserError: There is no such directory, or its config.json is that of another model.
         """
         from bmburst.checkpoint.hugging_face import read_config
 
@@ -72,10 +72,10 @@ class LlamaConfig(ModelCenterConfig):
 
     @classmethod
     def named(cls: type[Self], name: str, **changes: Any) -> Self:
-        """Return one of the configurations that come with this package, for example "llama-2-7b".
+        """Return one of the configurations of this package, for example "llama-2-7b".
 
         Raises:
-            UserError: There is none of that name.
+            UserError: The name is unknown.
         """
         known = config_files()
         if name not in known:
@@ -84,25 +84,25 @@ class LlamaConfig(ModelCenterConfig):
 
     @classmethod
     def from_model_center(cls: type[Self], config: object, **changes: Any) -> Self:
-        """Return the configuration that an object of ModelCenter's own class describes.
+        """Return the configuration of an object of ModelCenter's own class.
 
         Raises:
-            UserError: It says something that this LLaMA does not do.
+            UserError: It has a value that this LLaMA does not support.
         """
         given = dict(vars(config))
         dtype = str(given.pop("dtype", "float32")).removeprefix("torch.")
         return cls.from_values(given | {"half": dtype == "float16", "dtype": dtype} | changes)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write the model's fields as config.json; those that say how it runs are left out."""
+        """Write the model fields as config.json, without the runtime fields."""
         write_json(Path(json_file), self.to_values())
 
     def attention_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `bmburst.BurstAttention`, but for group and layout."""
+        """Return the keyword arguments of `bmburst.BurstAttention`, except group and layout."""
         names = ("strategy", "kernel", "transport", "deterministic")
         return {name: getattr(self, name) for name in names} | {"mask": "causal"}
 
 
 def config_files() -> dict[str, Path]:
-    """Return the configurations that come with this package by name; `bmburst train --config` takes them too."""
+    """Return the paths of this package's configurations by name; `bmburst train --config` accepts them too."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}

@@ -31,8 +31,8 @@ class LlamaOutput(NamedTuple):
     """Output of `Llama` with the names of ModelCenter's BaseModelOutput; fields that it never has are None.
 
     Attributes:
-        last_hidden_state: `[batch, local_tokens, dim_model]`, after the last norm; of a MiniCPM times its factor on
-            logits.
+        last_hidden_state: `[batch, local_tokens, dim_model]`, after the last norm; for MiniCPM multiplied by its factor
+            on the logits.
         past_key_values: None.
         logits: `[batch, local_tokens, vocab_size]`, or None.
         hidden_states: None.
@@ -47,25 +47,25 @@ class LlamaOutput(NamedTuple):
 
 
 class Llama(Blocks):
-    """ModelCenter's Llama, whose sequence may lie on several ranks; weights are undefined until initialised or loaded.
+    """ModelCenter's Llama with sequences split over ranks. Weights are undefined until initialised or loaded.
 
     Parameters have ModelCenter's names, so that `bmtrain.save`, `bmtrain.load(..., strict=False)` and
-    `bmtrain.init_parameters` work as with ModelCenter's own. `loss` of `bmburst.blocks.model.Llama` is here too: the
-    sum of the token losses without ever holding all logits.
+    `bmtrain.init_parameters` work as with ModelCenter's class. `loss` returns the sum of the token losses without the
+    tensor of all logits, as that of `bmburst.blocks.model.Llama`.
 
     Args:
-        config: The model, and how it runs.
-        mesh: The ranks that share a sequence. Default: the current mesh, or else every rank has sequences of its own,
-            as with ModelCenter's.
+        config: Model and runtime fields.
+        mesh: The mesh whose sequence groups share sequences. Default: the current mesh, else every rank has its own
+            sequences, as with ModelCenter's class.
 
     Raises:
-        UserError: An option is unknown, or ranks of a tensor group cannot share the model.
+        UserError: An option is unknown, or the ranks of a tensor group cannot split the model.
     """
 
     def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
         mesh = current_mesh() if mesh is None else mesh
         sequence = single_rank_group(communicator(None)) if mesh is None else mesh.sequence
-        # One rank has every token in order, whatever the layout, and need not pad for one.
+        # A single rank has all tokens in order, so the layout does not matter and needs no padding.
         layout = config.layout if sequence.size > 1 else "contiguous"
         super().__init__(
             config.shape(),
@@ -90,13 +90,13 @@ class Llama(Blocks):
         Every rank calls it and reads only its own part. Nothing is downloaded.
 
         Args:
-            directory: Has a config.json and the weights.
-            config: Instead of the directory's, of the same shape.
+            directory: The directory with config.json and the weights.
+            config: Replaces the directory's configuration; the model must have the same shape.
             mesh: See `Llama`.
-            changes: Fields of the directory's configuration that shall be others, for example `dtype="bfloat16"`.
+            changes: Changed fields of the directory's configuration, for example `dtype="bfloat16"`.
 
         Raises:
-            UserError: On all ranks, if the directory holds no whole LLaMA, or one of another shape.
+            UserError: On all ranks, if the directory has no complete LLaMA, or one of another shape.
         """
         model = cls(config or LlamaConfig.from_pretrained(directory, **changes), mesh)
         model.load_pretrained(directory)
@@ -104,7 +104,7 @@ class Llama(Blocks):
 
     @classmethod
     def from_json_file(cls, json_file: Directory, *, mesh: Mesh | None = None, **changes: Any) -> "Llama":
-        """Return a model with fresh weights, of a config.json with some fields changed; as ModelCenter's method.
+        """Return a model with new weights from a config.json with some fields changed; as ModelCenter's method.
 
         Raises:
             UserError: The file or a value is wrong.
@@ -114,10 +114,10 @@ class Llama(Blocks):
         return model
 
     def load_pretrained(self, directory: Directory) -> None:
-        """Fill the model with the weights of a directory, converted to its dtype; see `from_pretrained`.
+        """Load the weights of a directory, converted to the model's dtype; see `from_pretrained`.
 
         Raises:
-            UserError: On all ranks, if the directory holds no whole LLaMA, or one of another shape.
+            UserError: On all ranks, if the directory has no complete LLaMA, or one of another shape.
         """
         opened: list[Weights] = []
         together(lambda: opened.append(open_weights(Path(directory))))
@@ -157,34 +157,33 @@ class Llama(Blocks):
         positions: Tensor | None = None,
         mask: MaskOption | None = None,
     ) -> LlamaOutput:
-        """Return hidden states and logits of this rank's tokens; attention is causal unless `mask` says otherwise.
+        """Return hidden states and logits of this rank's tokens; attention is causal by default.
 
-        Arguments have ModelCenter's order. Of those behind `length` only `output_logits` may be set: there is no
-        cache, and nothing but the last hidden states is kept. `return_dict` is not looked at: the output is a tuple
-        with names, in ModelCenter's order.
+        Arguments have ModelCenter's order. After `length` only `output_logits`, `positions` and `mask` may be set:
+        there is no KV cache, and only the last hidden states are kept. `return_dict` is ignored: the output is a named
+        tuple in ModelCenter's order.
 
         Args:
-            input_ids: `[batch, local_tokens]` int64: this rank's part, as `bmburst.SequenceShard` or `bmburst.shard`
-                cut it, in the configuration's layout.
-            length: Of the whole sequence over all ranks, where padding follows its real tokens; of a split sequence
-                it or `positions` must be given. Or, as in ModelCenter, `[batch]`: real tokens of each sample, of which
-                the rest is padding at the end; what comes out there means nothing (real tokens never see it), and its
-                labels must not count.
-            attention_mask: None; `length` or `mask` says what is seen.
+            input_ids: `[batch, local_tokens]` int64: this rank's part of the batch, made by `bmburst.SequenceShard` or
+                `bmburst.shard` in the configuration's layout.
+            length: Real tokens of the whole sequence over all ranks; later tokens are padding. A split sequence needs
+                `length` or `positions`. Or, as in ModelCenter, `[batch]`: real tokens of each sample. The padding after
+                them gets undefined outputs, which real tokens never see, and needs labels of `IGNORE_INDEX`.
+            attention_mask: None; `length` and `mask` replace it.
             inputs_embeds: None.
             use_cache: False.
             past_key_values: None.
-            output_logits: Whether logits are wanted.
+            output_logits: Whether to compute logits.
             output_attentions: False.
             output_hidden_states: False.
-            return_dict: Either.
-            positions: `[batch, local_tokens]` int64, of each token in the whole sequence or in its document; by
-                default those that the layout gives this rank.
+            return_dict: Ignored.
+            positions: `[batch, local_tokens]` int64: position of each token in the whole sequence or in its document.
+                Default: the positions of this rank in the layout.
             mask: As in `bmburst.burst_attention`.
 
         Raises:
-            UserError: An argument is set that this model does not have, or ids, positions and length do not fit, or
-                are no parts of one split batch.
+            UserError: An unsupported argument is set, ids, positions and length do not fit, or the ranks hold no parts
+                of one split batch.
         """
         refused = {
             "attention_mask": attention_mask is not None,
@@ -220,16 +219,16 @@ class Llama(Blocks):
         """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`.
 
         Raises:
-            UserError: As there, or the ranks have no parts of one split batch.
+            UserError: As there, or the ranks do not hold parts of one split batch.
         """
         placed = self._placed(tokens, positions, length)
         return super().loss(tokens, placed, labels, length, mask, per_token=per_token)
 
     def _placed(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
-        """Return positions, having compared what the ranks of a sequence were given: parts of one batch.
+        """Check that the ranks of a sequence hold parts of one batch; return the positions.
 
-        Whole batches of each rank's own, which a script has that never cut anything, are not told from parts by their
-        shapes: so a split sequence's length or positions must be there.
+        Shapes cannot tell parts from whole batches, which a script without `shard` would pass on each rank. So a split
+        sequence needs its length or positions.
         """
 
         def decide() -> tuple[Tensor, str]:
@@ -262,12 +261,12 @@ class Llama(Blocks):
         size, local = self._sequence.size, ids.shape[-1]
         if self._layout == "balanced":
             raise UserError(
-                "layout balanced needs positions, for it differs between masks\n"
+                "layout balanced needs positions, since it depends on the mask\n"
                 "fix: pass positions of bmburst.SequenceShard.batch"
             )
         whole = local * size if length is None else length
         cut = SequenceShard.cut(whole, layout=self._layout, size=size, rank=self._sequence.rank)
-        is_alone = size == 1 and whole <= local  # nothing is cut, and padding may be of any size
+        is_alone = size == 1 and whole <= local  # not split: any amount of padding is allowed
         if ids.dim() != 2 or not (is_alone or cut.local_tokens == local):
             raise UserError(
                 f"input_ids {list(ids.shape)} are not a part of {whole} tokens over {size} ranks in layout "
@@ -292,14 +291,14 @@ def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]
 
 
 def _move(module: torch.nn.Module, places: Mapping[str, str], into: torch.nn.Module | None = None) -> None:
-    """Register children of a module under other dotted names.
+    """Register children of a module under new dotted names.
 
-    The module's code still reaches them under their first names, as plain attributes.
+    The module's code still reaches them under their old names, as plain attributes.
 
     Args:
-        module: Has the children.
-        places: Dotted name by first name; names that the module lacks are skipped.
-        into: The root of the paths; by default the module itself.
+        module: The module with the children.
+        places: New dotted names by old name; names that the module lacks are skipped.
+        into: The root of the new names; default: the module itself.
     """
     root = module if into is None else into
     taken = {name: module._modules.pop(name) for name in places if name in module._modules}
@@ -316,7 +315,7 @@ def _move(module: torch.nn.Module, places: Mapping[str, str], into: torch.nn.Mod
 
 
 def _rename_parameters(model: torch.nn.Module) -> None:
-    """Give the parameters of a `bmburst.blocks.model.Llama` the names that they have in ModelCenter's Llama."""
+    """Rename the parameters of a `bmburst.blocks.model.Llama` to those of ModelCenter's Llama."""
     inner = model.get_submodule("model")
     for block in inner.get_submodule("layers"):  # type: ignore[attr-defined]  # a list of BMTrain's
         layer = block._module
@@ -324,7 +323,7 @@ def _rename_parameters(model: torch.nn.Module) -> None:
         _move(layer.mlp, MLP_PLACES)
         _move(layer, BLOCK_PLACES)
         now = {id(parameter): name for name, parameter in layer.named_parameters()}
-        for info in block._param_info:  # by which BMTrain saves and loads
+        for info in block._param_info:  # BMTrain saves and loads by these names
             info["name"] = now[id(info["parameter"])]
     places = {"embed_tokens": "input_embedding", "layers": "encoder.layers", "norm": "encoder.output_layernorm"}
     _move(inner, places, into=model)
@@ -337,7 +336,7 @@ def _set_initializers(model: torch.nn.Module, methods: Mapping[str, bmt.Paramete
 
     Args:
         model: The model.
-        methods: Initializers by a part of a parameter's name; the first match counts.
+        methods: Initializers by substring of the parameter name; the first match is used.
     """
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters:

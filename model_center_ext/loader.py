@@ -9,20 +9,20 @@ from bmburst.mesh import Mesh, require_mesh
 
 
 class DistributedDataLoader:
-    """Deals samples to the sequence groups of a mesh, where ModelCenter's deals them to ranks.
+    """Distributes samples over the sequence groups of a mesh; ModelCenter's loader distributes them over ranks.
 
-    The ranks of a group read the same batches: those that one rank of as many as there are groups reads from
+    All ranks of a sequence group read the same batches. Group i of n reads what rank i of n would read from
     ModelCenter's loader, in the same order (model-center 1.0.2).
 
     Args:
         dataset: The samples; every rank has all of them.
-        shuffle: Whether each pass over the loader has an order of its own.
-        seed: Of the order.
-        mesh: The ranks.
+        shuffle: Whether to shuffle the samples anew in each epoch.
+        seed: Seed of the shuffling.
+        mesh: The mesh.
         options: Further arguments of `torch.utils.data.DataLoader`, such as batch_size.
 
     Raises:
-        UserError: `mesh` is no mesh, or splits matrices.
+        UserError: `mesh` is not a mesh, or has tensor parallelism.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class BiasedSequence:
     Attributes:
         formula: Maps a query and a key to a row of the table.
         relations: int32 `[batch or 1, entries]`, the same on every rank of the group.
-        tokens: Position, document and so on of this rank's tokens in the whole sequence.
+        tokens: Six integers for each of this rank's tokens, such as its position in the whole sequence.
         group: The ranks that share the sequences.
         kernel: "auto", "triton" or "reference".
         transport: As in `bmburst.burst_attention`.

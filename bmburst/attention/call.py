@@ -326,7 +326,7 @@ class StrategyRequest:
         Collective the first time for a group.
 
         Raises:
-            UserError: The request needs as many ranks on each node, or peer access between ranks, and they lack it.
+            UserError: The request needs equal numbers of ranks on the nodes, or peer access, and the group lacks it.
         """
         comm = self.comm
         has_own_groups = STRATEGIES[self.name].needs("double-ring")  # groups with their own transports

@@ -1,4 +1,4 @@
-"""Communication between ranks: one interface over bmtrain.nccl, torch.distributed, and threads for tests."""
+"""Communication between ranks: one interface over bmtrain.nccl, torch.distributed, copy engines, and test threads."""
 
 from bmburst.comm.protocol import Communicator, Transfer
 

@@ -15,14 +15,14 @@ from bmburst.comm.streams import SideStreamTransfer
 
 @dataclass(frozen=True, slots=True)
 class FlatStorage:
-    """A contiguous tensor with the interface of the storage that `bmtrain.nccl` takes.
+    """A contiguous tensor with the storage interface that `bmtrain.nccl` uses.
 
-    BMTrain sends whole storages: for a view it would send the storage from its beginning and in full. Its functions use
-    only these four names.
+    BMTrain sends whole storages: for a view it would send the full storage from its beginning. Its functions use only
+    these four names.
     """
 
     tensor: Tensor
-    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; the host runtime uses CPU memory in its place
+    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; the host runtime uses CPU memory instead
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,10 +54,10 @@ def launched_together() -> Iterator[None]:
 
 
 class BMTrainCommunicator(MessageMover):
-    """`Communicator` over a `bmtrain.nccl` communicator, on a stream of its own.
+    """`Communicator` over a `bmtrain.nccl` communicator, on its own stream.
 
     Args:
-        handle: What `bmtrain.nccl.commInitRank` returned, or `bmtrain.config["comm"]`.
+        handle: The result of `bmtrain.nccl.commInitRank`, or `bmtrain.config["comm"]`.
         on_host: Whether the host runtime replaces CUDA.
     """
 
@@ -66,7 +66,7 @@ class BMTrainCommunicator(MessageMover):
 
         self._nccl: Any = nccl
         self._handle = handle
-        self._stream: Any = torch.cuda.Stream(priority=-1)  # high: the transfer is short, and long kernels wait for it
+        self._stream: Any = torch.cuda.Stream(priority=-1)  # high: transfers are short, and long kernels wait for them
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"

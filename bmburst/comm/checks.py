@@ -1,4 +1,4 @@
-"""Compares calls over the ranks of a group, so that a mismatch is an error on all of them and not a hang."""
+"""Compares calls over the ranks of a group, so that a mismatch raises an error on all of them instead of a hang."""
 
 import os
 import zlib
@@ -24,7 +24,7 @@ DEBUG_SWITCH = "BMBURST_CHECK"
 _SAME, _PROBLEM = "=", "!"
 _FIRST = 8  # calls of a kind that are compared: token ids, labels, positions and masks of one step or two
 _SAMPLED = 64
-_ALIKE = 0.25  # of the norm: far above what 16 bits round, far below the 1.4 of unrelated numbers
+_ALIKE = 0.25  # of the norm: far above 16-bit rounding errors, far below the 1.4 of unrelated tensors
 
 
 class Mismatch(UserError):
@@ -41,12 +41,12 @@ def contents(tensor: Tensor) -> str:
     data = tensor.detach().cpu().reshape(-1)
     dense = torch.empty(len(data), dtype=data.dtype, device="cpu").copy_(
         data
-    )  # of one element any stride counts as contiguous
+    )  # a copy: torch regards one element with any stride as contiguous
     return f"#{zlib.crc32(dense.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def is_exact(tensor: Tensor) -> bool:
-    """Return whether equal computations give equal bits on all ranks: true for integers, not for rounded numbers."""
+    """Return whether equal computations give equal bits on all ranks: true for integers, not for floating point."""
     return tensor.element_size() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -85,13 +85,13 @@ class _CheckState:
 
 
 class CheckedCommunicator:
-    """A communicator that compares operation, shapes and dtypes over the ranks. The library uses no other directly.
+    """A communicator that compares operation, shapes and dtypes over the ranks. The library always uses this one.
 
     Satisfies `Communicator`. A comparison is one all-gather of 512 bytes before the call, and blocks the host.
 
     Args:
         inner: The communicator that moves tensors; not called if a rank would only send to itself.
-        device: The device on which tensors of this group must be.
+        device: The device of this group's tensors.
         always: Whether every call is compared, as on CPU transports. If not, calls are compared where `active` is set
             (the trainer's first step), inside `checking`, and everywhere if BMBURST_CHECK=1 is in the environment.
     """
@@ -170,7 +170,7 @@ class CheckedCommunicator:
     def require_alike(self, call: str, tensor: Tensor) -> None:
         """Check, while active, that every rank holds the same floating point tensor, up to rounding.
 
-        64 of its numbers are compared. Results that ranks compute from one batch differ by rounding errors; results
+        64 of its elements are compared. Results that ranks compute from one batch differ by rounding errors; results
         from different batches differ by about their own size.
 
         Raises:
@@ -226,7 +226,7 @@ class CheckedCommunicator:
             raise Mismatch(different)
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise `UserError(problem)`; while active, every rank that calls `agree` meanwhile raises it too."""
+        """Raise `UserError(problem)`; while active, the ranks that call `agree` at this point raise it too."""
         self._exchange(_PROBLEM + problem)
         raise UserError(problem) from None
 

@@ -1,4 +1,4 @@
-"""CUDA driver functions that torch does not expose: shared memory, batched copies, memory operations of streams.
+"""CUDA driver functions that torch does not expose: shared memory, batched copies, stream memory operations.
 
 They are called through ctypes: every machine with a GPU has the driver, and a call takes 2 to 4 us.
 """
@@ -159,7 +159,7 @@ def close_exported(address: int) -> None:
 
 
 def look_during_captures() -> None:
-    """Let this thread query events while another captures a CUDA graph; otherwise the capture could fail."""
+    """Let this thread query events while another thread captures a CUDA graph; otherwise the capture could fail."""
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
@@ -180,8 +180,8 @@ class Signals:
     """Prepared writes and waits of 32-bit words, which a stream executes without a multiprocessor.
 
     Args:
-        raised: Addresses on any device of the host, written once all earlier work of the stream is visible there.
-        awaited: Addresses on this device. The stream waits until they have reached a value, in cyclic order.
+        raised: Addresses on any device of the host, written after all earlier work of the stream is visible there.
+        awaited: Addresses on this device. The stream waits until their words reach a value, in cyclic order.
     """
 
     def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()) -> None:
@@ -258,12 +258,12 @@ _WORD_OF_TARGET = (_BatchedCopy.target.offset + _Operand.address.offset) // 8
 
 @cache
 def _has_batches() -> bool:
-    """Whether the driver is of CUDA 13 or newer."""
+    """Return whether the driver has batched copies (CUDA 13 or newer)."""
     return hasattr(_driver(), "cuMemcpy3DBatchAsync_v2")
 
 
 def _rectangle(operation: Any) -> Any:
-    """Return the same copy for older drivers."""
+    """Convert a batched copy to a 2D copy, for older drivers."""
     return _Copy2D(
         source_type=_DEVICE,
         source_device=operation.source.address,

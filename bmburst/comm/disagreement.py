@@ -11,7 +11,7 @@ from itertools import zip_longest
 NBYTES = 512
 """Bytes of an encoded text."""
 
-_CAPS = (NBYTES, 192, 96, 48, 24)  # limits of a line in bytes; the first with which all lines fit is used
+_CAPS = (NBYTES, 192, 96, 48, 24)  # limits of a line in bytes; the first limit with which all lines fit is used
 _SHOWN, _FACT, _TAIL = 200, 80, 20  # characters of a rank's line, of one value, and of its end
 _GAP = "..."
 
@@ -82,7 +82,7 @@ def _told(mine: str, theirs: str) -> str:
 
 
 def _brief(mine: str, theirs: str) -> str:
-    """Return a line; a long one from its first differing word on, with its end, where the digest is."""
+    """Return a line. A long line is cut to the part from its first differing word on, and its end with the digest."""
     if len(mine) <= _FACT:
         return mine
     words, others = mine.split(" "), theirs.split(" ")

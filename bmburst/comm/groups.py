@@ -16,7 +16,7 @@ from bmburst.comm.protocol import Communicator, device_of
 from bmburst.errors import UserError
 
 Split = Callable[[Sequence[Sequence[int]]], CheckedCommunicator]
-"""From the global ranks of every group of a partition to the communicator of this rank's group."""
+"""Maps a partition, the global ranks of every group, to the communicator of this rank's group."""
 
 
 def communicator(group: object) -> CheckedCommunicator:
@@ -27,13 +27,13 @@ def communicator(group: object) -> CheckedCommunicator:
             world: BMTrain's if it was started, else torch.distributed's default group, else this process alone.
 
     Raises:
-        UserError: It is none of these, or this rank is not in it.
+        UserError: `group` is none of these, or this rank is not in it.
     """
     if group is None:
         group = _world()
     if isinstance(group, CheckedCommunicator):
         return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to the ranks that are not in a new group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # torch's result of new_group on ranks outside the group
         raise UserError(
             f"rank {dist.get_rank()} is not in the given process group\nfix: call this only on the ranks of the group"
         )
@@ -52,7 +52,7 @@ def communicator(group: object) -> CheckedCommunicator:
 
 
 def bmtrain_groups() -> tuple[CheckedCommunicator, Split]:
-    """Return BMTrain's world and a way to split it. Every rank must call the split with the same partition.
+    """Return BMTrain's world and a function that splits it. Every rank must call it with the same partition.
 
     Raises:
         UserError: BMTrain was not started.
@@ -94,7 +94,7 @@ def single_rank_group(world: CheckedCommunicator | None = None) -> CheckedCommun
 
 
 def process_groups() -> tuple[CheckedCommunicator, Split]:
-    """Return torch.distributed's world and a way to split it. Every rank must call the split with the same partition.
+    """Return torch.distributed's world and a function that splits it. Every rank must call it with the same partition.
 
     Raises:
         UserError: No process group was initialised.
@@ -105,7 +105,7 @@ def process_groups() -> tuple[CheckedCommunicator, Split]:
 
     def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
         def make(mine: Sequence[int]) -> CheckedCommunicator:
-            made = [dist.new_group(list(ranks)) for ranks in groups]  # every rank must make every group, in one order
+            made = [dist.new_group(list(ranks)) for ranks in groups]  # every rank makes all groups in the same order
             return communicator(made[groups.index(mine)])
 
         return _own_group(world, groups, make)

@@ -1,12 +1,12 @@
-"""Pinned host memory that a thread prepares beside other work, and the ZeRO shards that live in it (arXiv:2101.06840).
+"""Pinned host memory, prepared by a background thread, and the ZeRO shards offloaded to it (arXiv:2101.06840).
 
-Allocation of pinned memory is slow: 8 GiB took 3.5 s on a host of 16 cores. To touch 8 GiB with all cores took 0.4 s
-and to register them with CUDA 0.8 s. So blocks are mapped, touched and registered, in the order in which they will be
-needed, from the start of the program on.
+Allocating pinned memory is slow: 8 GiB took 3.5 s on a host of 16 cores. Touching 8 GiB with all cores took 0.4 s, and
+registering it with CUDA 0.8 s. So a thread maps, touches and registers blocks from the start of the program, in the
+order in which they will be needed.
 
-A block's shards are copied to one of two device buffers before BMTrain gathers them, so that those of the next block
-are on their way while a block computes. Its gradient leaves as soon as BMTrain has reduced it. Copies have streams of
-their own in each direction, and the host waits for none of them until it reads the gradient.
+The shards of a block are copied to one of two device buffers before BMTrain gathers them: while a block computes, those
+of the next block are in flight. The gradient of a block is copied to the host as soon as BMTrain has reduced it. Copies
+have one stream for each direction, and the host waits for them only when it reads the gradient.
 """
 
 import mmap
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 _BUFFERS = 2
-"""Blocks whose shards are on the GPU at a time: one is gathered from, one is copied."""
+"""Number of blocks with shards on the GPU: BMTrain gathers from one while the other is copied."""
 
 
 class HostMemory:
-    """Blocks of pinned memory. Where there is no GPU they are ordinary memory.
+    """Blocks of pinned memory; without a GPU, blocks of ordinary memory.
 
     Attributes:
-        nbytes: Bytes of all blocks, those included that are being prepared.
+        nbytes: Bytes of all blocks, including those still being prepared.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class HostMemory:
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Begin to prepare blocks, in this order, behind those that were asked for before.
+        """Start to prepare blocks in this order, after the blocks of earlier calls.
 
         Args:
             sizes: Bytes of each block.
@@ -49,40 +49,40 @@ class HostMemory:
             self._prepared[size].append(self._thread.submit(_block, size, device))
 
     def wait(self) -> None:
-        """Wait until all blocks that nobody has taken are there; `take` raises what failed."""
+        """Wait until all blocks that were not taken are prepared; `take` raises their errors."""
         wait([block for blocks in list(self._prepared.values()) for block in list(blocks)])
 
     def take(self, size: int) -> Tensor:
-        """Return a block, uint8 `[size]` with any content; one that is prepared, or else a new one.
+        """Return a block, uint8 `[size]` with any content: a prepared one, or else a new one.
 
         Raises:
-            RuntimeError: The memory cannot be had, or CUDA cannot register it.
+            RuntimeError: The memory cannot be allocated, or CUDA cannot register it.
         """
         if prepared := self._prepared[size]:
             block = prepared.popleft()
             if not block.cancel():
                 return block.result()
-            # Others stand before it: who needs it now makes it now.
+            # The thread still has other blocks to prepare before this one: make it here instead.
         else:
             self.nbytes += size
         return _block(size, torch.cuda.current_device() if torch.cuda.is_available() else None)
 
     def tensor(self, like: Tensor) -> Tensor:
-        """Return a tensor of a tensor's shape and dtype in a block of its own."""
+        """Return a new tensor with the shape and dtype of `like`, in its own block."""
         return self.take(like.nbytes).view(like.dtype).view(like.shape)
 
 
 def host_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros in ordinary host memory whose pages are there, in huge pages where the system has them.
+    """Return zeros in ordinary host memory that is already paged in, in huge pages where the system has them.
 
     Raises:
-        RuntimeError: The memory cannot be had.
+        RuntimeError: The memory cannot be allocated.
     """
     return _block(shape.numel() * dtype.itemsize, None).view(dtype).view(shape)
 
 
 def _block(size: int, device: int | None) -> Tensor:
-    """Return mapped memory whose pages are there, all zero; pinned if a GPU is given."""
+    """Return mapped memory that is already paged in, all zero; pinned if a GPU is given."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     try:
@@ -92,7 +92,7 @@ def _block(size: int, device: int | None) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(memory, dtype=torch.uint8)
-    block[:: mmap.PAGESIZE].zero_()  # by all threads of torch
+    block[:: mmap.PAGESIZE].zero_()  # touches every page, with all threads of torch
     if device is not None:
         torch.cuda.set_device(device)
         runtime, address = torch.cuda.cudart(), block.data_ptr()
@@ -105,21 +105,21 @@ def _block(size: int, device: int | None) -> Tensor:
 class HostShard:
     """A BMTrain storage whose weights and gradient live in pinned host memory.
 
-    `parameter.host_shard` is this object. Between uses `parameter.data` and `parameter.grad` are the host's tensors.
+    `parameter.host_shard` is this object. Between uses `parameter.data` and `parameter.grad` are the host tensors.
 
     Args:
         parameter: The storage's parameter, on the GPU.
-        order: The number of its block, in the order of the forward pass.
-        memory: Where pinned memory comes from.
+        order: The index of its block in the order of the forward pass.
+        memory: The source of pinned memory.
 
     Attributes:
-        parameter: The same.
-        order: The same.
-        device: Where it was, and where its copies go.
-        weights: In host memory.
+        parameter: As above.
+        order: As above.
+        device: The GPU of the parameter and of its copies.
+        weights: The weights in host memory.
         version: Counts changes of `weights`.
-        norm: Euclidean norm of this rank's gradient, fp32 or wider on `device`; after `left`.
-        left: The event behind the copy of the gradient to host memory.
+        norm: Euclidean norm of this rank's gradient, fp32 or wider on `device`; valid after `left`.
+        left: The event after the copy of the gradient to host memory.
     """
 
     def __init__(self, parameter: torch.nn.Parameter, order: int, memory: HostMemory) -> None:
@@ -134,14 +134,14 @@ class HostShard:
         parameter.host_shard = self  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Wait for the update of the weights that is under way, if one is; an error in it is raised here, once."""
+        """Wait for a pending update of the weights; an error in it is raised here, once."""
         if self._update is not None:
             update, self._update = self._update, None
             self.version += 1
             update.result()
 
     def update_with(self, update: "Future[None]") -> None:
-        """Note an update of the weights that is under way in another thread; readers wait for it."""
+        """Register a pending update of the weights in another thread; readers wait for it."""
         self.settle()
         self._update = update
 
@@ -151,13 +151,13 @@ class HostShard:
             self.left.synchronize()
 
     def norm_on(self, stream: Any) -> Tensor:
-        """Return `norm` for use on a stream."""
+        """Return `norm` for use on a stream, which waits for it."""
         assert self.norm is not None, "asked before backward"
         stream.wait_event(self.left)
         return self.norm
 
     def receive(self, gradient: Tensor, stream: Any) -> Any:
-        """Copy the gradient to host memory on a stream, with its norm, and return the event behind it."""
+        """Copy the gradient to host memory on a stream and compute its norm; return the event after both."""
         if self._gradient is None:
             self._gradient = self._memory.tensor(gradient)
         self.left = torch.cuda.Event()
@@ -185,25 +185,25 @@ class _Buffer:
 
 
 class ShardCopies:
-    """The copies of a model's blocks, which share its buffers and streams.
+    """Copies of a model's blocks between host and GPU, with shared buffers and streams.
 
     Args:
-        memory: Where pinned memory comes from.
+        memory: The source of pinned memory.
     """
 
     def __init__(self, memory: HostMemory | None = None) -> None:
         self.memory = memory or HostMemory()
-        self._buffers: list[_Buffer] = []  # the one that was used last is the last
+        self._buffers: list[_Buffer] = []  # in the order of use, the most recent one last
         self._inward: Any = None
         self._outward: Any = None
         self._leaving: list[tuple[Tensor, Any]] = []
 
     def prefetch(self, shards: Sequence[HostShard]) -> None:
-        """Start to copy a block's weights to the GPU, unless they are there."""
+        """Start to copy a block's weights to the GPU, unless they are already there."""
         self._fetch(shards)
 
     def show(self, shards: Sequence[HostShard], reader: Any) -> _Buffer:
-        """Let `parameter.data` be the weights on the GPU, for what follows on a stream; end with `hide`."""
+        """Set `parameter.data` to the weights on the GPU, for later work of stream `reader`; undo with `hide`."""
         buffer = self._fetch(shards)
         reader.wait_event(buffer.ready)
         for each, weights in zip(shards, buffer.tensors, strict=True):
@@ -211,7 +211,7 @@ class ShardCopies:
         return buffer
 
     def hide(self, shards: Sequence[HostShard], reader: Any) -> None:
-        """Let `parameter.data` be the host's weights again, once the stream has read those on the GPU."""
+        """Set `parameter.data` back to the host weights; the buffer is free after the work of stream `reader`."""
         for each in shards:
             each.parameter.data = each.weights
         buffer = self._buffers[-1]
@@ -219,9 +219,9 @@ class ShardCopies:
         buffer.free.record(reader)
 
     def bring_gradients(self, shards: Sequence[HostShard]) -> None:
-        """Let `parameter.grad` be on the GPU, where there is one: BMTrain adds to it. End with `send_gradients`.
+        """Copy existing gradients to the GPU, since BMTrain accumulates into `parameter.grad`.
 
-        `parameter.data` is device memory of the same size with any content.
+        `parameter.data` becomes device memory of the same size with any content. End with `send_gradients`.
         """
         buffer = self._buffers[-1]
         memories = (buffer if buffer.fits(shards) else _Buffer(shards)).tensors
@@ -233,10 +233,10 @@ class ShardCopies:
                 each.parameter.grad = torch.empty_like(memory).copy_(gradient, non_blocking=True)
 
     def send_gradients(self, shards: Sequence[HostShard], writer: Any) -> None:
-        """Copy gradients to host memory behind what a stream does, and let `parameter` have its host tensors again."""
+        """Copy gradients to host memory after the work of stream `writer`; parameters get their host tensors back."""
         current = torch.cuda.current_stream()
         for _, left in self._leaving:
-            current.wait_event(left)  # its memory may be reused from here
+            current.wait_event(left)  # the gradient's memory may be reused from here on
         self._leaving.clear()
         self._outward.wait_stream(writer)
         for each in shards:
@@ -267,14 +267,14 @@ class ShardCopies:
         return buffer
 
     def _free_buffer(self, shards: Sequence[HostShard]) -> _Buffer:
-        """Take the buffer that was used first from the list, or make one."""
+        """Remove the least recently used buffer from the list and return it, or a new one."""
         if len(self._buffers) == _BUFFERS:
             buffer = self._buffers.pop(0)
             if buffer.fits(shards):
                 return buffer
             torch.cuda.current_stream().wait_event(buffer.free)
         made = _Buffer(shards)
-        made.free.record(torch.cuda.current_stream())  # behind what had this memory before
+        made.free.record(torch.cuda.current_stream())  # after the previous user of this memory
         return made
 
     def _open(self) -> None:
@@ -283,6 +283,6 @@ class ShardCopies:
 
 
 def host_shard(parameter: Tensor) -> HostShard | None:
-    """Return what keeps a BMTrain storage in host memory; None for one that is on the GPU."""
+    """Return the `HostShard` of a BMTrain storage in host memory; None if the storage is on the GPU."""
     found: HostShard | None = getattr(parameter, "host_shard", None)
     return found

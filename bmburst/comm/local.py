@@ -135,8 +135,8 @@ def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
     """Call `body(communicator, *args)` on `size` ranks, one thread each, and return all results.
 
     Raises:
-        Exception: The first failure of any rank, after all of them have ended. A rank that only missed another rank's
-            message comes last.
+        Exception: The failure of the lowest failed rank, after all ranks have ended. `LostRank` is raised only if no
+            rank failed in another way.
     """
     queues = [[MessageQueue() for _ in range(size)] for _ in range(size)]
 

@@ -1,4 +1,4 @@
-"""Moves the blocks of an exchange: views of tensor memory, copies inside a rank, and one message to each other rank."""
+"""Moves the blocks of an exchange: copies inside a rank, and one message to each other rank, over strided views."""
 
 import math
 from abc import ABC, abstractmethod

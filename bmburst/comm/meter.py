@@ -1,4 +1,4 @@
-"""Measures exposed communication (the time that work waits for transfers), and names work in a profiler's timeline."""
+"""Measures exposed communication (time in which work waits for transfers), and names work in profiler timelines."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -18,11 +18,11 @@ def traced(name: str) -> AbstractContextManager[Any]:
 
 
 class WaitMeter:
-    """Measures exposed communication: the sum of the times in which work waits for transfers.
+    """Measures exposed communication: the total time in which work waits for transfers.
 
     On a GPU each wait is measured by two events on the waiting stream; the host does not wait. A transfer that has
-    finished before the wait adds nothing; a wait for a slower rank counts. With several streams, the wait of one counts
-    only while no other stream runs work marked by `working`. On a CPU, host time in transfers and waits is measured.
+    finished before the wait adds nothing; a wait for a slower rank counts. With several streams, a wait counts only
+    while no other stream runs work marked by `working`. On a CPU, host time in transfers and waits is measured.
 
     Args:
         on_gpu: Whether streams wait; else the host does.
@@ -171,7 +171,7 @@ def metered_stream(stream: Any, meter: WaitMeter) -> Any:
     """
 
     class Recorded(torch.cuda.Event):
-        """An event whose waits are measured, of the stream that computes: a stream of copies holds up no kernel."""
+        """An event whose waits are measured on the computing stream only: a wait of a copy stream delays no kernel."""
 
         def wait(self, stream: Any = None) -> None:
             if stream is not None and stream != torch.cuda.current_stream():

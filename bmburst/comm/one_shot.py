@@ -1,7 +1,7 @@
-"""Sums of small tensors over ranks: on GPUs of one host in one kernel that reads every rank's memory.
+"""All-reduce of small tensors: on GPUs of one host by one kernel that reads every rank's memory.
 
-NCCL takes some 25 microseconds for 8 KiB, and decoding adds up twice a layer. In a one-shot all-reduce each rank writes
-its part where the others can read it, and adds up all parts (`bmburst_ops.triton_one_shot`).
+NCCL takes about 25 microseconds for 8 KiB, and decoding needs two all-reduces in each layer. In a one-shot all-reduce
+each rank writes its tensor to shared memory and sums the tensors of all ranks (`bmburst_ops.triton_one_shot`).
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ AddUp = Callable[[Tensor], Tensor]
 
 
 def small_sums(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> AddUp:
-    """Return a function that adds a tensor up over the ranks of a group, to equal bits on all of them.
+    """Return a function that sums a tensor over the ranks of a group, with equal bits on all of them.
 
-    It can be captured in a CUDA graph. Collective on GPUs the first time for a group and a size.
+    It can be captured in a CUDA graph. On GPUs the first call for a group, size and dtype is collective.
 
     Args:
         comm: The group.
-        numbers: Numbers of a tensor for which this is meant; larger ones go by the group's own collective.
-        dtype: Of these tensors.
+        numbers: Maximum number of elements; larger tensors use the group's all-reduce.
+        dtype: Dtype of the tensors; other dtypes use the group's all-reduce.
     """
     if comm.size == 1:
         return lambda tensor: tensor
@@ -45,7 +45,7 @@ def small_sums(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> A
 
 
 class _OneShot:
-    """The memory of a group's one-shot sums."""
+    """The shared memory of a group's one-shot all-reduce."""
 
     def __init__(self, comm: CheckedCommunicator, numbers: int, dtype: torch.dtype, kernels: Any) -> None:
         self._kernels, self._rank, self._most = kernels, comm.rank, numbers
@@ -53,7 +53,7 @@ class _OneShot:
         self._memory = SharedMemory(comm.inner, places + programs * comm.size * 4, comm.device)
         self._memory.local.zero_()
         torch.cuda.synchronize(comm.device)
-        gather_objects(comm.inner, None)  # every rank's words are zero before anyone writes one
+        gather_objects(comm.inner, None)  # a barrier: all flags are zero before any rank writes one
         addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=comm.device)
         self._boxes, self._flags = addresses, addresses + places
         self._calls = torch.zeros(programs, dtype=torch.int32, device=comm.device)
@@ -66,7 +66,7 @@ class _OneShot:
 
 @bounded_cache(maxsize=16)
 def _one_shots(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> _OneShot | None:
-    """Return the one-shot sums of a group, or None where its ranks cannot reach each other's memory."""
+    """Return the one-shot all-reduce of a group, or None if its ranks cannot access each other's memory."""
     if comm.transport != "nccl" or over_transport(comm, "auto").transport != "peer":
         return None
     kernels = triton_twin("triton_one_shot", torch.empty(0, dtype=dtype, device=comm.device))

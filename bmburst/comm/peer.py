@@ -48,9 +48,9 @@ class _Buffer:
     user: Any = None
     """The stream whose kernels fill or read its current content."""
     offered: Any = None
-    """The event at which it was offered; everything that is pushed was computed before."""
+    """The event at which it was offered; pushed tensors are computed before it."""
     pushed: list[SideStreamTransfer] = field(default_factory=list)
-    """Pushes since it was offered. Until one of them is waited for, no kernel reads the inbox."""
+    """Pushes since the offer. No kernel reads the inbox before one of them is waited for."""
 
 
 def _outboxes() -> tuple[_Buffer, ...]:
@@ -169,7 +169,7 @@ class PeerCommunicator:
             self._local.wait_event(at.inbox.offered)
             if not any(before.waited for before in at.inbox.pushed):
                 calls.kept.enqueue(self._local.cuda_stream, inboxes, own)
-            else:  # copies of the driver inside one device can wait long for a running kernel
+            else:  # the driver's copies inside one device can wait long for a running kernel
                 with CurrentStream(self._local):
                     copy_own(exchange, sources, (inbox,))
             self._order.after(at.stream, self._local)

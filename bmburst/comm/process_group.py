@@ -17,7 +17,7 @@ REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class _Pending:
-    """Pending works, with every tensor that they read or write, so that the allocator does not reuse them meanwhile."""
+    """Pending works and every tensor that they read or write, so that the allocator does not reuse the memory."""
 
     def __init__(self, works: Sequence[dist.Work], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
         self._works, self._received, self._sent = works, received, sent
@@ -33,7 +33,7 @@ class _Pending:
             for tensor in (
                 *self._received,
                 *self._sent,
-            ):  # the stream to which the allocator returns the memory has not waited
+            ):  # the stream that owns the memory has not waited for `current`
                 tensor.record_stream(current)
         self._sent = ()
         return self._received
@@ -155,7 +155,7 @@ class ProcessGroupCommunicator(MessageMover):
 
 
 def named_verb(names: tuple[str, str]) -> Callable[..., dist.Work]:
-    """Return torch's function of the first name, or if there is none, of the second name."""
+    """Return torch's function of the first name, or of the second name if the first does not exist."""
     name, before = names
     found: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(dist, before)
     return found

@@ -16,9 +16,9 @@ class Transfer(Protocol):
     """A communication in flight."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Order the current stream after the transfer and return the received tensors. The host does not wait for GPUs.
+        """Make the current stream wait for the transfer and return the received tensors. The host waits on CPUs only.
 
-        A second call returns the same tensors, and orders the stream that is current then.
+        A second call returns the same tensors, and makes the stream that is current then wait.
         """
         ...
 
@@ -39,7 +39,7 @@ class CompletedTransfer:
         """See `Transfer.wait`."""
         if self._maker is not None and (current := torch.cuda.current_stream()) != self._maker:
             current.wait_stream(self._maker)
-            for tensor in self._tensors:  # the stream to which the allocator returns the memory has not waited
+            for tensor in self._tensors:  # the stream that owns the memory has not waited for `current`
                 tensor.record_stream(current)
         return self._tensors
 
@@ -108,8 +108,8 @@ class BlockMover(Protocol):
 class Communicator(BlockMover, Protocol):
     """A group of ranks that exchange tensors.
 
-    The rules of `BlockMover` hold. A group of one returns its inputs without a copy. Reductions take the dtypes that
-    the transport can add; everything else takes any dtype.
+    The rules of `BlockMover` hold. A group of one returns its inputs without a copy. Reductions support the dtypes that
+    the transport can add; all other operations support any dtype.
     """
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
@@ -137,7 +137,10 @@ def gather_objects(comm: Communicator, value: Any) -> list[Any]:
 
     Args:
         comm: The group; every rank must call.
-        value: Anything that JSON can represent in less than 1 KB.
+        value: Any value that JSON encodes in at most 1,024 bytes.
+
+    Raises:
+        ValueError: The encoded value is longer.
     """
     data = json.dumps(value).encode()
     if len(data) > _BYTES:

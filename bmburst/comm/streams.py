@@ -1,6 +1,6 @@
 """CUDA streams at low host cost, and transfers that run on a side stream.
 
-Attention asks for the current stream about forty times a call, so the overhead of torch's convenience wrappers counts.
+Attention queries the current stream about forty times per call, so the overhead of torch's wrappers matters.
 """
 
 from types import TracebackType
@@ -87,7 +87,7 @@ class SideStreamTransfer:
         return self._received
 
     def __del__(self) -> None:
-        if not self.waited:  # after an exception nobody waits for the operations
+        if not self.waited:  # after an exception, `wait` is not called
             self._mark(self.side)
 
     def _mark(self, stream: Any) -> None:

@@ -164,7 +164,7 @@ NODE_SWITCH = "BMBURST_NODE"
 
 @dataclass(frozen=True, slots=True)
 class DoubleRingGroups:
-    """The two groups that a rank of a double ring is in: it is rank `inter.rank * intra.size + intra.rank` of all.
+    """The two groups of a rank in a double ring. Its rank in the whole ring is `inter.rank * intra.size + intra.rank`.
 
     Attributes:
         intra: The ranks of this node.
@@ -177,7 +177,7 @@ class DoubleRingGroups:
 
 @runtime_checkable
 class Splittable(Communicator, Protocol):
-    """A communicator that can make others."""
+    """A communicator that can be split."""
 
     def split(self, partition: Sequence[Sequence[int]]) -> Communicator:
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition."""
@@ -186,7 +186,7 @@ class Splittable(Communicator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeGrouping:
-    """The number of nodes of a group, and why they do not have equally many consecutive ranks; None if they do."""
+    """The number of nodes of a group. `uneven`: why they do not hold equal runs of consecutive ranks, or None."""
 
     count: int
     uneven: str | None = None
@@ -217,7 +217,7 @@ def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
 
 
 def device_name(comm: CheckedCommunicator) -> str:
-    """Return the device name that selects the cost model's machine: that of the first rank, on every rank.
+    """Return the device name of the first rank, on every rank: it selects the machine of the cost model.
 
     The first call for a group of GPUs is collective and blocks the host.
     """

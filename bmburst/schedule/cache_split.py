@@ -1,8 +1,8 @@
-"""How a KV cache is split over ranks: which heads and which tokens each rank keeps, and the bytes that takes.
+"""How a KV cache is split over ranks: which heads and tokens each rank keeps, and how many bytes. Imports no torch.
 
 The ranks form a grid of head groups x token groups. Rank `t * head_groups + h` keeps the KV heads of head group h for
-the tokens of token group t. No head of a token is stored twice. By heads alone (one token group) is what
-tensor-parallel decoding needs; more ranks than KV heads give both (Helix, arXiv:2507.07120). Imports no torch.
+the tokens of token group t. No head of a token is stored twice. Tensor-parallel decoding needs a split by heads only
+(one token group). With more ranks than KV heads, the cache is split by both (Helix, arXiv:2507.07120).
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.tiles import Span
 
 CACHES = ("auto", "heads", "tokens")
-"""Names by which users ask for a split. "auto" is by heads where the ranks can share the KV heads."""
+"""Names of the splits. "auto" splits by heads where the ranks can share the KV heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSplit:
     """One rank's part of a KV cache.
 
-    Position p of a sequence belongs to token group `p % token_groups`, so that every group has the same number of
-    tokens, whatever the lengths of prompts, turns and answers are.
+    Position p of a sequence belongs to token group `p % token_groups`, so that groups have equal numbers of tokens for
+    any lengths of prompts, turns and answers.
 
     Attributes:
         ranks: Ranks that share the cache.
-        rank: This one.
+        rank: This rank.
         heads: Query heads of the model.
         kv_heads: KV heads of the model.
         head_groups: Groups of KV heads; divides `ranks` and `kv_heads`.
@@ -38,18 +38,18 @@ class CacheSplit:
 
     @classmethod
     def choose(cls, cache: str, ranks: int, rank: int, heads: int, kv_heads: int) -> "CacheSplit":
-        """Return the split that a name asks for.
+        """Return the split of that name.
 
         Args:
-            cache: One of `CACHES`. "heads" deals KV heads to as many groups of ranks as it can, and tokens inside of a
-                group; "tokens" deals tokens alone.
+            cache: One of `CACHES`. "heads" splits the KV heads into as many groups as possible, and the tokens among
+                the ranks with the same heads; "tokens" splits the tokens only.
             ranks: Ranks that share the cache.
-            rank: This one.
+            rank: This rank.
             heads: Query heads of the model.
             kv_heads: KV heads of the model.
 
         Raises:
-            UserError: The name is unknown, or "heads" was asked for and no group of ranks can share the KV heads.
+            UserError: The name is unknown, or "heads" was requested and the ranks cannot split the KV heads.
         """
         require_known("cache", cache, CACHES)
         groups = 1 if cache == "tokens" else gcd(ranks, kv_heads)
@@ -64,7 +64,7 @@ class CacheSplit:
 
     @property
     def token_groups(self) -> int:
-        """Groups of tokens."""
+        """Number of token groups."""
         return self.ranks // self.head_groups
 
     @property
@@ -89,7 +89,7 @@ class CacheSplit:
 
     @property
     def name(self) -> str:
-        """What this split is called: "heads", "tokens" or "heads x tokens"."""
+        """The name of this split: "heads", "tokens" or "heads x tokens"."""
         if self.token_groups == 1:
             return "heads"
         return "tokens" if self.head_groups == 1 else "heads x tokens"
@@ -99,7 +99,7 @@ class CacheSplit:
         return max(0, -(-(length - self.token_group) // self.token_groups))
 
     def share(self, size: int) -> Span:
-        """Return this rank's part of `size` things that all ranks divide as evenly as they can."""
+        """Return this rank's part of `size` items that all ranks divide as evenly as possible."""
         return Span(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
     def nbytes(self, layers: int, sequences: int, length: int, head_dim: int, itemsize: int) -> int:
@@ -108,15 +108,15 @@ class CacheSplit:
         Args:
             layers: Layers of the model.
             sequences: Sequences that the cache holds.
-            length: Tokens that it has room for in each.
-            head_dim: Features of a head.
-            itemsize: Bytes of a number.
+            length: Capacity of each sequence in tokens.
+            head_dim: Head dimension.
+            itemsize: Bytes per element.
         """
         return 2 * layers * sequences * self.capacity(length) * self.own_kv_heads * head_dim * itemsize
 
     def capacity(self, length: int) -> int:
-        """Return the rows of a sequence in this rank's memory: every rank has as many.
+        """Return the rows of a sequence in each rank's memory, the same on every rank.
 
-        With token groups one more than its tokens: a rank writes a new token before it knows whose it is.
+        With several token groups there is one spare row: a rank writes a new token before it knows the token's owner.
         """
         return -(-length // self.token_groups) + (self.token_groups > 1)

@@ -27,20 +27,20 @@ from bmburst_ops.constants import ATTENTION_BACKWARD
 # RING_TILE counts only those queries and keys of a step that its tiles have.
 GATHER_FORWARD_Q, GATHER_FORWARD_K = 22.0, 8.0
 GATHER_BACKWARD_Q, GATHER_BACKWARD_K, GATHER_KEY_PART = 8.0, 8.0, 2.0
-TILE_SUMS = 20.0  # in a gather, if own keys have several tiles: sums in fp32, zeroed, added to and rounded
+TILE_SUMS = 20.0  # in a gather, if own keys have several tiles: fp32 sums are zeroed, accumulated and rounded
 RING_TILE_FORWARD_Q, RING_FORWARD_K = 10.0, 8.0
 RING_TILE_BACKWARD_Q, RING_TILE_BACKWARD_K = 10.0, 20.0
 BURST_BACKWARD_Q, KV_BACKWARD_K = 32.0, 48.0
 RING_SUMS = 4.0
-KERNEL_BACKWARD_Q = 16.0  # before and after the kernel: delta from O and dO, dQ's sums in fp32, zeroed and rounded
-KERNEL_BACKWARD_K = 20.0  # the same of dK and dV, if several query heads share a KV head
+KERNEL_BACKWARD_Q = 16.0  # before and after the kernel: delta from O and dO; fp32 sums of dQ, zeroed and rounded
+KERNEL_BACKWARD_K = 20.0  # the same for dK and dV, if several query heads share a KV head
 HEADS_OWN = 2.0  # in a head exchange, for each byte that a rank keeps
 REPLICA_SUMS, REPLICA_PARTS = 20.0, 4.0  # dK and dV of a KV head of several ranks: sums in fp32, and the ranks' parts
 KERNEL_TILE = 128.0  # queries in a tile of the kernel
 EDGE_KEYS = 256.0
-"""Keys by which a query costs more than its visible ones if it does not see the first key of the sequence: its tile has
-hidden pairs at both ends, and start and end of the tile's work weigh more. Fitted to forward on one GPU under windows
-and documents, attention_masks_2xh200_202611.json: 1.04 to 1.07 times the time of as many FLOPs of a causal mask."""
+"""Additional cost, in keys, of a query that does not see the first key of the sequence: its tile has hidden pairs at
+both ends, and start and end of the tile's work weigh more. Fitted to forward on one GPU under windows and documents,
+attention_masks_2xh200_202611.json: 1.04 to 1.07 times the time of as many FLOPs of a causal mask."""
 HOST_HIDDEN = 0.75
 """Fraction of a pass's GPU time in which the host can launch its work. Fitted on 2 H200s: a gather of 8 query
 heads and one KV head, 64K tokens, in a window of 4,096 takes 4.37 ms forward and backward."""
@@ -100,7 +100,7 @@ class Placement:
     Attributes:
         transport: Transport between any two ranks.
         nodes: Number of nodes; None: not known yet, which costs the same as one.
-        even: Whether each node has equally many consecutive ranks.
+        even: Whether every node has the same number of consecutive ranks.
         within: Transport of a double ring inside a node. Default: "peer" if `transport` is "nccl", else `transport`.
     """
 
@@ -182,7 +182,7 @@ class Problem:
 
         Args:
             shapes: Sizes, with the degree.
-            keys_stay: Whether a rank computes all that its keys are seen by, in place of all that its queries see.
+            keys_stay: Whether a rank computes all pairs of its own keys instead of all pairs of its own queries.
         """
         sequence = shapes.outer, self.length, self.mask
         areas = key_areas(*sequence) if keys_stay else rank_areas(*sequence)
@@ -298,7 +298,7 @@ class _StrategyCost:
         return len(distances(outer, self.problem.length, self.problem.mask, self.strategy.ring_tensors))
 
     def _exchange(self, kernel: float, *, backward: bool) -> tuple[float, float]:
-        """Return seconds of copies and sums, and exposed seconds: the first unit's inputs and the last one's results.
+        """Return seconds of copies and sums, and exposed seconds: inputs of the first unit, results of the last unit.
 
         The other transfers overlap with kernels.
         """

@@ -1,8 +1,8 @@
-"""Cross-attention as data: a layout and a mask whose keys are another sequence than the queries. Imports no torch.
+"""Cross-attention as data: a layout and a mask for queries and keys of two sequences. Imports no torch.
 
 Every schedule is made from a layout, the real tokens of the queries, and a mask. A `PairedLayout` has a second layout
-for the keys (`Layout.keys`), a `CrossMask` their number (`Mask.key_length`) and the interval of keys that a query sees.
-So rings, gathers and head exchanges plan cross-attention with the code that plans self-attention.
+for the keys (`Layout.keys`). A `CrossMask` has the number of keys (`Mask.key_length`) and the interval of keys that a
+query sees. So rings, gathers and head exchanges plan cross-attention with the code for self-attention.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _ONE_BLOCK = BlockMap(1 << 62, np.ones((1, 1), bool))
 
 @dataclass(frozen=True, slots=True)
 class PairedLayout(Layout):
-    """The layout of queries, with another one for their keys.
+    """The layout of queries, with a second layout for the keys.
 
     Attributes:
         query_layout: Which rank holds which queries.
@@ -52,15 +52,13 @@ class PairedLayout(Layout):
         return PairedLayout.of(self.query_layout.over_groups(degree), self.key_layout.over_groups(degree))
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """See `Layout.runs`; of the queries."""
+        """See `Layout.runs`; the runs of the queries."""
         return self.query_layout.runs(rank)
 
 
 @dataclass(frozen=True, slots=True)
 class CrossMask(Mask):
-    """A mask of the queries and the keys of two sequences, aligned at the bottom right.
-
-    Under a causal mask the last query sees the last key.
+    """A mask between queries and keys of two sequences, aligned at the bottom right: the last query sees the last key.
 
     Attributes:
         mask: `Full`, `Causal`, `SlidingWindow`, or `Documents` with `key_lengths`.
@@ -133,12 +131,12 @@ class CrossMask(Mask):
 
 
 class Sequence(NamedTuple):
-    """What a caller says of one sequence of an attention call.
+    """The arguments of an attention call for one sequence.
 
     Attributes:
         layout: Name of its layout.
         tokens: Local tokens of each rank, padding included.
-        length: Real tokens over all ranks; None: not said.
+        length: Real tokens over all ranks; None: not given.
     """
 
     layout: str
@@ -147,17 +145,17 @@ class Sequence(NamedTuple):
 
 
 def attended(size: int, queries: Sequence, keys: Sequence | None, mask: Mask) -> tuple[Layout, int, Mask]:
-    """Return layout, real queries and mask of an attention call, by which everything else is planned.
+    """Return the layout, the number of real queries and the mask that all plans of an attention call use.
 
     Args:
         size: Ranks.
-        queries: The queries; by default as many are real as the mask is made for, or all of them.
-        keys: The keys, where they are another sequence; None: they are that of the queries.
+        queries: The queries. Default of their length: that of the mask, or else all of them.
+        keys: The keys in cross-attention; None: self-attention.
         mask: Which keys a query sees.
 
     Raises:
-        UserError: A length or a layout does not fit, or the mask is made for others, or has no meaning between two
-            sequences.
+        UserError: A length or a layout does not fit, the mask is made for other lengths, or it has no meaning between
+            two sequences.
     """
     length = real_length(size, queries.tokens, mask.length if queries.length is None else queries.length)
     mask.require(length)
@@ -173,7 +171,7 @@ def attended(size: int, queries: Sequence, keys: Sequence | None, mask: Mask) ->
     given = next((n for n in (keys.length, made_for) if n is not None), length)
     key_length = real_length(size, keys.tokens, given, "key_length")
     is_same = (queries.layout, queries.tokens, length) == (keys.layout, keys.tokens, key_length)
-    if is_same and not isinstance(mask, Documents):  # self-attention needs less of a kernel
+    if is_same and not isinstance(mask, Documents):  # self-attention needs fewer kernel features
         return make_layout(queries.layout, size, queries.tokens, mask, length), length, mask
     _require_pairs(mask, key_length)
     layout = PairedLayout.of(
@@ -193,7 +191,7 @@ def _require_one_sequence(mask: Mask) -> None:
 
 
 def _require_pairs(mask: Mask, key_length: int) -> None:
-    """Refuse a mask that has no meaning between two sequences, or is made for other keys."""
+    """Refuse a mask that has no meaning between two sequences, or is made for another number of keys."""
     if not isinstance(mask, Full | Causal | SlidingWindow | Documents):
         raise UserError(
             f"mask {mask} has no meaning where keys are another sequence (key_length={key_length})\n"
@@ -214,12 +212,12 @@ def _require_pairs(mask: Mask, key_length: int) -> None:
 
 
 def _among_keys(mask: Mask) -> Mask:
-    """Return the mask by which layout "balanced" deals the keys: that of self-attention among them."""
+    """Return the mask by which layout "balanced" assigns the keys: that of self-attention among the keys."""
     return Documents(tuple(n for n in _key_lengths(mask) if n), mask.causal) if isinstance(mask, Documents) else mask
 
 
 def _band_needs(mask: Mask) -> frozenset[Need]:
-    """Return what a kernel needs for tiles whose queries are not aligned with their keys."""
+    """Return the features that a kernel needs for tiles whose queries are not aligned with their keys."""
     is_banded = mask.causal if isinstance(mask, Documents) else isinstance(mask, Causal | SlidingWindow)
     return frozenset({"window"}) if is_banded else frozenset()
 
@@ -235,5 +233,5 @@ def _document_rows(mask: Documents, positions: IntArray) -> VisibleRanges:
     start, stop = key_edges[document], key_edges[document + 1]
     if not mask.causal:
         return VisibleRanges(start, stop)
-    behind = edges[document + 1] - positions - 1  # queries of the document behind this one
+    behind = edges[document + 1] - positions - 1  # later queries of the same document
     return VisibleRanges(start, np.maximum(start, stop - behind))

@@ -19,14 +19,14 @@ class Documents(Mask):
 
     Args:
         lengths: Tokens of each document, 1 or more: any sequence of numbers, or a tensor `[documents]`. With
-            `key_lengths` the queries of each, 0 for none.
+            `key_lengths`: queries of each document, 0 or more.
         causal: Whether a query sees only itself and earlier tokens.
-        key_lengths: In cross-attention the keys of each document, 0 for none; queries of document i see keys of
+        key_lengths: In cross-attention the keys of each document, 0 or more; queries of document i see keys of
             document i. If causal, the last query of a document sees its last key. Default: self-attention.
 
     Raises:
-        UserError: There is no document, a document has no token, `causal` is not a bool, or of two sequences one has
-            no token or another number of documents.
+        UserError: There is no document, a document has no token, or `causal` is not a bool. With `key_lengths`: all
+            queries or all keys are missing, or the numbers of documents differ.
     """
 
     lengths: tuple[int, ...]
@@ -161,10 +161,10 @@ def document_lengths(values: Any) -> tuple[int, ...]:
 
 
 def _tokens(side: str, values: Any) -> tuple[int, ...]:
-    """Return the lengths of documents of one of two sequences; some may be 0.
+    """Return the document lengths of one side of cross-attention; some may be 0.
 
     Raises:
-        UserError: A length is no whole number of 0 or more, or all are 0.
+        UserError: A length is not a whole number of 0 or more, or all are 0.
     """
     lengths = tuple(whole_number(f"{side} of a document", n, 0) for n in whole_numbers(f"{side} of documents", values))
     if not any(lengths):

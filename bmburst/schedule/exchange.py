@@ -1,4 +1,4 @@
-"""Exchanges as plain data: which bytes move between which ranks, for every transport.
+"""Exchanges as plain data: which bytes move between which ranks, independent of the transport.
 
 In a pull each sender writes its blocks to one buffer, the outbox, which the receivers read. In a push each receiver
 offers one buffer, the inbox, which the senders write. Ranks that can access each other's memory need one side of an
@@ -48,7 +48,7 @@ class Move(NamedTuple):
 
 
 Route = Callable[[int, int], Iterable[Move]]
-"""From a sender and a receiver to the moves between them."""
+"""Maps a sender and a receiver to the moves between them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

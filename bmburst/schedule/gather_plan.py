@@ -82,7 +82,7 @@ class GatherPlan:
         seen: Tokens pulled from other ranks.
         most_seen: The maximum of `seen` over the ranks: 0 if nothing is pulled.
         own: Tiles of own queries and own keys.
-        forward: Tiles of own queries and pulled keys. A query is in at most one tile, so that it is merged once.
+        forward: Tiles of own queries and pulled keys. Each query is in at most one tile, so that it is merged once.
         backward: The same pairs, with each key in at most one tile: kernels write its whole gradient at once.
         apart: Whether every pulled key is in exactly one tile of `backward`: kernels may write to the outbox directly.
         query_sums: How gradients of own queries are added: part 0 is from own keys, the others from `backward`.

@@ -20,10 +20,10 @@ class Hardware:
         name: Name of the machine.
         peak: Peak FLOP/s, the reference of model FLOPs utilisation (MFU).
         matmul: FLOP/s of a large product of 16-bit matrices.
-        matmul_half_rows: Tokens at which a product runs at half that rate.
+        matmul_half_rows: Tokens at which a matrix product runs at half that rate.
         attention_forward: FLOP/s of the attention kernel on long sequences; a causal mask counts half.
         attention_backward: The same, backward.
-        attention_half_rows: Tokens of a tile at which it runs at half those rates.
+        attention_half_rows: Tokens of a tile at which the kernel runs at half those rates.
         attention_call: Launch overhead of each kernel call in seconds.
         attention_tail: Fraction of a tile's time on one multiprocessor during which the others idle at the end of a
             call.
@@ -99,7 +99,7 @@ class Hardware:
 NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name != "name")
 """The tables of a hardware file."""
 _SINCE = {"host_adam": 3.5e9}
-"""Numbers that files written before they were asked for lack: those of an H200's host are taken."""
+"""Defaults of numbers that older files lack: those of an H200's host."""
 _MAY_BE_ZERO = (
     *("matmul_half_rows", "attention_half_rows", "attention_call", "attention_tail", "cut_loss", "call_start"),
     *("layer_host", "reserved", "nccl_memory", "workspace", "peer_latency", "peer_exposed", "nccl_latency"),
@@ -180,7 +180,7 @@ def read_facts(name: str) -> dict[str, Any]:
             "fix: bmburst plan --calibrate --output machine.toml writes one"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"hardware {name}: is no TOML file: {error}\nfix: one of bmburst plan --calibrate") from None
+        raise UserError(f"hardware {name}: is not a TOML file: {error}\nfix: bmburst plan --calibrate") from None
 
 
 def hardware_from(facts: Mapping[str, Any], source: str) -> Hardware:

@@ -128,9 +128,9 @@ class Striped(Layout):
 
 @dataclass(frozen=True, slots=True)
 class StripedGroups(Layout):
-    """Groups of neighbouring ranks hold stripes: group g tokens g, g + groups, ..., each rank of it a run of them.
+    """Groups of neighbouring ranks hold stripes: group g has tokens g, g + groups, ..., and each rank a run of these.
 
-    After the ranks of a group have exchanged heads, they are `Striped` over groups. A sharded KV cache uses this.
+    After a head exchange inside the groups, the layout over groups is `Striped`. A sharded KV cache uses this.
 
     Attributes:
         degree: Ranks of a group.
@@ -140,7 +140,7 @@ class StripedGroups(Layout):
     name: ClassVar[str] = "striped groups"
 
     def over_groups(self, degree: int) -> Striped:
-        """See `Layout.over_groups`; of this layout's own groups alone."""
+        """See `Layout.over_groups`; `degree` must be that of this layout."""
         assert degree == self.degree, f"groups of {self.degree} ranks exchange heads, not of {degree}"
         return Striped(self.size // degree, self.tokens * degree)
 
@@ -156,7 +156,7 @@ class Balanced(Layout):
     """Chunks of the sequence, assigned to ranks by `deal` so that all ranks have nearly equal work under a mask.
 
     Attributes:
-        owners: The rank of each chunk in global order; all ranks have equally many.
+        owners: The rank of each chunk in global order; all ranks have the same number of chunks.
     """
 
     owners: tuple[int, ...]
@@ -175,13 +175,13 @@ class Balanced(Layout):
     @classmethod
     def under(cls, mask: Mask, size: int, tokens: int, length: int) -> "Balanced":
         """Return the layout for a mask over `length` real tokens."""
-        # Chunks of one token would interleave to staircases, which kernels can only compute with windows.
+        # Chunks of one token would interleave into staircases, which kernels can only compute with windows.
         chunks = cls.chunks if tokens > cls.chunks else cls.chunks // 2
         return cls(size, tokens, deal(_areas(mask, length, size * chunks, tokens // chunks), size))
 
 
 def deal(areas: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the owner of each chunk: `size` ranks get equally many chunks, with nearly equal sums of areas.
+    """Return the owner of each chunk: `size` ranks get the same number of chunks, with nearly equal sums of areas.
 
     Chunks are sorted by area and assigned in rounds of `size`: in each round the rank with the smallest sum gets the
     largest chunk. The sums then differ by at most the largest area minus the smallest. Proof: if the sums of two ranks
@@ -300,7 +300,7 @@ def real_length(size: int, tokens: int, length: int | None, name: str = "length"
         name: What messages call it.
 
     Raises:
-        UserError: It is not an integer, or the ranks hold fewer tokens.
+        UserError: The length is not an integer, or is larger than the number of tokens on the ranks.
     """
     most = size * tokens
     if length is None:
@@ -334,14 +334,14 @@ def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
 
 
 def kernel_needs(layout: Layout, mask: Mask) -> frozenset[Need]:
-    """Return what a kernel must be able to do for a mask over each rank's tokens: a layout may cut inside blocks."""
+    """Return the features that a kernel needs for a mask over each rank's tokens: a layout may cut inside blocks."""
     if "blocks" not in mask.needs or all(_keeps_blocks(layout.runs(rank)) for rank in range(layout.size)):
         return mask.needs
     return mask.needs - {"blocks"} | {"cells"}
 
 
 def _keeps_blocks(runs: Sequence[Run]) -> bool:
-    """Whether local tokens change their block of the sequence at multiples of `BLOCK` alone."""
+    """Return whether local tokens change their block of the sequence only at multiples of `BLOCK`."""
     for i, run in enumerate(runs):
         follows = i > 0 and runs[i - 1].start + runs[i - 1].tokens == run.start
         if run.stride > 1 or (run.start - run.offset) % BLOCK or (run.offset % BLOCK and not follows):

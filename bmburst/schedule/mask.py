@@ -42,7 +42,7 @@ class Mask(ABC):
 
     @property
     def length(self) -> int | None:
-        """The number of tokens that the mask is for; None: any."""
+        """The number of tokens that the mask is made for; None: any number."""
         return None
 
     @property
@@ -62,7 +62,7 @@ class Mask(ABC):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The features that a kernel must support for it."""
+        """The features that a kernel must support for this mask."""
         return frozenset()
 
     @property
@@ -78,10 +78,10 @@ class Mask(ABC):
         """Check that the mask fits a sequence.
 
         Raises:
-            UserError: It is for another number of tokens.
+            UserError: The mask is made for another number of tokens.
         """
         if self.length is not None and self.length != length:
-            shorter = f", or pass length={self.length}: the tokens behind are padding" if self.length < length else ""
+            shorter = f", or pass length={self.length}: the tokens after it are padding" if self.length < length else ""
             raise UserError(
                 f"the mask is made for {self.length} tokens, but the sequence has {length} real ones\n"
                 f"fix: make it for {length} tokens{shorter}"
@@ -131,7 +131,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(Mask):
-    """A query sees the `tokens` last keys up to itself; if not causal, also the `tokens` first keys from itself on.
+    """A query sees the last `tokens` keys up to itself; if not causal, also the first `tokens` keys from itself on.
 
     Raises:
         UserError: `tokens` is not an integer above 0, or `causal` is not a bool.
@@ -161,7 +161,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, slots=True, init=False)
 class BlockSparse(Mask):
-    """Block-sparse attention: a query sees the keys of those blocks that are on in its block's row of the map.
+    """Block-sparse attention: a query sees the keys of the blocks that are true in its block's row of the map.
 
     Args:
         block_map: `[blocks, blocks]`, true where the queries of the row's block see the keys of the column's block.
@@ -241,7 +241,7 @@ class Intersection(Mask):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """See `Mask.needs`. Other intervals than causal ones may cut blocks anywhere."""
+        """See `Mask.needs`. Masks other than causal ones may cut blocks anywhere."""
         needs = frozenset[Need]().union(*(mask.needs for mask in self.masks))
         is_cut = "blocks" in needs and not all(isinstance(mask, BlockSparse | Causal) for mask in self.masks)
         return needs - {"blocks"} | {"cells"} if is_cut else needs
@@ -265,7 +265,7 @@ def make_mask(mask: "Mask | str") -> Mask:
     """Return the mask itself, or the mask of that name.
 
     Raises:
-        UserError: It is neither a mask nor "causal" nor "full".
+        UserError: The value is neither a mask nor "causal" nor "full".
     """
     if isinstance(mask, Mask):
         return mask

@@ -109,7 +109,7 @@ class MeshShape:
         ]
 
     def tensor_groups(self) -> list[list[int]]:
-        """Return the global ranks of each tensor group: those that hold parts of the same matrices and tokens."""
+        """Return the global ranks of each tensor group: ranks with parts of the same matrices, for the same tokens."""
         return [
             [self._rank(d, s, t) for t in range(self.tensor)] for d in range(self.data) for s in range(self.sequence)
         ]
@@ -129,7 +129,7 @@ class MeshShape:
             Query heads and KV heads of a tensor rank.
 
         Raises:
-            UserError: They cannot; the message names the nearest degrees that work.
+            UserError: They cannot be divided; the message names the nearest degrees that work.
         """
         _require_dealt("tensor", self.tensor, heads, kv_heads, divisors(heads))
         own = heads // self.tensor, max(1, kv_heads // self.tensor)
@@ -141,7 +141,7 @@ class MeshShape:
         """Return a tensor rank's part of a width of the model.
 
         Raises:
-            UserError: It does not divide; the message names the nearest degrees that work.
+            UserError: `tensor` does not divide the width; the message names the nearest degrees that work.
         """
         _require_part("tensor", self.tensor, width, f"{name} {width}")
         return width // self.tensor
@@ -162,7 +162,7 @@ def can_share(degree: int, heads: int, kv_heads: int) -> bool:
 
 def _require_whole(axis: str, ranks: object) -> None:
     try:
-        operator.index(ranks)  # type: ignore[arg-type]  # what is none raises
+        operator.index(ranks)  # type: ignore[arg-type]  # raises for other types
         is_whole = not isinstance(ranks, bool)
     except TypeError:
         is_whole = False

@@ -95,7 +95,7 @@ def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: in
 
 @bounded_cache(maxsize=256)
 def distances(layout: Layout, length: int, mask: Mask, ring_tensors: RingTensors) -> tuple[int, ...]:
-    """Return 0 and the distances at which a rank's queries may see another's keys."""
+    """Return 0 and the ring distances at which any rank's queries may see another rank's keys."""
     found, ranks = _meetings(layout, length, mask), np.arange(layout.size)
     way = -1 if ring_tensors == "kv" else 1
     return (0, *(d for d in range(1, layout.size) if found[ranks, (ranks + way * d) % layout.size].any()))
@@ -238,7 +238,7 @@ def make_ring_order(nodes: int, places: int, works: Callable[[int, int], bool], 
     Args:
         nodes: Number of nodes.
         places: Ranks on each node.
-        works: From the owner of a block and a rank to whether the rank has work with the block.
+        works: Maps the owner of a block and a rank to whether the rank has work with the block.
         returning: Whether gradients follow the blocks and return to their owners.
     """
     size = nodes * places

@@ -52,7 +52,7 @@ def choose_strategy(
     if not found:
         why = replace(shapes, degree=ulysses_degree).refusal() if ulysses_degree else None
         raise UserError(
-            f"the mesh has {ulysses_degree} ranks exchange heads, but {why or f'strategy {name!r} has others do so'}\n"
+            f"the mesh has Ulysses degree {ulysses_degree}, but {why or f'strategy {name!r} needs another degree'}\n"
             "fix: use strategy='auto', or a mesh with other heads"
         )
     if spec.ring_tensors is None:
@@ -108,10 +108,10 @@ def _refusal(spec: StrategySpec, shapes: HeadShapes, mask: Mask, placement: Plac
     size, nodes = shapes.layout.size, placement.nodes
     if spec.needs("double-ring"):
         found = f"{size} ranks" if nodes is None else f"{size} ranks on {nodes} node{'s' * (nodes != 1)}"
-        return f"{found} are no 2 nodes or more of 2 ranks or more (BMBURST_NODE names a rank's node)"
+        return f"{found} do not form 2 or more nodes of 2 or more ranks (BMBURST_NODE names a rank's node)"
     if spec.exchange == "all":
         return str(replace(shapes, degree=size).refusal())
     if spec.exchange == "some":
         reasons = (replace(shapes, degree=degree).refusal() for degree in range(2, size))
-        return next((reason for reason in reasons if reason), f"{size} ranks form no smaller groups")
+        return next((reason for reason in reasons if reason), f"{size} ranks cannot form smaller groups")
     return gather_refusal(shapes.layout, mask) or "no rank can take part"

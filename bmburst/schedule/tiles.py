@@ -66,8 +66,8 @@ def make_tiles(
         length: Real tokens of the sequence.
         queries: Global positions of the queries, ascending, below `length`.
         keys: Global positions of the real keys, ascending.
-        by: "queries": each query is in at most one rectangle, so its result is complete. "keys": each key is, so its
-            gradient is complete. A block-sparse mask gives one rectangle in both cases.
+        by: "queries": each query is in at most one rectangle, so its result is complete. "keys": each key is in at most
+            one, so its gradient is complete. A block-sparse mask gives one rectangle in both cases.
     """
     if not len(queries) or not len(keys):
         return ()
@@ -268,7 +268,7 @@ def _cells(blocks: BlockMap, rows: VisibleRanges, queries: IntArray, keys: IntAr
         return ()
     used = np.flatnonzero(cells.any(0))
     q = Span(int(seeing[0]), int(seeing[-1]) + 1)
-    # No further than the last query sees: under a causal mask, that ends at its diagonal whatever else is on.
+    # Keys end where the last query's interval ends: under a causal mask at the diagonal, whatever blocks are on.
     k = Span(int(key_edges[used[0]]), int(min(key_edges[used[-1] + 1], rows.stop[q.stop - 1])))
     start, stop = (np.clip(side[q.slice], *k) - k.start for side in rows)
     edges = np.clip(query_edges, *q) - q.start, np.clip(key_edges, *k) - k.start

@@ -119,7 +119,7 @@ class HeadShapes:
         if self.kv_heads % self.degree and self.degree % self.kv_heads:
             return f"{self.kv_heads} key/value heads can be neither dealt to {self.degree} ranks nor shared by them"
         if self.layout.is_striped and 1 < self.degree < self.layout.size:
-            return "the tokens of neighbouring ranks in layout 'striped' are no stripe together"
+            return "the tokens of neighbouring ranks in layout 'striped' do not form one stripe"
         return None
 
 
@@ -209,7 +209,7 @@ def records_kernels(transport: str, sums: float) -> bool:
     """Return whether a rank runs the kernels of a head exchange as CUDA graphs.
 
     Their inputs and outputs must have fixed addresses, as the buffers of `peer` have. Graphs keep the memory that they
-    allocate, so it must be small. If it is larger, kernels are long enough to hide the host's time.
+    allocate, so it must be small. Where it is larger, kernels are long enough to hide the host's time.
 
     Args:
         transport: The transport.
@@ -250,9 +250,9 @@ def _bounded(most: int, kv_heads: int, *, hides: bool) -> int:
 
 
 def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:
-    """Return the KV heads of each unit: 1 first, then those that arrive meanwhile but at least twice as many, 1 last.
+    """Return the KV heads of each unit: 1 first, then as many as arrive meanwhile, at least doubling, 1 last.
 
-    While the kernels of `done` heads run, `done / ratio` heads arrive; the first arrived before.
+    While the kernels of `done` heads run, `done / ratio` heads arrive; the first head arrived before.
     """
     counts = [1]
     while (left := kv_heads - 1 - sum(counts)) > 0:

@@ -1,4 +1,4 @@
-"""Copies a rank's tokens out of a whole tensor and back, shifts and masks labels, and checks inputs of `shard`."""
+"""Copies a rank's tokens out of a whole tensor and back, shifts and masks labels, and checks the inputs of `shard`."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ def dimension_of(x: Tensor, dim: int) -> int:
         UserError: The tensor has no such dimension, or `x` is not a plain tensor.
     """
     if not isinstance(x, Tensor):
-        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
-    require_own_memory("a sequence that is cut", x)
-    require_numbers("a sequence that is cut", x)
+        raise UserError(f"a sequence to split must be a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor(x)")
+    require_own_memory("a sequence to split", x)
+    require_numbers("a sequence to split", x)
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with at least one dimension"
         raise UserError(
@@ -34,7 +34,7 @@ def dimension_of(x: Tensor, dim: int) -> int:
 
 
 def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
-    """Check that tokens, and labels where there are any, are tensors `[batch, length]`.
+    """Check that tokens, and labels if given, are tensors `[batch, length]`.
 
     Raises:
         UserError: They are not.
@@ -64,7 +64,7 @@ def require_value(x: Tensor, pad_value: float) -> None:
     try:
         x.new_full((), pad_value)
     except (TypeError, RuntimeError):  # checked on all ranks: some may have no padding
-        raise UserError(f"pad_value {pad_value!r} is no value of {x.dtype}\nfix: a number that it can hold") from None
+        raise UserError(f"pad_value {pad_value!r} is not a value of {x.dtype}\nfix: a number of that dtype") from None
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:
@@ -92,7 +92,10 @@ def put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Ten
 
 
 def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Tensor:
-    """Return the next token of each in its document; `masks` and `lengths` have one entry, one per row, or none."""
+    """Return the label of each token: the next token of its document.
+
+    `masks` and `lengths` have one entry for all rows, one per row, or none.
+    """
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
     for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
@@ -109,14 +112,14 @@ def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 
 
 def batch_facts(tokens: Tensor, labels: Tensor | None, documents: object) -> str:
-    """Return, as text, what must be equal for a batch on all ranks of a group."""
+    """Describe what must be equal for a batch on all ranks of a group."""
     given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
     facts = [f"{name} {told}" for name, tensor in given for told in (describe_tensors(tensor), contents(tensor))]
     return "\n".join(["SequenceShard.batch", *facts, f"documents {documents}"])
 
 
 def fitting(mask: Mask | str | None, length: int) -> Mask | None:
-    """Return the mask, if any, after a check that it fits `length` tokens."""
+    """Return the mask, or None, after a check that it fits `length` tokens."""
     if mask is None:
         return None
     made = make_mask(mask)

@@ -59,7 +59,7 @@ class SequenceShard:
         length: Real tokens of a sequence over all ranks; at least one per rank.
         layout: Which rank holds which positions, padding included.
         rank: This rank in its sequence group.
-        group: The ranks that share the sequences, over which `batch` compares them; None: the default group if it fits.
+        group: The ranks that share the sequences; `batch` compares batches over it. None: the default group if it fits.
     """
 
     length: int
@@ -86,11 +86,11 @@ class SequenceShard:
             size: Ranks of the sequence group; default: the group's.
             rank: The rank; default: this rank of the group.
             mask: The mask of the attention calls. Layout "balanced" needs it; the others ignore it.
-            group: As in `burst_attention`, for example `mesh.sequence`: `batch` then compares what its ranks hold.
+            group: As in `burst_attention`, for example `mesh.sequence`; `batch` compares batches over it.
 
         Raises:
-            UserError: The layout is unknown, there are fewer tokens than ranks, no such rank, the mask is missing or
-                made for another number of tokens, or neither size and rank nor a group are given.
+            UserError: The layout is unknown, there are fewer tokens than ranks, the rank does not exist, the mask is
+                missing or made for another number of tokens, or neither size and rank nor a group are given.
         """
         comm = None if group is None else resolve_group(group)
         if size is None or rank is None:
@@ -115,8 +115,8 @@ class SequenceShard:
         """Return the shard of the same ranks for a batch with its own mask, by which "balanced" assigns its chunks.
 
         Args:
-            mask: One for every sample, or one per sample. It may be made for fewer tokens than the sequence: the rest
-                is padding then, and attention's `length` is the mask's.
+            mask: One for all samples, or one per sample. It may be made for fewer tokens than the sequence: the rest is
+                padding then, and attention gets the mask's length as `length`.
 
         Raises:
             UserError: The layout is "balanced" and each sample has its own mask, or the mask is for more tokens.
@@ -171,15 +171,15 @@ class SequenceShard:
         or by default over the default group if this rank has the same size and rank there. Workers of data loaders and
         other threads do not compare, because they cannot communicate with other ranks.
 
-        With documents, positions restart at each document, and the last token of a document has no label. Tokens behind
-        the last document are padding without labels: pass the number of document tokens to attention as `length`, and
-        it does not compute there.
+        With documents, positions restart at each document, and the last token of a document has no label. Tokens after
+        the last document are padding without labels. Pass the number of document tokens to attention as `length`, so
+        that it skips the padding.
 
         Args:
             tokens: Token ids `[batch, length]`.
-            labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none, taken as they are.
+            labels: Label of each token, `[batch, length]`, already shifted, `IGNORE_INDEX` where there is none.
                 Default: each token's label is the token after it in its document; the last has none.
-            documents: `bmburst.Documents` or another mask with documents: one for every sample, or one per sample.
+            documents: `bmburst.Documents` or another mask with documents: one for all samples, or one per sample.
                 Default: a sequence is one document.
 
         Raises:
@@ -205,7 +205,7 @@ class SequenceShard:
         return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None
 
     def _batch(self, tokens: Tensor, labels: Tensor | None, documents: Mask | Sequence[Mask] | None) -> ShardedBatch:
-        """Return what `batch` does."""
+        """Return this rank's part as `batch` does, without the comparison."""
         require_batch(tokens, labels, self.length)
         masks = masks_of_samples(documents, len(tokens))
         lengths = [self._real(mask) for mask in masks]
@@ -217,11 +217,11 @@ class SequenceShard:
     def read(self, sequence: Callable[[range], tuple[Ids, Ids]], documents: Mask | None = None) -> Ids:
         """Read this rank's part of one sequence: only the tokens of this rank are read.
 
-        The result is what `batch` returns for the whole sequence, in the layout `under` its documents. It is made with
-        numpy, because torch's thread pool is of no use to a thread that only reads.
+        The result equals that of `batch` for the whole sequence, in the layout `under` its documents. It is made with
+        numpy, because a thread that only reads does not need torch's thread pool.
 
         Args:
-            sequence: From positions below `length` to inputs and labels there, each int64 `[len(positions)]`.
+            sequence: Maps positions below `length` to inputs and labels there, each int64 `[len(positions)]`.
             documents: As in `batch`.
 
         Returns:
@@ -249,8 +249,8 @@ class SequenceShard:
         """Return the whole tensor without padding.
 
         Args:
-            parts: `[size, ...]`, every rank's tensor in rank order; `dim` counts without the first dimension.
-            dim: The dimension of `local_tokens` in each part.
+            parts: `[size, ...]`, every rank's tensor in rank order.
+            dim: The dimension of `local_tokens` in each part, without the first dimension of `parts`.
         """
         dim = dimension_of(parts[0], dim)
         whole = parts.new_empty((*parts.shape[1 : dim + 1], self.length, *parts.shape[dim + 2 :]))
@@ -259,14 +259,17 @@ class SequenceShard:
         return whole
 
     def _real(self, mask: Mask) -> int:
-        """Return the number of tokens that a mask is for: `length`, or fewer if it was made for fewer."""
+        """Return the number of tokens of a mask: `length`, or fewer if the mask is made for fewer."""
         if mask.length is None or mask.length > self.length:
             mask.require(self.length)
             return self.length
         return mask.length
 
     def _positions_in(self, masks: tuple[Mask, ...], tokens: Tensor) -> Tensor:
-        """Return the position of each local token in its document, `[batch, local_tokens]`; padding counts on."""
+        """Return the position of each local token in its document, `[batch, local_tokens]`.
+
+        Positions of padding continue those of the last document.
+        """
         whole = self.positions(tokens.device)
         rows = []
         for mask in masks:
@@ -283,13 +286,13 @@ def shard(
     pad_value: float = 0,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return this rank's part of a tensor that every rank holds whole. It breaks the graph of torch.compile.
+    """Return this rank's part of a tensor that every rank holds whole. torch.compile breaks its graph here.
 
     Every rank of the group calls it. On CPUs, and in the first calls on GPUs, the ranks compare their tensors: integers
     bit by bit, floating point numbers by a sample, up to rounding.
 
     Args:
-        x: Any dtype; dimension `dim` is the sequence, of any length of at least one token per rank.
+        x: Any dtype; dimension `dim` is the sequence, with at least one token per rank.
         dim: The sequence dimension.
         layout: "contiguous", "zigzag", "striped" or "balanced".
         group: As in `burst_attention`.
@@ -298,9 +301,8 @@ def shard(
 
     Returns:
         `x` with `local_tokens` in dimension `dim`: equal on all ranks, `ceil(length / size)`, rounded up to an even
-        number for zigzag and to a multiple of 8 for balanced. Its backward writes this rank's gradient to its tokens
-        and zero elsewhere: if the objective is the sum of the ranks' losses, its gradient is the sum of the ranks'
-        gradients of `x`.
+        number for zigzag and to a multiple of 8 for balanced. Backward writes this rank's gradient to its tokens and
+        zero elsewhere: the gradient of the sum of the ranks' losses is the sum of the ranks' gradients of `x`.
 
     Raises:
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
@@ -335,19 +337,18 @@ def unshard(
     length: int | None = None,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return the whole tensor on every rank: the exact inverse of `shard`. It breaks the graph of torch.compile.
+    """Return the whole tensor on every rank: the exact inverse of `shard`. torch.compile breaks its graph here.
 
     Args:
         x_local: This rank's part; its shape is equal on all ranks.
         dim: The sequence dimension.
         layout: The layout of `shard`.
         group: As in `burst_attention`.
-        length: Real tokens of the sequence; padding behind them is dropped. Default: there is no padding.
+        length: Real tokens of the sequence; padding after them is dropped. Default: there is no padding.
         mask: The mask of `shard`.
 
     Returns:
-        `x_local` with `length` in dimension `dim`. Its backward sums the gradients of all ranks and takes this rank's
-        part.
+        `x_local` with `length` in dimension `dim`. Backward sums the gradients of all ranks and takes this rank's part.
 
     Raises:
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.

@@ -63,7 +63,7 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_device_in_fp64(name, strategy, size):
     if strategy.startswith("heads+") and size == 2:
-        return  # two ranks form no smaller groups
+        return  # two ranks cannot form smaller groups
     for layout in ("zigzag", "contiguous", "balanced"):
         for length, heads, kv_heads in ((37, size, size), (8 * size + 1, size, 1)):
             run_ranks(size, compare, layout, MASKS[name](length), length, heads, kv_heads, {"strategy": strategy})
@@ -271,5 +271,5 @@ def _two_meshes():
     assert (group.ulysses_degree, group.nodes) == (None, None)
     q = torch.zeros(1, 8, 2, 4)
     assert bmburst.burst_attention(q, q, q, strategy="ring").shape == q.shape
-    with exchanging.current(), refused("mesh", "2 ranks exchange heads"):
+    with exchanging.current(), refused("mesh", "Ulysses degree 2"):
         bmburst.burst_attention(q, q, q, strategy="ring")

@@ -81,8 +81,8 @@ def test_what_needs_a_gpu_is_refused_without_one(no_gpu, tmp_path, capsys, comma
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["--strategy", "double-ring"], "2 ranks on 1 node are no 2 nodes or more"),
-        (["--strategy", "heads+ring"], "2 ranks form no smaller groups"),
+        (["--strategy", "double-ring"], "2 ranks on 1 node do not form 2 or more nodes"),
+        (["--strategy", "heads+ring"], "2 ranks cannot form smaller groups"),
         (
             ["--strategy", "heads+ring", "--tensor-parallel", "4", "--nproc", "16"],
             "1 query heads cannot be dealt to 2 ranks",

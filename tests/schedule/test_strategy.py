@@ -214,8 +214,8 @@ def test_a_mesh_says_how_many_ranks_exchange_heads():
     for heads in (1, 2, 4, 8):
         assert choose_with(heads).ulysses_degree == heads
     assert choose_with(2, "heads+ring").ulysses_degree == 2
-    with refused("mesh", "2 ranks exchange heads", "'heads'", "strategy='auto'"):
+    with refused("mesh", "Ulysses degree 2", "'heads'", "strategy='auto'"):
         choose_with(2, "heads")
-    with refused("mesh", "8 ranks exchange heads", "12 query heads", "strategy='auto'"):
+    with refused("mesh", "Ulysses degree 8", "12 query heads", "strategy='auto'"):
         choose_with(8, sizes=shapes(8, 65536, 12, 12))
     assert choose_with(2, sizes=shapes(1, 65536)).ulysses_degree == 1  # nothing is spread
