@@ -195,7 +195,7 @@ class Llama(Blocks):
         }
         for name, is_set in refused.items():
             if is_set:
-                raise UserError(f"{name} is not supported\nfix: leave it out; length and mask say what attention sees")
+                raise UserError(f"{name} is not supported\nfix: leave it out; length and mask define visible tokens")
         if input_ids is None:
             raise UserError("input_ids are missing\nfix: pass input_ids, int64 of shape [batch, local_tokens]")
         positions = self._placed(input_ids, positions, length)

@@ -45,7 +45,7 @@ from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 __all__ = ["BiasedSequence", "biased_attention"]
 
 _STRATEGY = "kv"  # keys and values travel: the bias of a tile needs the keys' tokens, which every rank has
-_HOW_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
+_HOW_MADE = "fix: pass the result of a position bias of bmburst.integrations.cpm_live"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

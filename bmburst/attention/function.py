@@ -62,7 +62,7 @@ class SequenceAttention(torch.autograd.Function):
 
 
 def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return dO and delta, by which a kernel's backward takes the gradients of an output and its log-sum-exp.
+    """Convert the gradients of an output and its log-sum-exp to the dO and delta that a kernel's backward takes.
 
     Args:
         out: `[batch, tokens, heads, head_dim]`.

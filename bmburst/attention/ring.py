@@ -53,8 +53,8 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Par
 def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider; `into` as above.
 
-    K and V travel with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind them (BurstAttention,
-    arXiv:2403.09347, algorithm 2), as the strategy says.
+    The strategy decides what travels: K and V, followed by dK and dV, or Q, dO, log-sum-exp and delta, followed by dQ
+    (BurstAttention, arXiv:2403.09347, algorithm 2).
     """
     q, k, v = given.q, given.k, given.v
 

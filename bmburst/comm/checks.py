@@ -51,10 +51,10 @@ def is_exact(tensor: Tensor) -> bool:
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor subclass that wraps other tensors, such as torch's DTensor: it has no memory of its own.
+    """Refuse a tensor subclass that wraps other tensors, such as torch's DTensor: it does not own its memory.
 
     Raises:
-        UserError: The tensor is such a subclass.
+        UserError: The tensor wraps other tensors.
     """
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(

@@ -205,7 +205,7 @@ def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
         return (
             NodeGrouping(comm.nodes)
             if fits
-            else NodeGrouping(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+            else NodeGrouping(1, f"{comm.size} ranks cannot be divided evenly among {comm.nodes} nodes")
         )
     found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:

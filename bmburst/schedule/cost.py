@@ -50,7 +50,7 @@ class Pass(NamedTuple):
     """Seconds of a forward or a backward pass.
 
     Attributes:
-        kernel: The attention kernel with what runs before and after it, for the rank with the most FLOPs.
+        kernel: The attention kernel and the kernels before and after it, for the rank with the most FLOPs.
         joining: Overhead of smaller tiles and more calls, and merges, sums and copies.
         exposed: Exposed communication.
     """
@@ -307,7 +307,7 @@ class _StrategyCost:
         link = self._mixed(degree, degree if fits else self.places if degree % self.places == 0 else 1)
         inward, outward = self.sizes.head_bytes(backward=backward)
         units, first = self.sizes.unit_shares(backward=backward), self.sizes.first_bytes(backward=backward)
-        # Kernels copy own blocks; those of the first unit are copied beside its transfer.
+        # Kernels copy own blocks; those of the first unit are copied during its transfer.
         nbytes = HEADS_OWN * (inward - first + outward) / degree
         if backward and shapes.replicas > 1:
             nbytes += (REPLICA_SUMS / shapes.replicas + REPLICA_PARTS) * self._numbers[1]

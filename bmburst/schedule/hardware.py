@@ -162,7 +162,7 @@ def hardware_like(device: str) -> Hardware:
 def read_facts(name: str) -> dict[str, Any]:
     """Return the content of a hardware file: its name, and value, unit, kind and source of each number.
 
-    The kind is "measured" on such a machine, "spec" of its manufacturer, "published" by others, or "assumed".
+    The kind is "measured" (on this kind of machine), "spec" (manufacturer), "published" (by others) or "assumed".
 
     Raises:
         UserError: As `load_hardware`.

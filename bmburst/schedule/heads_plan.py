@@ -107,7 +107,7 @@ class HeadsPlan:
 
     @property
     def sums_nbytes(self) -> int:
-        """Bytes of a sum for each element of the queries of a rank's heads: most of the workspace of their kernels."""
+        """Bytes of fp32 or wider sums for all elements of a rank's queries: most of the workspace of its kernels."""
         sizes = self.shapes
         return sizes.batch * sizes.tokens * sizes.own_heads * sizes.head_dim * sizes.statistics_itemsize
 
@@ -212,7 +212,7 @@ def _unit_moves(
 
 
 def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> UnitResults:
-    # dQ, dK, dV lie as q, k, v do, the output as q.
+    # dQ, dK and dV have the layouts of q, k and v; the output has that of q.
     operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.Q, Operand.LSE)
     spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
     items = [_item(shapes, operand) for operand in operands]

@@ -17,7 +17,7 @@ class Strategy:
     Attributes:
         ulysses_degree: Neighbouring ranks that exchange heads (DeepSpeed Ulysses); 1 for none.
         outer: How groups of that many ranks share keys and values.
-        ring_tensors: What the ring sends in backward; forward always sends keys and values.
+        ring_tensors: The tensors that the ring sends in backward; forward always sends keys and values.
         most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
         pace: Of a head exchange: time to move one head of one tensor / time of attention with that head.
     """
@@ -40,9 +40,9 @@ class StrategySpec:
 
     Attributes:
         exchange: How many neighbouring ranks exchange heads: none, groups of some, all, or any number.
-        outer: What is allowed between such groups: a ring, a gather of the keys and values that a rank needs, or a
+        outer: The allowed methods between such groups: a ring, a gather of the keys and values that a rank needs, or a
             double ring (inside nodes and between nodes). If all ranks are one group, it is a ring of one.
-        ring_tensors: What a ring sends in backward; None: whichever costs less.
+        ring_tensors: The tensors that a ring sends in backward; None: the ones that cost less.
     """
 
     exchange: Literal["none", "some", "all", "any"]
@@ -58,7 +58,7 @@ class StrategySpec:
         return self.allows(heads, size) and (heads == size or outer in self.outer)
 
     def needs(self, outer: Outer) -> bool:
-        """Return whether `outer` is the only one that the name allows."""
+        """Return whether `outer` is the only method that the name allows."""
         return self.outer == (outer,)
 
 

@@ -76,7 +76,7 @@ class HeadShapes:
 
     @property
     def outer(self) -> Layout:
-        """The layout of those tokens over the groups."""
+        """The layout after the exchange: groups of ranks, each with the tokens of its ranks."""
         return self.layout.over_groups(self.degree)
 
     @property
@@ -115,9 +115,9 @@ class HeadShapes:
         if self.layout.size % self.degree:
             return f"{self.layout.size} ranks cannot form groups of {self.degree}"
         if self.heads % self.degree:
-            return f"{self.heads} query heads cannot be dealt to {self.degree} ranks"
+            return f"{self.heads} query heads cannot be split over {self.degree} ranks"
         if self.kv_heads % self.degree and self.degree % self.kv_heads:
-            return f"{self.kv_heads} key/value heads can be neither dealt to {self.degree} ranks nor shared by them"
+            return f"{self.kv_heads} key/value heads can be neither split over {self.degree} ranks nor shared by them"
         if self.layout.is_striped and 1 < self.degree < self.layout.size:
             return "the tokens of neighbouring ranks in layout 'striped' do not form one stripe"
         return None
@@ -213,7 +213,7 @@ def records_kernels(transport: str, sums: float) -> bool:
 
     Args:
         transport: The transport.
-        sums: Bytes of a sum for each element of the queries of a rank's heads: most of the workspace of a backward.
+        sums: Bytes of fp32 or wider sums for all elements of a rank's queries: most of the workspace of a backward.
     """
     return transport == "peer" and sums <= _RECORDED_SUMS
 
@@ -276,7 +276,7 @@ class Sizes:
 
     @cached_property
     def gather_bytes(self) -> float:
-        """Bytes of K and V of all other groups: what a rank pulls, and returns as gradients, under a full mask."""
+        """Bytes of K and V of all other groups: under a full mask a rank pulls them, and returns their gradients."""
         return 2.0 * self.shapes.k_bytes * (self.shapes.groups - 1)
 
     @cached_property

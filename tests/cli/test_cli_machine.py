@@ -85,7 +85,7 @@ def test_what_needs_a_gpu_is_refused_without_one(no_gpu, tmp_path, capsys, comma
         (["--strategy", "heads+ring"], "2 ranks cannot form smaller groups"),
         (
             ["--strategy", "heads+ring", "--tensor-parallel", "4", "--nproc", "16"],
-            "1 query heads cannot be dealt to 2 ranks",
+            "1 query heads cannot be split over 2 ranks",
         ),
         (["--strategy", "gather", "--layout", "striped"], "layout 'striped' has no run of neighbouring tokens"),
     ],
