@@ -253,8 +253,8 @@ class Llama(Blocks):
         if problem is not None:
             raise UserError(
                 f"{size} ranks share a sequence, and this one was given input_ids {list(ids.shape)}, {problem}\n"
-                "fix: cut each batch by bmburst.SequenceShard.cut(...).batch(...), and pass length, of the whole "
-                "sequence\nor, if every rank has sequences of its own: Llama(config) without a mesh"
+                "fix: split each batch with bmburst.SequenceShard.cut(...).batch(...), and pass length, of the whole "
+                "sequence\nor, if every rank has its own sequences: Llama(config) without a mesh"
             )
 
     def _positions(self, ids: Tensor, length: int | None) -> Tensor:

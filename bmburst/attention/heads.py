@@ -1,8 +1,8 @@
 """Attention by head exchange (DeepSpeed Ulysses): every rank attends with its own heads over the whole sequence.
 
-No partial outputs are merged, and no outputs are summed over ranks: they are those of one device's kernel. While a
-kernel works on one unit of heads, the next unit arrives and the previous results return to their owners. Tensors move
-from their source to their destination without packing.
+A kernel gets all tokens of its heads, so outputs and gradients are those of one device's kernel: nothing is merged, and
+only gradients of a KV head that several ranks share are summed. While a kernel works on one unit of heads, the next
+unit arrives and the previous results return to their owners. Tensors move without packing.
 
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a

@@ -138,7 +138,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(
                 f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}\n"
-                "fix: at least 1 of each; x.unflatten(-1, (heads, head_dim)) where heads are flat, x[None] of a sample"
+                "fix: at least 1 of each; x.unflatten(-1, (heads, head_dim)) for flat heads, x[None] for one sample"
             )
     if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
         raise UserError(
@@ -154,7 +154,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
     if k.shape != v.shape:
         raise UserError(
             f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"
-            "fix: as many tokens and heads of both; pad a smaller head_dim of v with zeros, and cut the output"
+            "fix: equal tokens and heads in both; pad a smaller head_dim of v with zeros, and cut the output"
         )
     batch, tokens, heads, head_dim = q.shape
     if (k.shape[0], k.shape[3]) != (batch, head_dim) or (k.shape[1] != tokens and not is_cross):

@@ -139,7 +139,7 @@ def free(address: int) -> None:
 
 
 def export(address: int) -> bytes:
-    """Return a handle by which another process of this host opens the memory."""
+    """Return a handle with which another process of this host can open the memory."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
     return bytes(bytearray(handle))

@@ -327,7 +327,7 @@ class _StrategyCost:
         sums = TILE_SUMS * (q + 2 * k) if sums_own_tiles(self._visibility) else 0.0
         alone = kernel / groups  # attention to own keys, which overlaps with the first unit's transfer
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
-        q *= min(1.0, seen)  # about as many queries see other ranks' keys as keys are pulled
+        q *= min(1.0, seen)  # the number of queries that see other ranks' keys is about that of pulled keys
         if not backward:
             return hardware.memory_seconds(GATHER_FORWARD_Q * q + GATHER_FORWARD_K * k), exposed
         exposed += link.exposed(moved, kernel * (1 - 1 / units)) + (moved / units / link.bandwidth if units > 1 else 0)
@@ -338,7 +338,7 @@ class _StrategyCost:
     def _ring(self, kernel: float, *, backward: bool) -> tuple[float, float]:
         shapes, (q, k) = self.shapes, self._numbers
         others = self.stops - 1
-        # As many queries see other ranks' keys as a gather would pull keys; stripes of queries see some of all.
+        # As many queries see other ranks' keys as a gather would pull keys; striped queries see keys of all ranks.
         seen = others if shapes.outer.is_striped else most_seen(self._visibility) / shapes.key_tokens
         tiles = 1 + min(others, seen)
         if not backward:
@@ -384,7 +384,7 @@ class _StrategyCost:
         return Link(bandwidth, hardware.inter_latency, hardware.inter_exposed)
 
     def _mixed(self, ranks: int, near: int) -> Link:
-        """Return the link into a rank that receives equally from `ranks` ranks, itself included, `near` on its node."""
+        """Return the link into a rank that receives equally from `ranks` ranks, itself included; `near` on its node."""
         transport = self.problem.placement.transport
         home = self.problem.link(transport)
         if transport == "nccl":

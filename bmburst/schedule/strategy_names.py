@@ -30,7 +30,7 @@ class Strategy:
 
     @property
     def moves_queries(self) -> bool:
-        """Whether backward is a ring of queries, in which each rank's keys stay."""
+        """Whether backward is a ring of queries: each rank keeps its keys."""
         return self.outer != "gather" and self.ring_tensors == "q"
 
 

@@ -1,8 +1,8 @@
 """Divides a mask into rectangular tiles, one kernel call each, for two ascending lists of positions. Imports no torch.
 
 Among keys in global order a query sees one interval, and both of its ends do not decrease from one query to the next
-(`bmburst.schedule.mask`). Queries are divided where their intervals are no longer one band of a rectangle. Rectangles
-along the diagonal with the same band become the segments of one call.
+(`bmburst.schedule.mask`). Queries are divided where their intervals no longer form a single band of a rectangle.
+Rectangles along the diagonal with the same band become the segments of one call.
 """
 
 import operator
@@ -155,7 +155,7 @@ def _band_area(band: Band, queries: int, keys: int) -> int:
     if band.right is not None:
         short = max(
             0, queries - 1 - band.right
-        )  # keys hidden from the first query at the end; one fewer for each further query
+        )  # number of last keys hidden from the first query; one fewer for each later query
         hidden += short * (short + 1) // 2
     if band.left is not None:
         short = max(0, keys - 1 - band.left)
@@ -202,7 +202,8 @@ def _turned(rectangle: _Rectangle) -> _Rectangle:
 class _DiagonalGroup:
     """Rectangles along the diagonal with a common band, which share no query and no key.
 
-    A rectangle without a bound fits a bound that hides nothing of it: `keys` and `queries` are the minimum bounds.
+    A rectangle without a bound also fits a bound that hides none of its pairs; `keys` and `queries` are the smallest
+    such bounds for all rectangles so far.
     """
 
     rectangles: list[_Rectangle]

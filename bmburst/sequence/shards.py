@@ -112,7 +112,7 @@ class SequenceShard:
         return cls(length, padded_layout(layout, size, length, fitting(mask, length)), rank, comm)
 
     def under(self, mask: Mask | Sequence[Mask]) -> "SequenceShard":
-        """Return the shard of the same ranks for a batch with its own mask, by which "balanced" assigns its chunks.
+        """Return the shard for a batch with its own mask: layout "balanced" assigns its chunks by the mask.
 
         Args:
             mask: One for all samples, or one per sample. It may be made for fewer tokens than the sequence: the rest is
