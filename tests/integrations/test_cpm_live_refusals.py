@@ -150,7 +150,7 @@ def of_modules():
     ):
         words = f"{name} | {kind} | NoneType | fix: pass the result of a position bias of bmburst.integrations"
         refuses(lambda n=name: replace(mask, **{n: None}), words)
-    refuses(lambda: biased_attention(q, q, q, table, None), "sequence | BiasedSequence | NoneType | fix: pass the result")
+    refuses(lambda: biased_attention(q, q, q, table, None), "sequence | BiasedSequence | NoneType | fix: pass")
     for wrong, kind in ((None, "NoneType"), ([1.0], "list"), (q.to_sparse(), "one of layout torch.sparse_coo")):
         refuses(lambda w=wrong: biased_attention(w, q, q, table, mask), f"q | dense tensor | {kind} | allowed")
     refuses(lambda: biased_attention(q, q, q, None, mask), "the bias table | dense tensor | NoneType | allowed")
