@@ -6,10 +6,10 @@ merged once, independent of the number of ranks.
 
 dK and dV travel in the inputs' dtype. The kernel of each tile writes them directly into the outbox, each key of a rank
 gets its gradient from one tile, and its owner sums all parts in fp32 or wider and rounds once. 16-bit kernels have
-rounded already: fp32 parts would carry the same numbers at twice the bytes, with one more pass over them. Only the
-reference kernel, which could give wider gradients, loses precision. In both cases each part is rounded once more than
-on one device. Errors of parts are independent: where parts add up like random numbers, the sum has about one more
-rounding error at any number of ranks, as in a ring.
+rounded already: fp32 parts would carry the same numbers at twice the bytes, with one more pass over them. Only kernels
+that could give wider gradients (the reference) lose precision. In both cases each part is rounded once, in addition to
+the final rounding that one device has too. Errors of parts are independent: where parts add up like random numbers,
+the sum has about one more rounding error at any number of ranks, as in a ring.
 
 Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D, units of G KV heads with R query
 heads in total, in elements of the inputs' dtype:
