@@ -134,7 +134,9 @@ def test_runs_are_what_they_say(name, cut, most):
         assert kinds == {0, 1, NEAR.value, GENERAL.value, PARTLY.value} - ({0} if name == "whole" else set())
 
 
-KERNEL_CASES = [("whole", 128, "uneven"), ("one way", 128, "even"), ("striped", 128, "even"), ("pieces", 2, "uneven")]
+KERNEL_CASES = [("one way", 128, "even"), ("pieces", 2, "uneven")] + [
+    pytest.param(*each, marks=pytest.mark.long) for each in (("whole", 128, "uneven"), ("striped", 128, "even"))
+]
 
 
 @pytest.mark.parametrize(("name", "most", "cut"), KERNEL_CASES)

@@ -36,7 +36,9 @@ def task(gpus, **more):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "host"), [("h100", 1, 128), ("h200", 1, 128), ("h200", 2, 256), ("h100", 4, 512)]
+    ("name", "gpus", "host"),
+    [("h100", 1, 128), ("h200", 1, 128)]
+    + [pytest.param(*each, marks=pytest.mark.long) for each in (("h200", 2, 256), ("h100", 4, 512))],
 )
 def test_no_longer_sequence_fits(name, gpus, host):
     hardware = machine(name, host)
@@ -53,6 +55,7 @@ def test_no_longer_sequence_fits(name, gpus, host):
         assert not any(one.memory.fits and one.candidate.data == way.data for one in ways)
 
 
+@pytest.mark.long
 def test_more_memory_is_never_shorter():
     lengths = [[longest(task(1), machine(name, host))[0].tokens for host in (110, 128, 256, 1024)] for name in MACHINES]
     for of_machine in lengths:
@@ -168,7 +171,7 @@ def test_host_memory_decides_where_the_optimizer_lies(capsys):
     assert "--host-memory 128G" in found["128G",]["command"] and "--host-memory" not in found[()]["command"]
 
 
-@pytest.mark.parametrize(("gpus", "host"), [(4, 512), (4, 4096)])
+@pytest.mark.parametrize(("gpus", "host"), [(4, 512), pytest.param(4, 4096, marks=pytest.mark.long)])
 def test_the_limit_is_the_memory_of_which_more_helps(gpus, host):
     hardware = machine("h100", host)
     lengths = {}

@@ -153,7 +153,8 @@ HEAD_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 4))])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
     """Over ranks the boxes of the head exchange are among them: none lies outside of torch's allocator here."""
     run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes")

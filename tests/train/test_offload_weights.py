@@ -44,8 +44,8 @@ def require_equal(ours, wanted):
 
 CASES = [
     (1, "bfloat16", "block+every-2+keep-attention-last-1", {"micro_batch_size": 1}),
-    (2, "float32", "none", {}),
-    (3, "bfloat16", "block-keep-attention+offload", {}),
+    pytest.param(2, "float32", "none", {}, marks=pytest.mark.long),
+    pytest.param(3, "bfloat16", "block-keep-attention+offload", {}, marks=pytest.mark.long),
     (2, "float32", "block+every-2", {"micro_batch_size": 2}),
     (2, "bfloat16", "block", {"parallel": ParallelConfig(data_parallel=2)}),
     (2, "float32", "none", {"parallel": ParallelConfig(tensor_parallel=2)}),
