@@ -198,6 +198,17 @@ def read_progress(checkpoint: Path) -> RunProgress:
     )
 
 
+def own_tokenizer(directory: Path) -> str | None:
+    """Return the tokenizer that a model's directory has, or that a checkpoint names; None where there is neither.
+
+    Raises:
+        UserError: It is a checkpoint that is truncated.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return str(directory)
+    return read_progress(directory).tokenizer if (directory / STATE_FILE).exists() else None
+
+
 def _read_state(path: Path) -> dict[str, Any] | str:
     """Return what a state.json holds, or why it is no valid one."""
     try:

@@ -3,7 +3,8 @@
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
 Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
 with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with size and
-checksum of every file and of itself. The learning rate is a function of the step and needs no state.
+checksum of every file and of itself. The tokenizer's files lie beside them, where they were found on this machine. The
+learning rate is a function of the step and needs no state.
 """
 
 import json
@@ -54,13 +55,14 @@ def save(
     keep: int,
     part_bytes: int | None = None,
     base: "Base | None" = None,
+    tokenizer: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it.
 
     `bmburst.checkpoint.sharded_files` says which ranks write.
 
     Of a model with adapters only their weights are written, as PEFT keeps them; `base` is the model, which they
-    name.
+    name. `tokenizer` is the content of the tokenizer's files by their names, which rank 0 writes beside the weights.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
     before, and at most folders whose names begin with a dot, which the next call removes. What could not be written is
@@ -88,6 +90,9 @@ def save(
         if not is_writer:
             return
         checksums[RANDOM_FILE] = _save_random(partial / RANDOM_FILE)
+        for name, content in (tokenizer or {}).items():
+            (partial / name).write_bytes(content)
+            checksums[name] = zlib.crc32(content)
         _save_state(partial / STATE_FILE, progress, checksums)
         for path in (*partial.iterdir(), partial):
             _sync(path)

@@ -151,7 +151,7 @@ class _Request:
         given = {name: getattr(args, name) for name in names}
         options = generation_options(source.directory, **given, stop=args.stop)
         TextStream(source.tokenizer, options.stop)
-        encoder = PromptEncoder(source.tokenizer, config.vocab_size, directory=source.directory, chat=args.chat)
+        encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
         prompts = read_prompts(encoder, prompt=args.prompt, prompt_file=args.prompt_file, prompts=args.prompts)
         if args.output is not None:
             require_file("--output", args.output, "answers of bmburst generate", _holds_answers)

@@ -28,7 +28,7 @@ from bmburst.convert.weights import (
     open_merged,
     open_weights,
 )
-from bmburst.data.tokenizer import require_tokenizer
+from bmburst.data.tokenizer import TOKENIZER_FILE, TOKENIZER_FILES, require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
 
@@ -37,22 +37,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 PART_BYTES = 5 * 10**9
 """Of one safetensors file at most, where a tensor is not larger: what Hugging Face takes by default."""
 PIECE_BYTES = 16 << 20
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "vocab.model",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-_TOKENIZER_FILE = "tokenizer.json"
 _STATE_FILE = "state.json"
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
 
@@ -133,6 +117,8 @@ def convert(
         raise UserError(f"{output} exists and is not empty\nfix: give a new directory")
     on_total(sum(tensor.nbytes for tensor in plan))
     whole = output.resolve()  # "." has no name to put another beside, and a link's target may be elsewhere
+    if merge and tokenizer is None and (source / TOKENIZER_FILE).is_file():  # what the adapter was trained with
+        tokenizer = source
     carried, elsewhere = _to_carry(weights, target, tokenizer)
     try:
         with replacing(whole) as partial:
@@ -296,7 +282,7 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
         UserError: One is not.
     """
     elsewhere = ""
-    names = (*_TOKENIZER, *_ASIDE.values(), *_own_code(weights))
+    names = (*TOKENIZER_FILES, *_ASIDE.values(), *_own_code(weights))
     found = {name: weights.directory / name for name in names}
     state = weights.directory / _STATE_FILE
     if tokenizer is not None:
@@ -306,11 +292,11 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
                 "allowed: a tokenizer.json, or a directory with one\nfix: correct the path, or leave it out"
             )
         found |= _files_of(tokenizer)
-    elif state.is_file():  # a checkpoint of bmburst, which names its tokenizer
+    elif state.is_file() and not found[TOKENIZER_FILE].is_file():  # a checkpoint that only names its tokenizer
         root = os.path.abspath(weights.directory)
         named = str(read_json(state).get("tokenizer"))
         place = Path(os.path.normpath(os.path.join(root, named.replace("\0", "?"))))
-        if place.is_relative_to(root):
+        if place.is_relative_to(root) and place.exists():
             found |= _files_of(place)
         elif named.endswith(".json") or os.path.isdir(named):
             elsewhere = named
@@ -322,14 +308,14 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
 
 def _files_of(tokenizer: Path) -> dict[str, Path]:
     if tokenizer.is_dir():
-        return {name: tokenizer / name for name in _TOKENIZER}
-    return {_TOKENIZER_FILE: tokenizer}
+        return {name: tokenizer / name for name in TOKENIZER_FILES}
+    return {TOKENIZER_FILE: tokenizer}
 
 
 def _require_kind(name: str, path: Path) -> None:
     """Check that a file that is copied under a name is what the name says, as far as it has a form."""
     try:
-        if name == _TOKENIZER_FILE:
+        if name == TOKENIZER_FILE:
             require_tokenizer(path)
         elif name.endswith(".json"):
             read_json(path)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from bmburst.data.records import Pair, Record, template_text
 from bmburst.data.token_writer import Masked
-from bmburst.data.tokenizer import TOKENIZER_CONFIG, PromptTokenizer, TokenIds
+from bmburst.data.tokenizer import CHAT_TEMPLATE, TOKENIZER_CONFIG, PromptTokenizer, TokenIds, tokenizer_folder
 from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -95,7 +95,7 @@ class RecordEncoder:
         """Equal for two encoders only if they give the same ids and answers, with the same transformers."""
         files = [self._file] if self._file else []
         if (folder := self._directory()) is not None:
-            files += [folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"]
+            files += [folder / TOKENIZER_CONFIG, folder / CHAT_TEMPLATE]
             files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
         digest = hashlib.sha256(self.tokenizer.identity.encode())
         for path in files:
@@ -152,8 +152,7 @@ class RecordEncoder:
         return ids, answers
 
     def _directory(self) -> Path | None:
-        path = Path(self.tokenizer.name)
-        return path if path.is_dir() else path.parent if path.is_file() else None
+        return tokenizer_folder(self.tokenizer.name)
 
     def _template(self, name: str) -> ChatTemplate:
         if self._loaded is None:

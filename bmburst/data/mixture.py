@@ -89,6 +89,11 @@ class MixedFiles:
                 )
 
     @property
+    def tokenizer_identity(self) -> str:
+        """The `identity` of the tokenizer of all files."""
+        return self.files[0].tokenizer_identity
+
+    @property
     def tokenizer_name(self) -> str:
         """What `load_tokenizer` takes to get the tokenizer of all of them."""
         return self.files[0].tokenizer_name

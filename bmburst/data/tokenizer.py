@@ -135,6 +135,23 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer.model",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.model",
+    "merges.txt",
+    "spiece.model",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    "generation_config.json",
+)
+"""What may lie in a tokenizer's directory and belongs to the model."""
 # What models call the end of a document, for a tokenizer.json that comes without tokenizer_config.json.
 END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eos|>", "<|end|>", "[EOS]", "[SEP]")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -199,6 +216,28 @@ class HuggingFaceTokenizer:
         """Return the text, without special tokens; ids outside the vocabulary are left out."""
         values = [i for i in np.asarray(ids, np.int64).reshape(-1).tolist() if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(values, skip_special_tokens=True))
+
+
+def tokenizer_folder(name_or_path: str) -> Path | None:
+    """Return the directory of a tokenizer that lies here; None of "bytes" and of a name on the hub."""
+    path = Path(name_or_path)
+    if name_or_path == ByteTokenizer.name:
+        return None
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def tokenizer_files(name_or_path: str) -> dict[str, Path]:
+    """Return the files of a tokenizer that lies here, by the names that they have in a model's directory.
+
+    Of a tokenizer.json that is named itself these are the file, and the two beside it that are read with it. There are
+    none of "bytes" and of a name on the hub.
+    """
+    path, folder = Path(name_or_path), tokenizer_folder(name_or_path)
+    if folder is None:
+        return {}
+    names = TOKENIZER_FILES if folder == path else (TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    found = {name: folder / name for name in names if (folder / name).is_file()}
+    return found if folder == path else found | {TOKENIZER_FILE: path}
 
 
 def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:

@@ -13,11 +13,11 @@ from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.adapter import is_adapter_directory
-from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
+from bmburst.checkpoint.files import own_tokenizer, verified, warn
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_merged, open_weights
-from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
+from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress
 from bmburst.inference.batch import MOST_SEQUENCES, Engine
@@ -76,7 +76,7 @@ class Source:
             places = [directory, weights.directory]
         else:
             weights = open_weights(directory)
-        names = (name for place in places if (name := _tokenizer_in(place)) is not None)
+        names = (name for place in places if (name := own_tokenizer(place)) is not None)
         name = next(names, None)
         return cls(places[-1], weights, None if name is None else load_tokenizer(name))
 
@@ -96,13 +96,6 @@ class Source:
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the weights in the dtype of inference."""
         return self.weights.config.num_parameters * self.dtype(dtype).itemsize
-
-
-def _tokenizer_in(directory: Path) -> str | None:
-    """Return the tokenizer that a directory has or names."""
-    if (directory / STATE_FILE).exists():
-        return read_progress(directory).tokenizer
-    return str(directory) if (directory / TOKENIZER_FILE).is_file() else None
 
 
 class Generator:
@@ -186,7 +179,7 @@ class Generator:
 
     def encoder(self, *, chat: bool = False) -> PromptEncoder:
         """Return what turns text, token ids and messages into prompts of this model."""
-        return PromptEncoder(self.tokenizer, self.config.vocab_size, directory=self.directory, chat=chat)
+        return PromptEncoder(self.tokenizer, self.config.vocab_size, chat=chat)
 
     def generate(
         self,

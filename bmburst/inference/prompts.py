@@ -12,7 +12,7 @@ from bmburst.amounts import finite
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
 from bmburst.data.chat import ChatTemplate
-from bmburst.data.tokenizer import PromptTokenizer, TokenIds
+from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, TokenIds, tokenizer_folder
 from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -41,19 +41,16 @@ class PromptEncoder:
     """Turns what a user gives as a prompt into token ids, and checks it.
 
     Args:
-        tokenizer: The model's tokenizer; None takes token ids only.
+        tokenizer: The model's; None takes token ids only. Its chat template is read when the first messages come.
         vocab_size: Ids are less than this.
-        directory: The model's directory, whose chat template is read when the first messages come.
         chat: Whether text is one message of a user, put through the chat template.
 
     Raises:
         UserError: Chat is asked for without a tokenizer or chat template.
     """
 
-    def __init__(
-        self, tokenizer: PromptTokenizer | None, vocab_size: int, *, directory: Path | None = None, chat: bool = False
-    ) -> None:
-        self._tokenizer, self._vocab_size, self._directory, self._chat = tokenizer, vocab_size, directory, chat
+    def __init__(self, tokenizer: PromptTokenizer | None, vocab_size: int, *, chat: bool = False) -> None:
+        self._tokenizer, self._vocab_size, self._chat = tokenizer, vocab_size, chat
         self._loaded: ChatTemplate | None = None
         if chat:
             self._loaded = self._template("chat")
@@ -126,13 +123,16 @@ class PromptEncoder:
         return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
 
     def _template(self, source: str) -> ChatTemplate:
-        self._require_tokenizer(source, "a chat template")
-        if self._directory is None:
+        tokenizer = self._require_tokenizer(source, "a chat template")
+        folder = tokenizer_folder(tokenizer.name)
+        if folder is None and tokenizer.name != ByteTokenizer.name:
+            folder = Path(tokenizer.name)  # on the hub: transformers finds it in the cache, by its name
+        if folder is None:
             raise UserError(
-                f"{source}: messages need a chat template, and the model has no directory with one\n"
+                f"{source}: messages need a chat template, and the tokenizer '{tokenizer.name}' has none\n"
                 "allowed: prompts and tokens\nfix: give the messages' text as a prompt"
             )
-        return ChatTemplate(self._directory)
+        return ChatTemplate(folder)
 
     def _require_tokenizer(self, source: str, what: str) -> PromptTokenizer:
         if self._tokenizer is None:

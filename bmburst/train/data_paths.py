@@ -103,9 +103,16 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     have_records = hold_records(str(source), text_field)
     if have_records:
         given.setdefault("pack", "documents")
-    has_own = folder is not None and (Path(folder) / "tokenizer.json").is_file()
-    if has_own and values.get("tokenizer") is None and (have_records or not are_tokens):
-        given["data"] = {**values, "tokenizer": str(folder)}
+    if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
+        return
+    from bmburst.checkpoint.files import own_tokenizer
+
+    try:
+        own = own_tokenizer(Path(folder))
+    except UserError:
+        return  # refused where the weights are checked
+    if own is not None:
+        given["data"] = {**values, "tokenizer": own}
 
 
 def hold_records(source: str, text_field: str) -> bool:

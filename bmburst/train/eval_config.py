@@ -29,7 +29,7 @@ class EvalConfig:
     tokenizer: str | None = field(
         "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
         default=None,
-        default_text="the run's, else bytes",
+        default_text="the model's, else bytes",
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009

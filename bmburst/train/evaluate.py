@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, verified_together, warn
+from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.batches import Sequences
@@ -250,8 +250,8 @@ def read_model(
         given = None if config.adapter is None else directory
         directory = tuned.find_base(given, "--checkpoint DIR --adapter ADAPTER")
     directory, tokenizer = find_model(config, directory)
-    if tuned is not None and (tuned.directory / STATE_FILE).exists():
-        tokenizer = config.tokenizer or read_progress(tuned.directory).tokenizer
+    if tuned is not None:
+        tokenizer = config.tokenizer or own_tokenizer(tuned.directory) or tokenizer
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
@@ -267,14 +267,13 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
     Raises:
         UserError: The run folder has no complete checkpoint.
     """
-    if (directory / STATE_FILE).exists():
-        return directory, config.tokenizer or read_progress(directory).tokenizer
-    if not (directory / "config.json").exists() or (directory / "metrics.jsonl").exists():
+    is_model = (directory / "config.json").exists() and not (directory / "metrics.jsonl").exists()
+    if not is_model and not (directory / STATE_FILE).exists():
         raise UserError(
             f"{directory} has no complete checkpoint and no weights\n"
             "fix: give a run folder with checkpoints, one of its checkpoints, or a directory of a Hugging Face LLaMA"
         )
-    return directory, config.tokenizer
+    return directory, config.tokenizer or own_tokenizer(directory)
 
 
 def _nothing() -> None:

@@ -130,16 +130,14 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
         )
     # They import numpy and torch, which the command line's help does without.
     from bmburst.checkpoint import hugging_face
-    from bmburst.checkpoint.files import STATE_FILE, read_progress
+    from bmburst.checkpoint.files import own_tokenizer
     from bmburst.data.corpus import find_token_file
     from bmburst.data.tokenizer import ByteTokenizer, load_tokenizer
 
     hugging_face.check_weights(folder, config.model)
     if config.dpo.reference is None:  # it is the model itself
         return
-    own = str(folder) if (folder / "tokenizer.json").is_file() else None
-    if own is None and (folder / STATE_FILE).exists():
-        own = read_progress(folder).tokenizer
+    own = own_tokenizer(folder)
     file = find_token_file(config.data.source, config.data.tokenizer)
     name = (config.data.tokenizer or ByteTokenizer.name) if file is None else file.tokenizer_name
     used = load_tokenizer(name).identity if file is None else file.tokenizer_identity

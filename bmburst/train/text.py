@@ -100,6 +100,23 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     return text
 
 
+def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
+    """Return the files of a text's tokenizer that checkpoints keep, by name: a model needs them wherever it goes.
+
+    There are none of bytes, of a name on the hub, and where another tokenizer has taken the place of the text's.
+
+    Args:
+        text: The text of the run.
+        chat_template: A file whose template took the place of the tokenizer's own.
+    """
+    files = data.tokenizer_files(text.tokenizer_name)
+    if not files or data.load_tokenizer(text.tokenizer_name).identity != text.tokenizer_identity:
+        return {}
+    if chat_template is not None:
+        files[data.CHAT_TEMPLATE] = chat_template
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
 def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:
     """Tokenize all records, so that no rank meets a bad line, and check them; they are kept where ranks look for them.
 

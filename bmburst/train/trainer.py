@@ -45,7 +45,7 @@ from bmburst.train.step import (
     learning_rate,
     stopped_by,
 )
-from bmburst.train.text import open_text, sequences_of
+from bmburst.train.text import kept_tokenizer, open_text, sequences_of
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -123,6 +123,7 @@ class Trainer:
             compiling = compile_ahead(config.model, dtype, attention(), packed=config.pack == "documents")
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
+        self._tokenizer = kept_tokenizer(self.corpus, config.data.chat_template) if self.is_main else {}
         self._held_out = sequences_of(self.corpus, config, "held_out")
         trained = sequences_of(self.corpus, config, "train")
         self._counts = len(trained), len(self._held_out)
@@ -381,7 +382,15 @@ class Trainer:
             loss_scale=self._loss_scale.state(),
         )
         keep = self.config.keep_checkpoints
-        return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=keep, base=self._base)
+        return checkpoint.save(
+            self.folder,
+            self.model,
+            self.optimizer,
+            progress,
+            keep=keep,
+            base=self._base,
+            tokenizer=self._tokenizer,
+        )
 
     def sample(self, show: Callable[[str], object] = lambda _: None) -> str:
         """Return a prompt from held-out text and the text that the model generates after it, with "|" in between.

@@ -279,6 +279,18 @@ def test_a_checkpoint_brings_no_file_from_elsewhere(
     assert main([*words[:2], str(tmp_path / "x"), *words[3:-1], "nowhere.json"]) == 2
 
 
+def test_a_tokenizer_beside_the_run_is_named(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run in a folder that has the directory `words` names it so, and the checkpoint has no file of this name."""
+    (tmp_path / "here" / "words").mkdir(parents=True)
+    (source / "tokenizer.json").rename(tmp_path / "here" / "words" / "tokenizer.json")
+    name_tokenizer(source, "words")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    assert "tokenizer words is outside of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

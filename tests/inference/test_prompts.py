@@ -39,7 +39,7 @@ def save_config(directory, **values):
 
 
 def encoder(directory, vocab_size=VOCAB, **options):
-    return PromptEncoder(load_tokenizer(str(directory)), vocab_size, directory=directory, **options)
+    return PromptEncoder(load_tokenizer(str(directory)), vocab_size, **options)
 
 
 def peer(directory):
@@ -213,13 +213,13 @@ def test_exactly_one_source_is_needed(directory, given, words):
 
 
 def test_without_a_tokenizer_only_ids_are_taken(tmp_path):
-    without = PromptEncoder(None, 10, directory=tmp_path)
+    without = PromptEncoder(None, 10)
     assert without.encode([9], "--prompts").tokens.tolist() == [9]
     for value, word in (("text", "text"), (MESSAGES, "messages")):
         with refused("tokenizer", word, "tokens", "fix: "):
             without.encode(value, "prompt 0")
     with refused("chat", "tokenizer", "fix: "):
-        PromptEncoder(None, 10, directory=tmp_path, chat=True)
+        PromptEncoder(None, 10, chat=True)
 
 
 def test_without_a_chat_template_messages_are_refused(directory):

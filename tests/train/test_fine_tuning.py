@@ -1,13 +1,25 @@
 """Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from bmburst.checkpoint.files import own_tokenizer
 from bmburst.cli import main
+from bmburst.data import open_corpus
+from bmburst.inference.generator import Source
+from bmburst.inference.prompts import PromptEncoder
+from bmburst.train.data_paths import set_defaults_of_data
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.evaluate import find_model
 from bmburst.train.resolve import resolve
+from bmburst.train.text import kept_tokenizer
 from tests import chat, tiny
 from tests.distributed.programs import run_program
+from tests.refusals import refused
 
 SHAPE = tiny.config(vocab_size=chat.VOCAB, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
 ANSWERS = {"capital of France?": "Paris", "2 + 2?": "four", "who are you?": "a toy"}
@@ -60,6 +72,48 @@ def answers(model, tokenizer):
         made = model.generate(**asked, max_new_tokens=16, do_sample=False, eos_token_id=end, pad_token_id=0)
         found[question] = peer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     return found
+
+
+def test_a_checkpoint_has_the_tokenizer_and_the_template(folder):
+    checkpoint = folder / "run" / "checkpoints" / "step-000060"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (checkpoint / name).read_bytes() == (folder / "base" / name).read_bytes()
+    opened = Source.open(folder / "run").tokenizer
+    assert opened is not None and Path(opened.name) == checkpoint
+    asked = PromptEncoder(opened, chat.VOCAB, chat=True).encode("2 + 2?", "prompt 0").tokens
+    peer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+    expected = peer.apply_chat_template(chat.conversation("2 + 2?"), add_generation_prompt=True, return_dict=True)
+    assert asked.tolist() == expected["input_ids"]
+    # Another template than the tokenizer's own is the one that the model knows.
+    config = resolve((), {"data.source": str(folder / "chats.jsonl"), "data.tokenizer": str(folder / "base")})
+    text = open_corpus(config.data.source, config.data.tokenizer, folder / "cache")
+    (folder / "mine.jinja").write_text(chat.MARKED)
+    assert kept_tokenizer(text, folder / "mine.jinja")["chat_template.jinja"] == chat.MARKED.encode()
+    # Whatever has taken its place since is not the model's.
+    moved = chat.directory(folder / "moved")
+    (moved / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
+    assert kept_tokenizer(replace(text, tokenizer_name=str(moved)), None) == {}
+    assert kept_tokenizer(replace(text, tokenizer_name="bytes"), None) == {}
+
+
+def test_text_is_read_with_the_models_own_tokenizer(folder):
+    def read(model, **given):
+        return find_model(EvalConfig(checkpoint=model, data="x", **given), model)[1]
+
+    assert read(folder / "base") == str(folder / "base")
+    assert read(folder / "base", tokenizer="bytes") == "bytes"
+    checkpoint = folder / "run" / "checkpoints" / "step-000060"
+    for given in ({"init_from": folder / "base"}, {"init_from": checkpoint}):
+        values = {**given, "data": {"source": str(folder / "chats.jsonl")}}
+        set_defaults_of_data(values)
+        assert values["data"]["tokenizer"] == str(given["init_from"])
+    (checkpoint / "tokenizer.json").rename(folder / "aside.json")  # as checkpoints were before
+    try:
+        assert own_tokenizer(folder / "nowhere") is None
+        with refused("tokenizer.json"):
+            own_tokenizer(checkpoint)
+    finally:
+        (folder / "aside.json").rename(checkpoint / "tokenizer.json")
 
 
 def test_the_merged_model_answers_as_trained(folder):
