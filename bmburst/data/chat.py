@@ -17,6 +17,8 @@ from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 Mask = npt.NDArray[np.bool_]
+ANSWERS_VERSION = 2
+"""Of the rules by which answers are found: tokens that are kept from before another one are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "mark answers in it with {% generation %} ... {% endgeneration %}: --chat-template FILE"
 
@@ -179,15 +181,15 @@ class RecordEncoder:
         """Return ids, answers, and the bytes of their text."""
         template = self._template(record.name).tokenizer
         chosen = template.get_chat_template(None, record.tools)
-        options = {**record.template_options, "tools": record.tools}
-        messages = [dict(message) for message in record.messages or ()]
+        options = {**record.template_options, "tools": _valid(record.tools)}
+        messages = _valid([dict(message) for message in record.messages or ()])
         if not _is_marked(chosen):
             text, spans = self._by_prefixes(template, record, messages, options)
-            out = template(text, add_special_tokens=False)
+            out = template(text, add_special_tokens=False, return_offsets_mapping=True)
             answers = np.zeros(len(out["input_ids"]), bool)
-            for begin, end in spans:
-                first, last = out.char_to_token(0, begin), out.char_to_token(0, end - 1)
-                answers[first : len(answers) if last is None else last + 1] = first is not None
+            starts, ends = np.array(out["offset_mapping"], np.int64).reshape(-1, 2).T
+            for begin, end in spans:  # some tokenizers give no place to white space, which then ends where it stood
+                answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
         try:
@@ -235,6 +237,16 @@ class RecordEncoder:
         return whole, spans
 
 
+def _valid(value: Any) -> Any:
+    """Return a value of JSON with "?" for halves of surrogate pairs in its texts, which are no characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-8", "replace"))
+    return value
+
+
 def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
@@ -254,5 +266,5 @@ def _is_marked(template: str) -> bool:
 def _refusal(name: str, error: BaseException) -> UserError:
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
-        "fix: change their roles, or remove the line"
+        "fix: write them as this template takes them, give another template, or remove the line"
     )

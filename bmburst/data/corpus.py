@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bmburst.data.chat import RecordEncoder
+from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
@@ -193,7 +193,7 @@ def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
         for path in parts:
             status = path.stat()
             texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
-    masked = [] if text.encoder is None else [PAIRED_VERSION, text.encoder.identity]
+    masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
     key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"

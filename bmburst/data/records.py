@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.data.sources import SourceFile, rows
+from bmburst.data.sources import KINDS, SourceFile, rows
 from bmburst.errors import UserError
 
-KINDS = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
-_OTHER_KINDS = "conversations (ShareGPT), or instruction and output (Alpaca)"
 _KEYS = (
     *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
     *({"chosen"}, {"rejected"}),
@@ -151,7 +149,7 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
         return Record(name=name, text=text)
     keys = ", ".join(map(repr, list(value)[:10])) or "none"
     raise UserError(
-        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; {_OTHER_KINDS}; pairs: {PAIRS}\n"
+        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
         "fix: rename the keys of that line"
     )
 

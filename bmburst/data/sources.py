@@ -24,7 +24,18 @@ TEXT_SUFFIXES = (
 # Installed packages are not the standard library; its tests are large and hold files that are broken on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
-_HEAD_BYTES = 4096  # enough to see whether JSON is an array of objects
+KINDS = (
+    '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
+    '{"instruction": "...", "output": "..."} or {"text": "..."}'
+)
+# How files begin that hold text or records, but not as lines: what they are, and what makes lines of them.
+_PACKED = {
+    b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
+    b"\xfd7zXZ\0": ("compressed with xz", "unxz it"),
+    b"(\xb5/\xfd": ("compressed with zstd", "unzstd it"),
+    b"PK\x03\x04": ("a zip archive", "unzip it"),
+    b"PAR1": ("a Parquet file", "save its rows as JSONL: datasets.load_dataset('parquet', data_files=FILE)"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +145,17 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
 
 
 def _not_text(file: SourceFile, problem: str) -> UserError:
+    with file.path.open("rb") as opened:
+        begin = opened.read(8)
+    for magic, (kind, fix) in _PACKED.items():
+        if begin.startswith(magic):
+            return UserError(
+                f"'{file.name}' is {kind}\nallowed: text files, JSONL files, directories of them\nfix: {fix}"
+            )
     return UserError(
         f"'{file.name}' is not a text file: {problem}\n"
         "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
-        "fix: unpack or convert it to UTF-8 text, or leave it out"
+        "fix: convert it to UTF-8, or leave it out"
     )
 
 
@@ -153,8 +171,17 @@ def _kind(path: Path) -> Literal["text", "jsonl", "json"]:
     if path.suffix.lower() != ".json":
         return "text"
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
-    return "json" if re.match(rb"\s*\[\s*\{", head) else "text"
+        first, more = file.readline(PIECE_BYTES).removeprefix(codecs.BOM_UTF8), file.read(PIECE_BYTES)
+    if re.match(rb"\s*\[\s*\{", first + more):
+        return "json"
+    return "jsonl" if more.strip() and _is_object(first) else "text"
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
 
 
 def _named(path: Path) -> list[SourceFile]:
@@ -221,8 +248,6 @@ def _why_not_text(path: Path, most: float = math.inf) -> str | None:
         done = 0
         while True:
             block = file.read(PIECE_BYTES)
-            if not done and block.startswith(b"\x1f\x8b"):
-                return "it is compressed by gzip"
             waiting = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
@@ -328,7 +353,12 @@ def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[
                 continue
             name = f"{file.name}:{number}"
             try:  # an editor may have put a byte-order mark before the first line
-                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
+                    "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
+                ) from error
             except ValueError as error:
                 reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
                 raise UserError(
@@ -346,9 +376,10 @@ def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
             )
         if text_field not in value:
             raise UserError(
-                f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME; "
-                "keys of conversations: docs/fine_tuning_data.md"
+                f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+                f"allowed: {KINDS}\n"
+                "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
+                "records to fine-tune on, rename the keys: docs/fine_tuning_data.md"
             )
         text = value[text_field]
         if not isinstance(text, str):

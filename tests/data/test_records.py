@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, ByteTokenizer, evaluation_batches, load_tokenizer, open_corpus
@@ -185,6 +186,49 @@ def test_a_template_whose_prefixes_are_none(tmp_path):
     chat.write(path, {"messages": LONG[1:]})
     with refused(f"{path}:1", "begins with an answer", "fix: ", "generation"):
         open_corpus(path, str(chat.directory(tmp_path / "t")), tmp_path)
+
+
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED], ids=["plain", "marked"])
+def test_half_characters_become_question_marks(tmp_path, template):
+    folder = chat.directory(tmp_path / "t", template)
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": chat.conversation("a \ud800", "b \udc00 \U0001f600")}))
+    record = RecordEncoder(load_tokenizer(str(folder))).encode(read(path)[0])
+    expected = ours(folder, chat.conversation("a ?", "b ? \U0001f600"))
+    assert record.ids.tolist() == expected.ids.tolist()
+    assert record.answers.tolist() == expected.answers.tolist()
+
+
+ENDS_IN_TEXT = (
+    "{% for m in messages %}{{ m.role + ':' + ' ' + m.content + ('' if loop.last else '\n') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\nassistant:' }}{% endif %}"
+)
+
+
+def test_an_answer_is_whole_whatever_its_first_and_last_tokens_are(tmp_path):
+    """The last character is of several tokens; the first is a space, which some tokenizers place nowhere."""
+    turns = chat.conversation("hi", "well \u4e16", "ok", "bye \u4e16")
+    folder = chat.directory(tmp_path / "t", ENDS_IN_TEXT)
+    parts = ("user: hi\nassistant:", " well \u4e16", "user: ok\nassistant:", " bye \u4e16")
+    answers = [at % 2 == 1 for at, part in enumerate(parts) for _ in part.replace("\n", "").encode()]
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def found():
+        record = ours(folder, turns)
+        words = [whole.id_to_token(each) for each in record.ids]
+        return [answer for word, answer in zip(words, record.answers, strict=True) if word != "\u010a"], words
+
+    assert found()[0] == answers
+    whole.post_processor = processors.ByteLevel(trim_offsets=True)
+    whole.save(str(folder / "tokenizer.json"))
+    assert found()[0] == answers
+
+    words = ["</s>", "user", "assistant", ":", "hi", "well", "ok", "bye", "\u4e16"]
+    whole = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="</s>"))
+    whole.pre_tokenizer = pre_tokenizers.Whitespace()
+    whole.save(str(folder / "tokenizer.json"))
+    answers = [word in ("well", "bye") or (word == "\u4e16") for word in found()[1]]
+    assert found()[0] == answers and sum(answers) == 4
 
 
 def masked_file(path, documents):

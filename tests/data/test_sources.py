@@ -1,7 +1,9 @@
 """Every text that is named is read, once, in a fixed order; what cannot be read is said or refused."""
 
 import errno
+import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 
@@ -111,7 +113,7 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"text": null}', ["must be a string", "null"]),
-        (b'{"text": "\xff"}', ["not valid JSON"]),
+        (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv"]),
         (b"[" * 100_000, ["not valid JSON"]),
     ],
 )
@@ -120,6 +122,35 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     refuse(path, words=[f"{path}:2", *words])
     refuse(tmp_path, words=[f"{path}:2", *words])
+
+
+def test_json_is_read_as_documents_where_it_holds_several(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}]
+    for name, text in (
+        ("list.json", json.dumps(rows, indent=1)),
+        ("short.json", json.dumps(rows)),
+        ("lines.json", "\ufeff" + "\n".join(map(json.dumps, rows))),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert [read for _, read in texts(tmp_path / name)] == ["a", "b"]
+    for name, text in (("one.json", json.dumps(rows[0], indent=1)), ("numbers.json", "[1, 2]"), ("list.txt", "[{}]")):
+        (tmp_path / name).write_text(text)  # are text, as before
+        assert [read for _, read in texts(tmp_path / name)] == [text]
+    for name, data, words in (
+        ("a.jsonl.gz", gzip.compress(b"{}"), ["gzip", "gunzip"]),
+        ("a.xz", lzma.compress(b"{}"), ["xz", "unxz"]),
+        ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
+    ):
+        (tmp_path / name).write_bytes(data)
+        refuse(tmp_path / name, words=[name, *words])
+
+
+def test_a_line_cut_short_and_one_of_another_shape(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "cut\n{"text": "b"}\n')
+    refuse(path, words=[f"{path}:2", "Unterminated string"])
+    path.write_text('{"question": "a"}\n')
+    refuse(path, words=[f"{path}:1", "'question'", '"messages"', "rename"])
 
 
 def test_what_is_not_text_is_refused_by_name_and_skipped_in_a_directory(tmp_path):
