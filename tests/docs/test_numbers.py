@@ -143,7 +143,8 @@ def test_what_policies_keep():
             found[f"step/llama-3-8b/32768/ours@2{policy}"] for policy in ("", "-none", "-block-keep-attention+first-16")
         )
     )
-    assert f"{some} a step, or {none}; with 16 of its 32 layers computed again, {half}" in RECOMPUTE
+    said = f"`block-keep-attention` takes {some} a step, `none` {none}, and `block-keep-attention+first-16` {half}"
+    assert said in RECOMPUTE
 
 
 def page(name):
