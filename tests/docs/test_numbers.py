@@ -201,7 +201,7 @@ def test_long_sequences_on_one_h100():
         numbers = f"{step['seconds']:.1f} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
         assert f"| 1 H100 80 GB | {kind} | {tokens} | {numbers} |" in said
     gib = by["1M, LoRA, window of 4,096"]["memory_gib"]
-    assert f"| LoRA | 1M | memory alone | | {gib:.1f} |" in said and f"causal one: {gib:.1f} GiB" in said
+    assert f"| LoRA | 1M | memory only | | {gib:.1f} |" in said and f"causal one: {gib:.1f} GiB" in said
     lora = by["256K, LoRA"]
     numbers = f"{lora['seconds']:.1f} | {lora['tokens_per_second']:,.0f} | {lora['memory_gib']:.1f}"
     assert f"| 1 H100 80 GB | 256K | {numbers} |" in page("lora")
