@@ -13,10 +13,10 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
-# Far above every model there is, and low enough to refuse a wrong number in a file at once.
+# Far above any existing model, yet low enough to reject a corrupt number in a file immediately.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
-_MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
-# Fields that every config.json has, by the name there.
+_MOST_SCALE = 1e6  # upper bound of yarn's mscale, so that the ratio of two is finite
+# Required keys of config.json, mapped to our field names.
 _HF_REQUIRED = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -24,7 +24,7 @@ _HF_REQUIRED = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-# Settings of transformers' LLaMA that have one value in every supported model.
+# Settings of transformers' LLaMA that have the same value in every supported model.
 _HF_FIXED: Mapping[str, Any] = MappingProxyType(
     {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 )
@@ -34,10 +34,10 @@ _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary positions are stretched beyond the length that a model was trained on.
+    """RoPE scaling: extends rotary positions beyond the context length of the original training.
 
     "linear" divides positions by the factor (arXiv:2306.15595), "dynamic" grows the base with the length (NTK),
-    "yarn" mixes both by frequency (arXiv:2309.00071), "llama3" is Llama 3.1's own mix.
+    "yarn" interpolates per frequency (arXiv:2309.00071), "llama3" is the per-frequency rule of Llama 3.1.
     """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Scaling method.")
@@ -85,9 +85,12 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """A LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
+    """Configuration of a LLaMA-family model. Weights are `[out_features, in_features]`.
 
     The last six fields are settings of Mistral, Qwen2, Qwen3 and MiniCPM (`bmburst.blocks.families`).
+
+    Raises:
+        UserError: A field is out of range, or fields contradict each other.
     """
 
     vocab_size: int = field(
@@ -98,7 +101,7 @@ class LlamaConfig:
     num_layers: int = field("Number of transformer blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
     num_heads: int = field("Number of query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
     num_kv_heads: int = field("Number of KV heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
-    # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
+    # DEVIATION from keeping the given value: 0 is replaced in __post_init__, so that callers read the actual value.
     head_dim: int = field(
         "Dimension of a head; even.",
         default=0,
@@ -190,7 +193,7 @@ class LlamaConfig:
 
     @property
     def matrix_std(self) -> float:
-        """Standard deviation of initial matrices in blocks; in MiniCPM it falls with the width (its table 7)."""
+        """Standard deviation of initial matrices in blocks; MiniCPM reduces it with the width (its table 7)."""
         return self.init_std * math.sqrt(self.logit_scale)
 
     @property
@@ -205,14 +208,14 @@ class LlamaConfig:
 
     @property
     def shares_matrices(self) -> bool:
-        """Whether tensor ranks can share the model: biases and norms of heads are not split."""
+        """Whether tensor parallelism supports the model: biases and per-head norms cannot be split."""
         return not (self.qkv_bias or self.qk_norm)
 
     def require_mesh(self, shape: MeshShape) -> None:
-        """Check that the ranks of a mesh can share the model's heads and the width of its MLP.
+        """Check that the parallel degrees of a mesh divide the model's heads and the width of its MLP.
 
         Raises:
-            UserError: They cannot; the message names the nearest degrees that work.
+            UserError: A degree does not divide them; the message names the nearest degrees that do.
         """
         if shape.tensor > 1 and not self.shares_matrices:
             raise UserError(
@@ -224,13 +227,13 @@ class LlamaConfig:
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
-        """Return the configuration that config.json of a Hugging Face LLaMA or of another of `FAMILIES` describes.
+        """Return the configuration described by the config.json of a Hugging Face model of one of `FAMILIES`.
 
-        Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5). Where
-        they contradict each other, the model is the one that transformers makes: see `_rope_of`.
+        Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5). If
+        they contradict each other, the precedence is that of transformers: see `_rope_of`.
 
         Raises:
-            UserError: A key is missing, or the model has a part that this LLaMA does not have.
+            UserError: A key is missing, or the model has a feature that is not supported.
         """
         settings = read_settings(values)
         _refuse_foreign(values)
@@ -256,7 +259,7 @@ class LlamaConfig:
         rope = _write_rope(self.rope_scaling)
         max_positions = self.max_position_embeddings
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
-            # transformers takes max_position_embeddings for the length that dynamic scaling starts from.
+            # In transformers, dynamic scaling starts at max_position_embeddings.
             max_positions = self.rope_scaling.original_max_position_embeddings or max_positions
         scales, family = {name: getattr(self, name) for name in SCALES}, self._family()
         named = {"rope_type": FAMILIES[family].rope_key}
@@ -289,11 +292,12 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
 def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of a config.json, as transformers 5 reads them (`convert_rope_params_to_dict`).
 
-    A `rope_scaling` that is not empty replaces all of `rope_parameters`, the base included. What the object that is
-    read leaves open is taken from beside it; only `original_max_position_embeddings` counts more there.
+    A `rope_scaling` that is not empty replaces all of `rope_parameters`, including the base. `rope_theta` and
+    `partial_rotary_factor` fall back to the top-level keys. A top-level `original_max_position_embeddings` overrides
+    that of the object.
 
     Raises:
-        UserError: One of them is no object, or layers have settings of their own.
+        UserError: One of them is not an object, or the settings differ between layers.
     """
     for key in ("rope_scaling", "rope_parameters"):
         given = values.get(key)
@@ -332,7 +336,7 @@ def _read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | Non
         raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
     if kind in ("yarn", "llama3"):
         given.setdefault("original_max_position_embeddings", max_positions)
-    else:  # transformers' dynamic scaling begins at max_position_embeddings, whatever else is said
+    else:  # transformers' dynamic scaling starts at max_position_embeddings and ignores this key
         given.pop("original_max_position_embeddings", None)
     scaling = RopeScaling(**given)
     if kind != "yarn" or scaling.attention_factor is not None:
@@ -352,7 +356,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return only the keys that transformers expects for the kind: it warns about any other."""
+    """Return only the keys that transformers expects for the kind: it warns about other keys."""
     if scaling is None:
         return None
     keys = {

@@ -1,4 +1,4 @@
-"""The supported variants of LLaMA (Mistral, Qwen2, Qwen3, MiniCPM) in Hugging Face's config.json. Imports no torch."""
+"""Supported model families (LLaMA, Mistral, Qwen2, Qwen3, MiniCPM) in Hugging Face's config.json. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ class Family:
     """Differences of a family from LLaMA.
 
     Attributes:
-        architecture: transformers' class of its causal LM.
+        architecture: Class of its causal LM in transformers.
         qkv_bias: Whether its query, key and value projections have biases.
         qk_norm: Whether each head of queries and keys is normalized.
         scaled: Whether embeddings, residual updates and logits have factors.
-        ties: Whether head and embedding are tied where config.json does not say.
-        windows: Where config.json sets a sliding window: "never", for "all" layers, or by "layer".
+        ties: Whether head and embedding are tied by default.
+        windows: Whether config.json sets a sliding window: "never", for "all" layers, or by "layer".
         rope_key: Key of the scaling method in `rope_scaling`.
-        needs: Required keys: the family's defaults for them differ from LLaMA's.
-        foreign: Keys of other models with the same model_type.
+        needs: Required keys. Their defaults in this family differ from those of LLaMA.
+        foreign: Keys of unsupported models with the same model_type.
     """
 
     architecture: str
@@ -36,7 +36,7 @@ class Family:
 
 
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
-"""What MiniCPM's three factors follow from, as its config.json and `LlamaConfig` call them."""
+"""Settings of MiniCPM's three factors, named as in its config.json and in `LlamaConfig`."""
 _ALLOWED = {int: "a whole number", list: "a list of names"}
 _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
@@ -57,19 +57,19 @@ FAMILIES = {
         rope_key="type",
         needs=(*_OWN_DEFAULTS, *SCALES),
         foreign=("num_experts", "sparse_config"),  # MiniCPM-MoE, MiniCPM4.1
-    ),  # arXiv:2404.06395; its code lies beside its weights, not in transformers
+    ),  # arXiv:2404.06395; its code is published with its weights, not in transformers
 }
 
 
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
-"""Families that are refused, with the part of their attention that bmburst's own models do not have."""
+"""Rejected families, with the attention feature that bmburst's own models lack."""
 
 
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
     """Return the first family that has these settings.
 
     Raises:
-        UserError: None has.
+        UserError: No family has this combination.
     """
     for name, family in FAMILIES.items():
         windowed = sliding_window is None or family.windows != "never"
@@ -87,7 +87,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the family that a config.json names.
 
     Raises:
-        UserError: The family is unknown, a key is missing, or layers differ.
+        UserError: The family is unknown, a key is missing, or layers have different attention types.
     """
     name = values.get("model_type")
     if isinstance(name, str) and name in _LACKING:
@@ -118,12 +118,12 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def write_settings(
     name: str, num_layers: int, sliding_window: int | None, scales: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Return the keys of config.json that only this family has.
+    """Return the keys of config.json that are specific to a family.
 
     Args:
-        name: Of the family.
-        num_layers: Blocks.
-        sliding_window: Tokens that a token sees; None: all.
+        name: Name of the family.
+        num_layers: Number of blocks.
+        sliding_window: Sliding window in tokens; None: full attention.
         scales: Values of `SCALES`.
     """
     family = FAMILIES[name]

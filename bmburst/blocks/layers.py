@@ -1,17 +1,17 @@
 """LLaMA's parameters as BMTrain modules (matrix, norm, embedding table), and the tensor group that shares them.
 
-A tensor group holds one part of a sequence. Outside of attention and MLP each of its ranks has a run of those tokens
-(embedding, norms, residual stream, loss: arXiv:2205.05198, "sequence parallelism"). Before the projections of attention
-and MLP the ranks gather all tokens of the group; after them a reduce-scatter returns each rank its own. The two are
-each other's transposes, so every rank's gradients are those of its own token losses, as between sequence ranks:
-BMTrain's sum over ranks and `bmburst.loss.global_mean` need no special case.
+A tensor group holds one shard of a sequence. Outside of attention and MLP (embedding, norms, residual stream, loss)
+each of its ranks has a contiguous part of these tokens ("sequence parallelism", arXiv:2205.05198). An all-gather before
+attention and MLP gives each rank all tokens of the group; a reduce-scatter after them returns each rank its part. These
+two operations are transposes of each other, so each rank's gradients are those of its own token losses, as between
+sequence ranks: BMTrain's sum over ranks and `bmburst.loss.global_mean` need no special case.
 
 Matrices are BMTrain's tensor-parallel parameters, which ZeRO shards over the ranks that hold the same part
-(`tp_zero_comm`). BMTrain's own layers (`bmtrain.nn.ColumnParallelLinear`, `RowParallelLinear`, version 1.0.1) are not
-used. They gather along the first dimension, which is the batch here. Their reduce-scatter fails unless a rank's rows
-divide by 2 (IndexError in `async_reduce_scatter_linear_func`). Query, key and value would each gather the same tokens,
-as would gate and up, in forward and again in backward. Where the layer does not gather its input, its backward assumes
-the same loss on all ranks and sums the input's gradient itself.
+(`tp_zero_comm`). BMTrain's tensor-parallel layers (`bmtrain.nn.ColumnParallelLinear`, `RowParallelLinear`, version
+1.0.1) are not used, for four reasons. They gather along the first dimension, which is the batch here. Their
+reduce-scatter fails if a rank's number of rows is odd (IndexError in `async_reduce_scatter_linear_func`). Query, key
+and value would each gather the same tokens, as would gate and up, in forward and again in backward. A layer that does
+not gather its input assumes in backward that all ranks have the same loss, and sums the input's gradient itself.
 """
 
 from collections.abc import Iterator
@@ -33,34 +33,34 @@ from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
-"""BMTrain's parameter group without weight decay: vectors."""
+"""BMTrain's parameter group without weight decay, which holds all vectors (norms and biases)."""
 
 
 def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.DistributedParameter:
-    """Return an uninitialized parameter, sharded over all ranks; only matrices have weight decay.
+    """Return an uninitialized parameter, sharded by ZeRO; only matrices have weight decay.
 
     Args:
         shape: Shape of the whole parameter.
         dtype: Its dtype.
-        split: Dimension that the ranks of a tensor group share evenly; None: every rank has the whole.
+        split: Dimension that tensor parallelism splits; None: each rank of a tensor group has the whole parameter.
     """
     degree = bmt.config["tp_size"]
     if split is None or degree == 1:
         return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), group=NO_DECAY if len(shape) == 1 else None)
     local = [size // degree if dim == split else size for dim, size in enumerate(shape)]
-    # BMTrain calls the parameter group "tp", whatever it is told.
+    # BMTrain always names the parameter group of such parameters "tp".
     return bmt.DistributedParameter(torch.empty(local, dtype=dtype), tp_mode=True, tp_split_dim=split)
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """A linear layer, or this rank's part of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
+    """A linear layer, or this rank's shard of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
 
     Args:
         in_features: Width of the input, over all ranks of a tensor group.
         out_features: Width of the output, over all ranks of a tensor group.
         dtype: dtype of the weight.
-        split: Dimension that the ranks of a tensor group share: 0, outputs; 1, inputs, whose results sum up to the
-            product; None, neither. See the module's docstring.
+        split: Dimension of the weight that tensor parallelism splits: 0, outputs (column-parallel); 1, inputs
+            (row-parallel: the product is the sum of all ranks' results); None, neither. See the module's docstring.
         rows: The outputs that this rank computes.
         bias: Whether there is a bias; not with `split`.
     """
@@ -83,10 +83,10 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self._features = in_features, out_features
 
     def add_adapter(self, rank: int, scale: float) -> None:
-        """Add a trained low-rank term, `lora_A` `[rank, in]` and `lora_B` `[out, rank]`; before BMTrain makes a block.
+        """Add a trained low-rank term, `lora_A` `[rank, in]` and `lora_B` `[out, rank]`.
 
-        Of a rank's inputs it has its part of A, of a rank's outputs its part of B. The rest is on every rank, and
-        BMTrain's sum over ranks is its gradient.
+        Call it before BMTrain wraps the module in a block. If tensor parallelism splits the inputs, A is split like
+        them; if it splits the outputs, B is. The other matrix is replicated, and BMTrain sums its gradient over ranks.
         """
         inward, outward = self._features
         dtype = self.weight.dtype
@@ -96,17 +96,17 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
     @property
     def adapter(self) -> LowRank | None:
-        """The low-rank term, with the parameters' present numbers."""
+        """The low-rank term with the current parameters; None if there is no adapter."""
         return LowRank(self.lora_A, self.lora_B, self.adapter_scale, self.rows) if self.adapter_scale else None
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Return x @ weight[rows].T + bias; undefined where a recomputation does not need the result."""
+        """Return x @ weight[rows].T + bias; undefined if not `is_needed` in a recompute."""
         (result,) = project(x, self, is_needed=is_needed)
         return result
 
 
 def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tensor, ...]:
-    """Return what each of some matrices makes of one input; its gradient is added up inside of their products."""
+    """Return the outputs of linear layers that share an input; backward accumulates its gradient inside the matmuls."""
     weights, rows, terms = zip(*((each.weight, each.rows, each.adapter) for each in matrices), strict=True)
     products = linears(x, weights, rows, terms, is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
@@ -114,11 +114,11 @@ def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tenso
 
 
 def with_graph(hidden: Tensor) -> Tensor:
-    """Return the input of a block with a graph behind it, unless gradients are off: else BMTrain runs the block twice.
+    """Return the input of a block as a tensor that requires a gradient, unless gradients are disabled.
 
-    Where nothing before the block is trained, the graph begins with the input and drops its gradient. A leaf that
-    requires a gradient would stay alive until the end of backward, with its gradient, also where the block keeps its
-    input in host memory.
+    BMTrain runs a block twice if its input requires no gradient. If nothing before the block is trained, the returned
+    tensor is the output of a function that drops the gradient. A leaf would stay alive until the end of backward,
+    with its gradient, even if the block offloads its input to host memory.
     """
     if hidden.requires_grad or not torch.is_grad_enabled():
         return hidden
@@ -127,7 +127,7 @@ def with_graph(hidden: Tensor) -> Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """The beginning of a graph, which keeps nothing."""
+    """Starts an autograd graph: saves nothing and drops the gradient."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor, _trained: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Root(torch.autograd.Function):
 
 
 def freeze(module: torch.nn.Module) -> None:
-    """Let all parameters need no gradient; before BMTrain makes a block of the module."""
+    """Set requires_grad to False for all parameters. Call it before BMTrain wraps the module in a block."""
     for each in module._parameters.values():
         if each is not None:
             each.requires_grad_(False)
@@ -149,7 +149,7 @@ def freeze(module: torch.nn.Module) -> None:
 
 @contextmanager
 def without_adapters(module: torch.nn.Module) -> Iterator[None]:
-    """Compute without the adapters of a module in the block: the model that they were added to."""
+    """Disable a module's adapters inside the `with` block: it then computes the base model."""
     scales = {each: each.adapter_scale for each in module.modules() if isinstance(each, Linear)}
     try:
         for each in scales:
@@ -161,7 +161,7 @@ def without_adapters(module: torch.nn.Module) -> Iterator[None]:
 
 
 def add_adapters(module: torch.nn.Module, lora: LoRAConfig) -> None:
-    """Freeze a block's module, and add adapters to its matrices."""
+    """Freeze a transformer block, and add adapters to the matrices that `lora` names."""
     freeze(module)
     for name, child in module.named_modules():
         if name.rpartition(".")[2] in lora.matrices:
@@ -172,10 +172,10 @@ class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
     """Root mean square norm with a learned scale; statistics in fp32 or wider.
 
     Args:
-        features: Of a row.
+        features: Size of the normalized (last) dimension.
         eps: Added to the mean square.
-        dtype: Of the weight.
-        factor: On the result. It goes into the weight, in fp32 or wider, so that it costs no pass over the rows.
+        dtype: dtype of the weight.
+        factor: Factor on the result. It is folded into the weight in fp32 or wider, so that it needs no extra pass.
         kernel: See `bmburst_ops.rms_norm.KERNELS`.
     """
 
@@ -187,23 +187,23 @@ class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         self.eps, self.factor, self.kernel = eps, factor, kernel
 
     def scale(self) -> Tensor:
-        """Return what the normalised rows are multiplied with, `[features]`."""
+        """Return the factors on normalized rows, `[features]`: weight times `factor`."""
         weight: Tensor = self.weight
         return weight if self.factor == 1 else weight.to(accumulation_dtype(weight.dtype)) * self.factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised `[..., features]`."""
+        """Return the normalized `[..., features]`."""
         return rms_norm(x, self.scale(), self.eps, self.kernel)
 
     def of_stream(self, x: Tensor, added: Tensor | None = None, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return x + factor * added, and that normalised; see `bmburst_ops.rms_norm.stream_norm`."""
+        """Return the sum x + factor * added, and the normalized sum; see `bmburst_ops.rms_norm.stream_norm`."""
         return stream_norm(x, added, self.scale(), self.eps, factor=factor, kernel=self.kernel)
 
 
 class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """One row a token id: the embedding, or the head. The caller reads `weight`, once a forward pass.
+    """The embedding or the head, `[rows, features]`: one row per token id. Read `weight` once per forward pass.
 
-    Each read gathers the whole table from all ranks, and its gradient is reduced once for each read.
+    Each read gathers the whole table from all ranks, and adds a reduction of its gradient to backward.
     """
 
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
@@ -212,15 +212,15 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
 
 
 def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | None = None) -> Tensor:
-    """Return rows of a gathered table, multiplied by a factor: `[..., features]` in its dtype.
+    """Look up rows of a gathered table and multiply them by a factor: `[..., features]` in the table's dtype.
 
-    On a CPU torch sums a row's gradients in the table's dtype, so the table is cast to fp32.
+    On a CPU, torch accumulates the gradient of a row in the table's dtype, so a 16-bit table is cast to fp32.
 
     Args:
         ids: `[...]`, integers.
         table: `[rows, features]`.
-        factor: On the rows.
-        padding: The id whose row gets no gradient.
+        factor: Factor on the rows.
+        padding: Id whose row gets no gradient.
     """
     wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
     rows = embedding(ids, wide, padding_idx=padding).to(table.dtype)
@@ -228,9 +228,9 @@ def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | N
 
 
 class TensorGroup:
-    """The ranks that share this rank's matrices, with the transfers of their tokens. A group of one does nothing.
+    """This rank's tensor group and its collectives over tokens. In a group of one they return their input.
 
-    Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
+    Each rank has `ceil(tokens / size)` tokens; the tokens are padded at the end.
     """
 
     def __init__(self, comm: CheckedCommunicator) -> None:
@@ -239,11 +239,11 @@ class TensorGroup:
 
     @classmethod
     def of_bmtrain(cls) -> "TensorGroup":
-        """Return the group of this rank in the running BMTrain, which was started with `tp_size` ranks in each."""
+        """Return this rank's tensor group of the running BMTrain, of `tp_size` ranks."""
         return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else single_rank_group())
 
     def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
-        """Return this rank's part of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
+        """Return this rank's part of `[batch, tokens]` that is replicated in the group; not differentiable."""
         if self.size == 1:
             return x
         each = -(-x.shape[1] // self.size)
@@ -251,9 +251,9 @@ class TensorGroup:
         return padded[:, self.rank * each : (self.rank + 1) * each]
 
     def gather(self, x: Tensor, tokens: int) -> Tensor:
-        """Return all ranks' `[batch, own tokens, features]` as `[batch, tokens, features]`, without padding.
+        """All-gather `[batch, own tokens, features]` to `[batch, tokens, features]` and drop the padding.
 
-        Its backward adds up the ranks' gradients and returns those of this rank's tokens.
+        Backward is a reduce-scatter.
         """
         if self.size == 1:
             return x
@@ -261,9 +261,9 @@ class TensorGroup:
         return gathered
 
     def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks of `[batch, tokens, features]`, of this rank's tokens: the transpose of `gather`.
+        """Reduce-scatter `[batch, tokens, features]` to `[batch, own tokens, features]`: the transpose of `gather`.
 
-        Summed in the dtype of `x`. Its backward gathers.
+        The sum is in the dtype of `x`. Backward is an all-gather.
         """
         if self.size == 1:
             return x

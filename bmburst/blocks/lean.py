@@ -1,18 +1,18 @@
-"""The work of a recomputed transformer block in little memory: chunk by chunk of tokens, and head by head.
+"""Memory-efficient forward and backward of a recomputed transformer block, by chunks of tokens and groups of heads.
 
-Only the stream, attention's output and its statistics are ever as long as the sequence, with queries, keys and values
-of a few heads. What is computed token by token (norms, projections, rotary embedding, MLP) is computed for a chunk of
-tokens. Backward goes in this order:
+The only tensors of full sequence length are the residual stream, attention's output and its statistics, and the
+queries, keys and values of one group of heads. Token-wise operations (norms, projections, rotary embedding, MLP) run on
+one chunk of tokens at a time. Backward has four steps:
 
-1. Attention's output is taken from what the recompute policy kept, or computed again.
-2. A chunk at a time, output projection and MLP are computed again and differentiated. The gradient of the stream in
-   between takes the memory of the gradient of the block's output.
-3. For some KV heads and their query heads at a time, queries, keys and values are projected again, and attention is
-   differentiated. Over ranks each time is a call of its own, which exchanges these heads alone.
-4. A chunk at a time, the projections and the first norm are differentiated.
+1. Take attention's output from the tensors kept by the recompute policy, or recompute it.
+2. For each chunk: recompute and differentiate output projection and MLP. The gradient of the stream between attention
+   and MLP overwrites the gradient of the block's output.
+3. For each group of KV heads and their query heads: recompute queries, keys and values, and differentiate attention.
+   With sequence parallelism, each group is one attention call, which communicates only these heads.
+4. For each chunk: differentiate the projections and the first norm.
 
-Gradients of weights are added up over chunks in fp32 and rounded once. Results are those of the block as
-`bmburst.blocks.transformer` has it, up to the order of sums.
+Weight gradients are accumulated over chunks in fp32 and rounded once. Results equal those of
+`bmburst.blocks.transformer` up to the order of summation.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ _EVERYTHING = Policy(attention=1.0)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """What all blocks are given beside the stream; see `TransformerBlock.forward`."""
+    """Arguments of all blocks besides the stream; see `TransformerBlock.forward`."""
 
     cos: Tensor
     sin: Tensor
@@ -54,11 +54,11 @@ class Batch:
 
 
 class GradientSums:
-    """The gradients of a block's parameters, added up over chunks of tokens.
+    """The gradients of a block's parameters, accumulated over chunks of tokens.
 
     Args:
-        parameters: Of the block; those that need no gradient get none.
-        is_wide: Whether 16-bit gradients are added up in fp32. The gradient of a single chunk is not added to anything.
+        parameters: Parameters of the block. Those that do not require a gradient are skipped.
+        is_wide: Whether 16-bit gradients are accumulated in fp32; not needed for a single chunk.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, is_wide: bool) -> None:
@@ -69,27 +69,27 @@ class GradientSums:
         }
 
     def of(self, parameter: Tensor) -> GradientSum | None:
-        """Return the sum of a parameter's gradient; None if it needs none."""
+        """Return the accumulator of a parameter's gradient; None if it requires no gradient."""
         return self._sums.get(id(parameter))
 
     def of_adapter(self, linear: Linear) -> Adapter | None:
-        """Return the low-rank term of a matrix with the sums of its gradients; None if it has none."""
+        """Return a matrix's low-rank term with the accumulators of its gradients; None if it has no adapter."""
         term = linear.adapter
         return None if term is None else (term, (self.of(term.a), self.of(term.b)))
 
     def result(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient, in its dtype."""
+        """Return a parameter's gradient in its dtype; None if it has none."""
         found = self.of(parameter)
         return None if found is None or found.total is None else found.total.to(parameter.dtype)
 
 
 class BlockWork:
-    """The computation of one block over one batch. Rows are the tokens of all sequences of the batch.
+    """The computation of one block on one batch. Rows are the tokens of all sequences of the batch.
 
     Args:
         block: The block.
-        hidden: The stream, `[batch, tokens, hidden_size]`.
-        batch: Angles, length and mask.
+        hidden: The residual stream before the block, `[batch, tokens, hidden_size]`.
+        batch: Rotary tables, length and mask.
     """
 
     def __init__(self, block: "TransformerBlock", hidden: Tensor, batch: Batch) -> None:
@@ -101,14 +101,14 @@ class BlockWork:
         self._chunks = [slice(at, min(at + size, count)) for at in range(0, count, size)]
         head_dim, q, k = self._attention.head_dim, self._attention.q_proj, self._attention.k_proj
         self._heads, self._kv_heads = (len(each.weight) // head_dim for each in (q, k))
-        # Of a class made from it nobody knows what it reads.
+        # Exact type: a subclass may read its inputs where BurstAttention does not.
         self._is_ours = type(self._attention.attention) is BurstAttention
         self._groups = self._split_heads(count)
 
     def forward(self) -> Tensor:
-        """Return the stream after the block; where nobody keeps attention's output, in its memory."""
+        """Return the stream after the block. If attention's output is not kept for backward, it is overwritten."""
         block = self._block
-        is_new = self._is_ours and not is_keeping()  # what another module returns may be its own
+        is_new = self._is_ours and not is_keeping()  # another module may keep a reference to its output
         overwrites = is_new and self._stream.shape[1] == self._heads * self._attention.head_dim
         if overwrites and len(self._groups) > 1:
             whole = torch.empty_like(self._stream)
@@ -125,9 +125,9 @@ class BlockWork:
         return result.view(self._shape)
 
     def backward(self, grad: Tensor, tape: Tape | None = None) -> tuple[Tensor, GradientSums]:
-        """Return the gradient of the stream before the block, in the memory of `grad`, and those of its parameters.
+        """Return the gradient of the stream before the block, which overwrites `grad`, and those of the parameters.
 
-        `tape`: attention's results, where the block's forward was just computed again; it is rewound.
+        `tape`: all of attention's results, rewound, if the block's forward was just recomputed.
         """
         sums = GradientSums(list(self._block.parameters()), is_wide=len(self._chunks) > 1)
         grads = grad.view(self._stream.shape)
@@ -157,7 +157,7 @@ class BlockWork:
         return grad, sums
 
     def _split_heads(self, count: int) -> tuple[Span, ...]:
-        """Return the KV heads that attention is given at a time; all, where it is not ours."""
+        """Return the groups of KV heads, one per attention call; one group of all if it is not BurstAttention."""
         every = size = self._kv_heads
         if self._is_ours:
             ranks = resolve_group(self._attention.attention.group).size
@@ -165,14 +165,14 @@ class BlockWork:
         return tuple(Span(at, min(at + size, every)) for at in range(0, every, size))
 
     def _columns(self, group: Span, *, kv: bool = False) -> slice:
-        """Return the columns of some KV heads among all of keys, or of their query heads among all of queries."""
+        """Return the columns of a group's KV heads in the keys (`kv`), or of its query heads in the queries."""
         width = self._attention.head_dim * (1 if kv else self._heads // self._kv_heads)
         return slice(group.start * width, group.stop * width)
 
     def _attended(self, group: Span, *, is_kept: bool = False) -> Tensor:
-        """Return attention's output for some heads, `[rows, heads * head_dim]`.
+        """Return attention's output for a group of heads, `[rows, heads * head_dim]`.
 
-        `is_kept`: whether it is only replayed, for which inputs need their shapes alone.
+        `is_kept`: whether a tape replays it, which needs only the shapes of the inputs.
         """
         inputs = self._empty_heads(group) if is_kept else self._projected(group)
         return self._attend(inputs).reshape(len(self._stream), -1)
@@ -189,7 +189,7 @@ class BlockWork:
         return [self._stream.new_empty((len(self._stream), each.stop - each.start)) for each in columns]
 
     def _projected(self, group: Span) -> list[Tensor]:
-        """Return queries, keys and values of some heads, `[rows, heads * head_dim]` each."""
+        """Return queries, keys and values of a group of heads, `[rows, heads * head_dim]` each."""
         if len(self._chunks) == 1:
             return self._projected_chunk(group, self._chunks[0])
         whole = self._empty_heads(group)
@@ -223,18 +223,18 @@ class BlockWork:
         return self._attention.q_proj, self._attention.k_proj, self._attention.v_proj
 
     def _rotated(self, x: Tensor, at: slice, *, back: bool = False) -> Tensor:
-        """Return heads of some rows turned by the angles of their positions, or back: `[rows, heads * head_dim]`."""
+        """Return heads of a chunk after rotary embedding, or its inverse (`back`): `[rows, heads * head_dim]`."""
         cos, sin = self._cos[None, at], self._sin[None, at]
         heads = x.reshape(1, len(x), -1, self._attention.head_dim)
         return apply_rotary(heads, cos, -sin if back else sin).view(len(x), -1)
 
     def _feed_forward_backward(self, grads: Tensor, stream: Tensor, attended: Tensor, sums: GradientSums) -> None:
-        """Replace the gradient of a chunk of the block's output by that of the stream between attention and MLP."""
+        """Overwrite a chunk's gradient of the block's output with that of the stream between attention and MLP."""
         block, norm, mlp = self._block, self._block.post_attention_layernorm, self._block.mlp
         projection = self._attention.o_proj
         added, scale = projection(attended), _leaf(norm, sums)
         with torch.enable_grad():
-            before = stream.detach().requires_grad_()  # its gradient is that of the sum
+            before = stream.detach().requires_grad_()  # has the same gradient as the sum stream + factor * added
             pair = stream_norm(before, added, scale, norm.eps, factor=block.factor, kernel=norm.kernel)
         del added
         gate, up, down = (each.weight for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
@@ -250,7 +250,7 @@ class BlockWork:
             low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter, None)
 
     def _graph(self, group: Span) -> tuple[list[Tensor], Tensor]:
-        """Return queries, keys and values of some heads, and attention's output with their graph."""
+        """Return queries, keys and values of a group of heads, and attention's output with its autograd graph."""
         inputs = self._projected(group)
         with torch.enable_grad():
             for each in inputs:
@@ -258,7 +258,7 @@ class BlockWork:
             return inputs, self._attend(inputs)
 
     def _attention_backward(self, group: Span, grads: Tensor, inputs: Sequence[Tensor], out: Tensor) -> list[Tensor]:
-        """Return the gradients of queries, keys and values of some heads, `[rows, heads * head_dim]` each."""
+        """Return the gradients of queries, keys and values of a group, `[rows, heads * head_dim]` each."""
         projection = self._attention.o_proj
         columns, term = projection.weight[:, self._columns(group)], projection.adapter
         of_output = grads.new_empty((len(grads), columns.shape[1]))
@@ -267,11 +267,11 @@ class BlockWork:
             torch.mm(of_result, columns, out=of_output[at])
             if term is not None:
                 of_output[at].addmm_((of_result @ term.b) * term.scale, term.a[:, self._columns(group)])
-        del of_result  # with a factor a tensor of its own, while memory may be the fullest
+        del of_result  # with a factor it is a separate tensor, and memory may peak in the next line
         return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
     def _projections_backward(self, at: slice, grads: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> None:
-        """Replace the gradient of a chunk of the stream after attention by that of the stream before the block."""
+        """Overwrite a chunk's gradient of the stream after attention with that of the stream before the block."""
         norm, linears = self._block.input_layernorm, self._linears()
         scale = _leaf(norm, sums)
         with torch.enable_grad():
@@ -292,7 +292,7 @@ class BlockWork:
         grads.copy_(_norm_backward(norm, scale, stream, pair, (grads, of_normed), sums))
 
     def _before_rotary(self, at: slice, normed: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> list[Tensor]:
-        """Return the gradients of what projections gave for queries and keys, of those of attention's inputs."""
+        """Return the gradients of the query and key projections' outputs, given those of attention's inputs."""
         turned = [self._rotated(each, at, back=True) for each in of_heads]
         if not self._attention.has_norms:
             return turned
@@ -301,9 +301,9 @@ class BlockWork:
         return [self._before_norm(normed, *each, sums) for each in given]
 
     def _before_norm(self, normed: Tensor, norm: RMSNorm, linear: Linear, grads: Tensor, sums: GradientSums) -> Tensor:
-        """Return the gradient of what a projection gave to a norm of heads.
+        """Return the gradient of a projection's output, which is the input of a per-head norm.
 
-        A function of its own: what is projected again for one norm may not live while the other is at work.
+        A separate function, so that the recomputed output for one norm is freed before the other norm runs.
         """
         product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
         with torch.enable_grad():
@@ -313,12 +313,12 @@ class BlockWork:
 
 
 def whole_tape() -> Tape:
-    """Return a tape for all of attention's results, which are let go of as they are replayed."""
+    """Return a tape that keeps all of attention's results and frees each one when it is replayed."""
     return Tape(_EVERYTHING, None, replays_once=True)
 
 
 def _columns_of(outputs: Sequence[Tensor], at: slice) -> Tensor:
-    """Return some rows of a tensor for all heads, of its parts by heads."""
+    """Return a chunk's rows of a tensor for all heads, given the parts for each group of heads."""
     return outputs[0][at] if len(outputs) == 1 else torch.cat([each[at] for each in outputs], 1)
 
 
@@ -327,7 +327,7 @@ def _scaled(grads: Tensor, factor: float) -> Tensor:
 
 
 def _leaf(norm: RMSNorm, sums: GradientSums) -> Tensor:
-    """Return a norm's weight as torch differentiates it, as wide as its gradient is added up; frozen if it has none."""
+    """Return a leaf copy of a norm's weight in the dtype of its accumulator; without gradient if it is frozen."""
     total = sums.of(norm.weight)
     weight: Tensor = norm.weight.detach()
     return weight if total is None else weight.to(total.dtype).requires_grad_()
@@ -336,15 +336,15 @@ def _leaf(norm: RMSNorm, sums: GradientSums) -> Tensor:
 def _norm_backward(
     norm: RMSNorm, scale: Tensor, x: Tensor, results: Sequence[Tensor], grads: Sequence[Tensor], sums: GradientSums
 ) -> Tensor:
-    """Return the gradient of a norm's input, and add a chunk's share to that of its weight if it needs one.
+    """Return the gradient of a norm's input, and accumulate that of its weight unless it is frozen.
 
     Args:
         norm: The norm.
-        scale: What `_leaf` made of its weight.
+        scale: `_leaf` of its weight.
         x: The input.
-        results: What was computed of both.
-        grads: Of the results.
-        sums: Of the block's parameters.
+        results: Tensors computed from `x` and `scale`.
+        grads: Gradients of the results.
+        sums: Accumulators of the block's parameters.
     """
     of_x, *of_scale = torch.autograd.grad(results, (x, scale) if scale.requires_grad else (x,), grads)
     if total := sums.of(norm.weight):

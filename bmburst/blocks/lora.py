@@ -17,7 +17,7 @@ ALL = "all-linear"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters on frozen weights (arXiv:2106.09685), as PEFT has them, without dropout."""
+    """Low-rank adapters on frozen weights (arXiv:2106.09685), as in PEFT, without dropout."""
 
     rank: int = field("Rank of the adapters; 0: none, all weights are trained.", default=0, minimum=0, maximum=65536)
     alpha: float = field("Adapters are multiplied by alpha / rank.", default=16.0, above=0)
@@ -47,13 +47,13 @@ class LoRAConfig:
                     )
 
     def parameters(self, model: "LlamaConfig") -> int:
-        """Return how many numbers the adapters of a model have; 0 where there are none."""
+        """Return the number of adapter parameters of a model; 0 if there are no adapters."""
         return model.num_layers * self.elements(model)
 
     def elements(self, model: "LlamaConfig", tensor: int = 1) -> int:
-        """Return the elements of a block's adapters on a tensor rank, which has its part of the longer sides.
+        """Return the number of adapter elements of one block on one tensor rank.
 
-        Inputs of `o_proj` and `down_proj` and outputs of the others are shared.
+        Tensor parallelism splits the inputs of `o_proj` and `down_proj`, and the outputs of the other matrices.
         """
         hidden, query = model.hidden_size, model.num_heads // tensor * model.head_dim
         kv, inner = max(1, model.num_kv_heads // tensor) * model.head_dim, model.intermediate_size // tensor
@@ -67,7 +67,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """What adapters are multiplied by."""
+        """Factor on the adapters, alpha / rank."""
         return self.alpha / self.rank
 
     @property

@@ -1,4 +1,4 @@
-"""LLaMA on BMTrain: the whole model, on this rank's part of the sequence."""
+"""LLaMA on BMTrain: the whole model. Each rank computes its shard of the sequence."""
 
 import hashlib
 import math
@@ -34,11 +34,11 @@ _INTO_THE_STREAM = ("o_proj.weight", "down_proj.weight")
 
 
 def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
-    """Fill a model: norms with 1, biases with 0, tables from N(0, init_std), matrices of blocks from N(0, matrix_std).
+    """Initialize norms with 1, biases with 0, tables with N(0, init_std), matrices of blocks with N(0, matrix_std).
 
-    The output projections of attention and MLP are drawn with matrix_std / sqrt(2 num_layers), so that the variance of
-    the residual stream does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
-    Learners"; common in LLaMA training codes). With scale_depth the model scales them itself.
+    The output projections of attention and MLP use matrix_std / sqrt(2 num_layers), so that the variance of the
+    residual stream does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
+    Learners"; common in LLaMA training code). With scale_depth they use matrix_std: the forward pass scales them.
 
     Weights are drawn in fp32 and rounded: runs in two dtypes start from the same weights up to rounding.
     """
@@ -59,27 +59,27 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
 
 
 def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero: bool) -> Tensor:
-    """Return zeros for B, and for A what PEFT draws: kaiming_uniform_ with a = sqrt(5), from 1 / sqrt(in) each way."""
+    """Return PEFT's initial adapter: B is zero, A is kaiming_uniform_ with a = sqrt(5), U(-1/sqrt(in), 1/sqrt(in))."""
     made = torch.zeros(shape, dtype=torch.float32, device=device)
     bound = 1 / math.sqrt(shape[1])
     return made if is_zero else made.uniform_(-bound, bound, generator=_generator(key, device))
 
 
 def draw_normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
-    """Return a tensor from N(0, std) in fp32; its numbers depend on `key` alone."""
+    """Return an fp32 tensor drawn from N(0, std). It depends on `key` alone, which seeds the generator."""
     made = torch.empty(shape, dtype=torch.float32, device=device)
     return made.normal_(0.0, std, generator=_generator(key, device))
 
 
 def _generator(key: str, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
-    # 63 bits of a hash: neighbouring seeds must not give related numbers, and Python's own hash differs by process.
+    # 63 bits of a SHA-256: nearby seeds must not give correlated numbers, and Python's hash() differs by process.
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
     return generator
 
 
 class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """Embedding, blocks and final norm: `model` in Hugging Face's names."""
+    """Embedding, blocks and final norm: the module `model` in Hugging Face's parameter names."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
             if offload_weights:
                 made = StreamedBlock(block, copies, number)
-                if number == 0:  # for the weights of the other blocks, and for all gradients
+                if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                     host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
                     host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
                 return made
-            # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
+            # bmburst.recompute replaces BMTrain's checkpointing, which would run the ring a second time.
             return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
 
         shared = tensor, store, segments, mlp_chunk, norm, lora
@@ -118,7 +118,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
             ]
         )
         segments.wrap(self.layers)
-        # The factor on logits is here, before anything reads the hidden states: every head gives the right logits.
+        # The final norm applies the factor on logits, so that every user of the hidden states gets scaled logits.
         self.norm = norm(config.hidden_size, factor=config.logit_scale)
         if lora is not None:
             freeze(self.embed_tokens)
@@ -127,9 +127,9 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
     def forward(
         self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return the hidden states of this rank's tokens of its tensor group.
+        """Return the final hidden states `[batch, own tokens, hidden_size]`: this rank's share of its tensor group.
 
-        See `Llama.forward`; `embedding` is the gathered table.
+        See `Llama.forward`; `embedding` is the gathered embedding table.
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
         hidden = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
@@ -139,35 +139,35 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
 
 
 class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """LLaMA with its language model head. Parameters are named as Hugging Face names them.
+    """LLaMA with its language model head. Parameters have Hugging Face's names.
 
-    Every rank of the world builds it with the same arguments and calls the same methods in the same order. Where
-    BMTrain was started with tensor parallelism (`bmburst.start(tensor=N)`), the ranks of a tensor group share its
-    matrices and heads, and are given the same tokens; see `bmburst.blocks.layers`.
+    Every rank must build the model with the same arguments and call the same methods in the same order. With tensor
+    parallelism (`bmburst.start(tensor=N)`), the matrices and heads are sharded over the ranks of a tensor group, and
+    these ranks get the same tokens; see `bmburst.blocks.layers`.
 
     Args:
         config: The model's configuration.
-        attention: Returns one block's attention; by default causal `BurstAttention` over the current mesh. Pass for
-            example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
+        attention: Factory of a block's attention module. Default: causal `BurstAttention` over the current mesh.
+            Example: `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
         dtype: dtype of weights and activations.
         recompute: Recompute policy of `bmburst.recompute.policy`, for example "none", "block", "block-keep-attention",
-            "block-keep-attention:0.5" or "block-keep-attention+offload", or of the first layers alone
-            "block-keep-attention+first-20". Not "auto", which needs the whole step.
+            "block-keep-attention:0.5" or "block-keep-attention+offload"; "block-keep-attention+first-20" recomputes
+            only the first 20 layers. "auto" is not allowed, because it depends on the whole training step.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
         seed: Seed of the initial weights, which do not depend on the number of ranks. None leaves them
             uninitialized, for a caller that loads them.
-        loss_chunk: Tokens whose logits `loss` computes at once.
-        mlp_chunk: Tokens of a rank that an MLP computes at once. None: 16384 where blocks are recomputed, else all;
-            0: all.
+        loss_chunk: Number of tokens whose logits `loss` computes at once.
+        mlp_chunk: Number of a rank's tokens that an MLP computes at once. None: 16384 if blocks are recomputed, else
+            all; 0: all.
         norm_kernel: "auto", or another of `bmburst_ops.rms_norm.KERNELS`.
-        offload_weights: Whether weights and gradients of the blocks live in host memory, and visit the GPU block by
-            block. Needs `zero_level` 3, and `bmburst.optim.AdamW(offload=True)` to be trained.
-        host_memory: Where pinned memory comes from, for weights and for what recompute policies offload.
-        lora: Low-rank adapters to train in place of the weights, which are frozen. Default: the weights are trained.
+        offload_weights: Whether weights and gradients of the blocks are kept in host memory and copied to the GPU
+            block by block. Needs `zero_level` 3; training also needs `bmburst.optim.AdamW(offload=True)`.
+        host_memory: Allocator of pinned memory, for weights and for activations that recompute policies offload.
+        lora: Low-rank adapters to train; the weights are then frozen. Default: the weights are trained.
 
     Raises:
-        UserError: An option has an unknown value, the ranks of a tensor group cannot share the model, or with tensor
-            parallelism neither attention nor a current mesh says which ranks share a sequence.
+        UserError: An option has an unknown value, the model does not support the tensor degree, or with tensor
+            parallelism neither `attention` nor a current mesh defines the ranks that share a sequence.
     """
 
     def __init__(
@@ -232,16 +232,17 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def forward(
         self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return the final hidden states of this rank's tokens, `[batch, tokens, hidden_size]`, as input of the head.
+        """Return the final hidden states of this rank's tokens, `[batch, tokens, hidden_size]`: the input of the head.
 
-        They are the output of the last norm times `config.logit_scale`, which is 1 except in MiniCPM. Ranks of a tensor
-        group return the same. Gradients sum over ranks, so count each token's loss on one of them, as `loss` does.
+        They are the output of the last norm times `config.logit_scale`, which is 1 except in MiniCPM. All ranks of a
+        tensor group return the same states. Gradients are summed over ranks, so a custom loss must count each token
+        on one rank only, as `loss` does.
 
         Args:
-            tokens: `[batch, tokens]` int64, this rank's part.
-            positions: `[batch, tokens]` int64, of each token in the whole sequence, or in its document.
-            length: Real tokens of the whole sequence over all ranks, where padding follows them. Default: the length of
-                the mask, or all tokens.
+            tokens: `[batch, tokens]` int64, this rank's shard.
+            positions: `[batch, tokens]` int64, position of each token in the whole sequence, or in its document.
+            length: Tokens of the whole sequence over all ranks, without the padding at its end. Default: the length
+                of the mask, or all tokens.
             mask: Mask of this batch, as in `burst_attention`. Default: the mask of the attention modules.
 
         Raises:
@@ -253,13 +254,13 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def logits(
         self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return the logits of all tokens, `[batch, tokens, vocab_size]`, for short inputs. See `forward`."""
+        """Return the logits of all tokens, `[batch, tokens, vocab_size]`; for short inputs only. See `forward`."""
         embedding = self.model.embed_tokens.weight
         hidden = self.tensor.gather(self._hidden(tokens, positions, length, embedding, mask), tokens.shape[1])
         return torch.nn.functional.linear(hidden, self._head(embedding))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., vocab_size]` of a few tokens' hidden states, as `forward` returns them."""
+        """Return the logits `[..., vocab_size]` of hidden states that `forward` returned; for few tokens."""
         table = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
         return torch.nn.functional.linear(hidden, table.weight)
 
@@ -275,17 +276,17 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
-        Pass it through `bmburst.loss.global_mean` to BMTrain's `OptimManager.backward`. In a tensor group each token
-        counts on one rank, so losses sum over all ranks of the world.
+        Apply `bmburst.loss.global_mean` to it before BMTrain's `OptimManager.backward`. In a tensor group each token
+        counts on one rank, so the total loss is the sum over all ranks.
 
         Args:
-            tokens: See `forward`, as `positions` and `length`.
+            tokens: See `forward`.
             positions: See `forward`.
-            labels: `[batch, tokens]` int64, the token that follows each; `bmburst.loss.IGNORE_INDEX` for no loss.
+            labels: `[batch, tokens]` int64, the next token of each token; `bmburst.loss.IGNORE_INDEX`: no loss.
             length: See `forward`.
             mask: See `forward`.
-            per_token: Whether losses are returned for each of this rank's tokens. The backward pass then computes the
-                logits again.
+            per_token: Whether to return the loss of each of this rank's tokens instead of the sum. The backward pass
+                then recomputes the logits.
 
         Raises:
             UserError: A token id or label is out of range.
@@ -294,7 +295,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         embedding = self.model.embed_tokens.weight
         hidden = self._hidden(tokens, positions, length, embedding, mask)
         head = self._head(embedding)
-        del embedding  # memory can be the fullest in the loss, which reads the head alone
+        del embedding  # peak memory can be in the loss, which reads only the head
         own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
         check = first or not labels.is_cuda
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
@@ -314,7 +315,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         return hidden
 
     def _head(self, embedding: Tensor) -> Tensor:
-        """Return the head's weight: gathered here, or the embedding gathered before, so that it is gathered once."""
+        """Return the gathered weight of the head; a tied head reuses the gathered embedding."""
         if self.config.tie_embeddings:
             return embedding
         weight: Tensor = self.lm_head.weight
@@ -325,7 +326,7 @@ def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
     if kernel == "auto":
         return
     for features in (config.hidden_size, config.head_dim) if config.qk_norm else (config.hidden_size,):
-        row = torch.empty(features, dtype=dtype).cuda()  # as BMTrain places parameters
+        row = torch.empty(features, dtype=dtype).cuda()  # the device of BMTrain's parameters
         try:
             choose_norm(kernel, row, row)
         except KernelError as error:
@@ -333,11 +334,11 @@ def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
 
 
 def within(window: int | None, mask: MaskOption | None) -> MaskOption | None:
-    """Return a batch's mask narrowed to the model's sliding window.
+    """Return the intersection of a batch's mask with the model's sliding window.
 
     Args:
-        window: The configuration's `sliding_window`; None leaves the mask as it is.
-        mask: Mask of the batch. None: the attention modules' mask, which must be causal with a window.
+        window: `sliding_window` of the configuration; None: the mask is returned unchanged.
+        mask: Mask of the batch. None: the attention modules' mask, which must be causal if there is a window.
     """
     if window is None:
         return mask

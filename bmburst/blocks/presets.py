@@ -44,8 +44,8 @@ def _llama_3(factor: float) -> dict[str, Any]:
 
 PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
-        # 1.07 million parameters. Few layers and a narrow stream, because over 4,096 tokens on a CPU attention costs
-        # twice as much as all matrices together. 256 bytes and special ids, rounded up to a multiple of 64.
+        # 1.07 million parameters, for tests on a CPU. Few layers and a narrow stream, because at 4,096 tokens attention
+        # takes twice as long as all matmuls. Vocabulary: 256 bytes and special ids, rounded up to a multiple of 64.
         "llama-tiny": LlamaConfig(
             vocab_size=320,
             hidden_size=128,
@@ -211,7 +211,8 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         "qwen3-8b": LlamaConfig(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, **_QWEN3),
         "qwen3-14b": LlamaConfig(hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, **_QWEN3),
         "qwen3-32b": LlamaConfig(hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, **_QWEN3),
-        # A LLaMA, without MiniCPM's factors. From copies of openbmb/MiniCPM5-1B's config.json; positions from its card.
+        # LLaMA architecture, without MiniCPM's factors. From copies of openbmb/MiniCPM5-1B's config.json; the maximum
+        # position is from its model card.
         "minicpm5-1b": LlamaConfig(
             vocab_size=130560,
             hidden_size=1536,
@@ -252,10 +253,10 @@ def preset(name: str, kind: str = "preset") -> LlamaConfig:
 
     Args:
         name: The preset.
-        kind: What the message calls a preset.
+        kind: Word for a preset in the error message.
 
     Raises:
-        UserError: There is no preset of that name; the message names the nearest.
+        UserError: There is no preset of that name; the message suggests the closest name.
     """
     require_known(kind, name, PRESETS, "bmburst train --help")
     return PRESETS[name]

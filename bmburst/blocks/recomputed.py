@@ -1,8 +1,8 @@
-"""A transformer block whose activations backward computes again, alone or in a segment: `recomputed_block`.
+"""Activation checkpointing of transformer blocks, one by one or in segments: `recomputed_block`.
 
-A block saves its input, on the GPU or in host memory, and what its recompute policy keeps of attention. With "+every-4"
-only the first of 4 consecutive blocks saves its input. When backward reaches the last of them, the segment computes the
-inputs of all its blocks again, with attention's results, and each is let go of behind the backward of its block.
+A block saves its input, on the GPU or in host memory, and the attention results that its recompute policy keeps. With
+"+every-4", only the first of 4 consecutive blocks (a segment) saves its input. When backward reaches the last of them,
+the inputs and attention results of all blocks of the segment are recomputed. Each block's are freed after its backward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def recomputed_block(block: "TransformerBlock", hidden: Tensor, batch: Batch) -> Tensor:
-    """Return the stream after a block, `[batch, tokens, hidden_size]`; backward computes its activations again.
+    """Return the stream after a block, `[batch, tokens, hidden_size]`; backward recomputes its activations.
 
-    Backward writes to the gradient that it is given. Tensor parallelism is not supported.
+    Backward overwrites the gradient of the output. Tensor parallelism is not supported.
 
     Args:
-        block: Its recompute policy, host store and segments say what is kept for backward, and where.
-        hidden: The stream, `[batch, tokens, hidden_size]`.
-        batch: Angles, length and mask.
+        block: Its recompute policy, host store and segments determine what is kept for backward, and where.
+        hidden: The stream before the block, `[batch, tokens, hidden_size]`.
+        batch: Rotary tables, length and mask.
     """
     if not torch.is_grad_enabled():
         return BlockWork(block, hidden, batch).forward()
@@ -41,7 +41,7 @@ def recomputed_block(block: "TransformerBlock", hidden: Tensor, batch: Batch) ->
 
 
 class _RecomputedBlock(torch.autograd.Function):
-    """Keeps the parameters themselves, as ZeRO-3 needs it: their numbers may be gone until backward."""
+    """Saves the parameter objects, not their data: ZeRO-3 frees the data after forward and gathers it for backward."""
 
     @staticmethod
     def forward(ctx: Any, block: "TransformerBlock", batch: Batch, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class _RecomputedBlock(torch.autograd.Function):
         tape: Tape | None = ctx.done.tape
         with recording(tape) if tape else nullcontext():
             result = BlockWork(block, hidden, batch).forward()
-        # What autograd saves is freed behind this block's backward; an attribute lives as long as the graph.
+        # Saved tensors are freed after this block's backward; attributes of ctx would live as long as the graph.
         ctx.counts = len(parameters), len(saved)
         ctx.save_for_backward(*parameters, *saved, *(tape.give_up() if tape and not ctx.segment else ()))
         return result
@@ -76,33 +76,33 @@ class _RecomputedBlock(torch.autograd.Function):
 
 
 class _Pass:
-    """One forward pass of a block that has a backward to come.
+    """State of one forward pass of a block until its backward.
 
     Attributes:
         block: The block.
-        batch: What it was given beside the stream.
-        tape: What its policy keeps of attention, if anything.
-        recomputation: The context in which it is computed again.
-        again: All results of attention, from when its segment was computed again until its backward.
+        batch: Its arguments besides the stream.
+        tape: The attention results that its policy keeps, if any.
+        recomputation: Context manager for its recompute.
+        again: All attention results, from the recompute of its segment until its backward.
     """
 
     def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
         self.block, self.batch, policy = block, batch, block.recompute
         self._group = None if policy.offload == "nothing" else block.store.new_group()
-        # A segment has one backward, in which what its blocks have kept is let go of head by head.
+        # A segment allows only one backward, so that it can free the kept results group by group.
         self.tape = Tape(policy, self._group, replays_once=policy.in_segment) if policy.attention else None
         self.recomputation = Recomputation(block.forward, self.tape)
         self.again: Tape | None = None
 
     def offload(self, hidden: Tensor) -> bool:
-        """Copy the input to host memory, if the policy says so; return whether it did."""
+        """Copy the input to host memory if the policy offloads; return whether it did."""
         if self._group is None:
             return False
         self._number = self._group.put(hidden)
         return True
 
     def fetch(self, *, ahead: bool) -> Tensor:
-        """Return the input from host memory; `ahead`: and start to copy that of the block before."""
+        """Return the input from host memory; `ahead`: also prefetch the input of the preceding block."""
         assert self._group is not None
         self._group.begin(ahead=ahead)
         return self._group.get(self._number)
@@ -118,18 +118,18 @@ class _Pass:
 
 
 class BlockSegments:
-    """The segments of a model: consecutive blocks of which only the first one saves its input."""
+    """The recompute segments of a model. Only the first block of a segment saves its input."""
 
     def __init__(self) -> None:
         self._wrappers: dict[int, Any] = {}
         self._open: _Segment | None = None
 
     def wrap(self, blocks: Iterable[Any]) -> None:
-        """Make the `bmtrain.Block`s known that gather the weights of the model's blocks."""
+        """Register the `bmtrain.Block` wrappers, which gather the weights of the model's blocks."""
         self._wrappers = {id(each._module): each for each in blocks}
 
     def join(self, done: _Pass, hidden: Tensor) -> "_Segment | None":
-        """Return the segment of a pass of a block, or None where each block saves its input."""
+        """Add a pass to its segment and return the segment; None if each block saves its input."""
         policy = done.block.recompute
         if not policy.in_segment:
             return None
@@ -149,13 +149,13 @@ class BlockSegments:
 
     @contextmanager
     def gathered(self, block: "TransformerBlock") -> Iterator[None]:
-        """Return a context in which ZeRO has gathered a block's weights, as in its forward pass."""
+        """Gather a block's weights for the duration of the context, as in its forward pass."""
         wrapper = self._wrappers[id(block)]
         if isinstance(wrapper, StreamedBlock):
             with wrapper.gathered():
                 yield
             return
-        flag = 2 if wrapper._zero_level == 2 else 0  # 2: the weights that its forward pass has left there
+        flag = 2 if wrapper._zero_level == 2 else 0  # 2: use the weights that the forward pass left gathered
         context = ZeroContext(wrapper, wrapper._layer_dict)
         context.enter(flag)
         try:
@@ -168,19 +168,19 @@ class _Segment:
     """The passes of one segment, in order.
 
     Args:
-        segments: Of the model.
-        first: The pass of its first block.
-        hidden: The input of that.
+        segments: Segments of the model.
+        first: Pass of the segment's first block.
+        hidden: Input of that block.
     """
 
     def __init__(self, segments: BlockSegments, first: _Pass, hidden: Tensor) -> None:
         self._segments, self.passes = segments, [first]
         self._inputs: dict[int, Tensor] = {} if first.offload(hidden) else {0: hidden.detach()}
-        self._version = hidden._version  # the number of changes in place
+        self._version = hidden._version  # detects in-place changes until backward
         self._is_spent = False
 
     def take_input(self, done: _Pass) -> Tensor:
-        """Return the input of a pass, once: the last pass comes first, and all are computed again for it."""
+        """Return the input of a pass, once. The call for the last pass recomputes the inputs of all passes."""
         if self._is_spent:
             raise UserError(
                 f"backward went twice through blocks with recompute policy +every-{len(self.passes)}\n"

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies, their scaling for longer contexts, and cosine and sine tables.
 
-Frequencies follow Hugging Face transformers (modeling_rope_utils.py), formula by formula and in fp32, so that weights
-trained with one give the same model in the other.
+Frequencies follow Hugging Face transformers (modeling_rope_utils.py), formula by formula and in fp32, so that the same
+weights give the same model in both packages.
 """
 
 import math
@@ -14,14 +14,14 @@ from bmburst.errors import UserError
 
 
 def rotary_frequencies(config: LlamaConfig, length: int | None) -> tuple[Tensor, float]:
-    """Return the angle by which one position turns each pair of features, and the factor on cosine and sine.
+    """Return the rotary frequency of each pair of features, and the factor on cosine and sine.
 
     Args:
-        config: Its head_dim, rope_theta and rope_scaling are used, and for dynamic scaling max_position_embeddings.
-        length: Tokens of the whole sequence, over all ranks. Only dynamic scaling looks at it.
+        config: head_dim, rope_theta and rope_scaling are used; dynamic scaling also uses max_position_embeddings.
+        length: Tokens of the whole sequence, over all ranks. Only dynamic scaling uses it.
 
     Returns:
-        Frequencies `[head_dim / 2]` fp32 on the CPU in radians a position; and a factor, 1 for all kinds but yarn.
+        Frequencies `[head_dim / 2]`, fp32 on the CPU, in radians per position; and a factor, 1 for all kinds but yarn.
 
     Raises:
         UserError: Dynamic scaling without a length.
@@ -45,15 +45,15 @@ def rotary_tables(
 
     Args:
         config: See `rotary_frequencies`.
-        positions: `[batch, tokens]` int64, positions in the whole sequence, in whatever order this rank holds them.
+        positions: `[batch, tokens]` int64, positions of this rank's tokens in the whole sequence, in any order.
         length: Tokens of the whole sequence, over all ranks.
-        dtype: The model's; the tables are fp32, or this if wider.
+        dtype: dtype of the model. The tables have the wider of it and fp32.
 
     Returns:
         Two tensors `[batch, tokens, head_dim / 2]` on the device of `positions`.
     """
     frequencies, factor = rotary_frequencies(config, length)
-    # The host need not wait: what it gives is staged before the call returns.
+    # non_blocking is safe from pageable memory: the driver stages the data before the call returns.
     return angle_tables(frequencies.to(positions.device, non_blocking=True), factor, positions, dtype)
 
 
@@ -61,15 +61,15 @@ def angle_tables(frequencies: Tensor, factor: float, positions: Tensor, dtype: t
     """Return cosine and sine of every position's angles, for frequencies on the device of `positions`.
 
     Args:
-        frequencies: `[head_dim / 2]`, or some for each position, `[..., head_dim / 2]`.
-        factor: On cosine and sine.
+        frequencies: `[head_dim / 2]`, or one set per position, `[..., head_dim / 2]`.
+        factor: Factor on cosine and sine.
         positions: `[...]` int64.
-        dtype: The model's; the tables are fp32, or this if wider.
+        dtype: dtype of the model. The tables have the wider of it and fp32.
 
     Returns:
         Two tensors `[..., head_dim / 2]`.
     """
-    # In fp64: at a million tokens an angle in fp32 is off by up to 0.03 radians. Once a forward pass, for all blocks.
+    # fp64, because fp32 angles at a million tokens are off by up to 0.03 radians. Runs once per forward pass.
     angles = positions.unsqueeze(-1).double() * frequencies.double()
     wide = torch.promote_types(dtype, torch.float32)
     return (angles.cos() * factor).to(wide), (angles.sin() * factor).to(wide)
@@ -82,7 +82,7 @@ def _plain(base: float, head_dim: int) -> Tensor:
 
 
 def _dynamic_base(config: LlamaConfig, scaling: RopeScaling, length: int | None) -> float:
-    """The base that keeps the fastest pair and slows the others as the sequence outgrows the training length.
+    """The base of dynamic NTK scaling: the highest frequency stays, the others fall with the sequence length.
 
     base (factor length / trained - (factor - 1))^(d / (d - 2)): NTK-aware scaling by u/bloc97, made dynamic by
     u/emozilla; see arXiv:2309.00071, sections 3.1 and 3.3.
@@ -94,22 +94,22 @@ def _dynamic_base(config: LlamaConfig, scaling: RopeScaling, length: int | None)
         )
     trained = scaling.original_max_position_embeddings or config.max_position_embeddings
     stretch = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
-    # A head of one pair has only the frequency 1, whatever the base.
+    # max: with head_dim 2 the only frequency is 1, for any base.
     return float(config.rope_theta * stretch ** (config.head_dim / max(config.head_dim - 2, 1)))
 
 
 def _yarn(config: LlamaConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """arXiv:2309.00071, equations 19 to 23: pairs that turn often are kept, slow ones interpolated, a ramp between."""
+    """arXiv:2309.00071, equations 19 to 23: keep high frequencies, interpolate low ones, with a linear ramp between."""
     trained = _trained_length(scaling)
     dim, base = config.head_dim, config.rope_theta
 
     def pair_that_turns(times: float) -> float:
-        """Index of the pair that makes this many turns over the training length."""
+        """Index (a real number) of the pair that makes this many turns over the training length."""
         return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(scaling.beta_slow)), dim - 1)
-    width = high - low or 0.001  # a ramp of no width is a step
+    width = high - low or 0.001  # a ramp of zero width becomes a step
     interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     plain = _plain(base, dim)
     mixed = plain / scaling.factor * interpolated + plain * (1 - interpolated)
@@ -128,6 +128,6 @@ def _llama3(config: LlamaConfig, scaling: RopeScaling) -> Tensor:
 
 
 def _trained_length(scaling: RopeScaling) -> int:
-    if scaling.original_max_position_embeddings is None:  # refused when the configuration was made
+    if scaling.original_max_position_embeddings is None:  # RopeScaling rejects this
         raise AssertionError(f"rope_scaling {scaling.kind} without original_max_position_embeddings")
     return scaling.original_max_position_embeddings

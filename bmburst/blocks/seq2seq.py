@@ -1,8 +1,8 @@
-"""An encoder-decoder on BMTrain as BART (arXiv:1910.13461): source and target are both split over the ranks.
+"""BART (arXiv:1910.13461) on BMTrain, an encoder-decoder: source and target are both sharded over the ranks.
 
 The encoder attends over the whole source. The decoder attends causally over the target, then from the target to the
-encoder's output (cross-attention). Lengths, layouts and padding of the two may differ. Norms follow the residual
-additions, positions are learned, and the head is the embedding table. Parameters are named as in transformers'
+encoder's output (cross-attention). Source and target may differ in length, layout and padding. The model is post-norm,
+with learned positions and a head tied to the embedding table. Parameters are named as in transformers'
 `BartForConditionalGeneration`. There is no dropout.
 """
 
@@ -33,7 +33,7 @@ from bmburst.sequence import ShardedBatch
 from bmburst.zero import gather, named_shards, scatter
 
 POSITION_OFFSET = 2
-"""Rows of BART's position tables before that of position 0."""
+"""Row of position 0 in BART's position tables."""
 _TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _LOGITS_BIAS = "final_logits_bias"
 
@@ -46,7 +46,7 @@ class LayerNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         self.weight, self.bias = parameter(features, dtype=dtype), parameter(features, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised `[..., features]`."""
+        """Return the normalized `[..., features]`."""
         return layer_norm(x, x.shape[-1:], self.weight, self.bias)
 
 
@@ -71,11 +71,11 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         """Return `[batch, local_tokens, d_model]`.
 
         Args:
-            hidden: `[batch, local_tokens, d_model]`, which queries are made of.
-            length: Real tokens of their sequence; None: those of the mask.
-            mask: In place of the attention module's.
-            keys: `[batch, local_keys, d_model]`, which keys and values are made of; None: `hidden`.
-            key_length: Real tokens of the sequence of `keys`; None: those of the mask.
+            hidden: `[batch, local_tokens, d_model]`, the input of the query projection.
+            length: Tokens of the whole sequence of `hidden`, without padding; None: the length of the mask.
+            mask: Replaces the mask of the attention module.
+            keys: `[batch, local_keys, d_model]`, the input of the key and value projections; None: `hidden`.
+            key_length: Tokens of the whole sequence of `keys`, without padding; None: the length of the mask.
         """
         if keys is None:
             projected = project(hidden, self.q_proj, self.k_proj, self.v_proj)
@@ -87,7 +87,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
 
 
 class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """What layers of encoder and decoder share: self-attention and the feed-forward network, each with its norm."""
+    """Base of encoder and decoder layers: self-attention and the feed-forward network, each with its norm."""
 
     def __init__(
         self, width: int, heads: int, inner: int, attention: BurstAttention, policy: Policy, dtype: torch.dtype
@@ -101,7 +101,7 @@ class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self.final_layer_norm = LayerNorm(width, dtype=dtype)
 
     def forward(self, hidden: Tensor, *args: Any) -> Tensor:
-        """Return the hidden states after this layer; positional arguments only, because `bmt.Block` drops others."""
+        """Return the hidden states after this layer; positional arguments only, `bmt.Block` drops keyword arguments."""
         result: Tensor = recompute.checkpoint(self.policy, self._forward, hidden, *args)
         return result
 
@@ -165,7 +165,7 @@ class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         self.config = config
         self.embed_positions = Table(config.max_position_embeddings + POSITION_OFFSET, config.d_model, dtype=dtype)
         self.layernorm_embedding = LayerNorm(config.d_model, dtype=dtype)
-        # Recomputation is ours (bmburst.recompute): BMTrain's would communicate a second time.
+        # bmburst.recompute replaces BMTrain's checkpointing, which would communicate a second time.
         self.layers = bmt.TransformerBlockList(
             [bmt.Block(layer, use_checkpoint=False, zero_level=zero_level) for layer in layers]
         )
@@ -173,7 +173,7 @@ class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def forward(self, part: ShardedBatch, table: Tensor, *args: Any) -> Tensor:
         """Return `[batch, local_tokens, d_model]`; `table` is the gathered embedding, `args` those of the layers."""
         factor = math.sqrt(self.config.d_model) if self.config.scale_embedding else 1.0
-        # Padding stands behind the last token, where there may be no row.
+        # Padding follows the last token, where the table may have no row.
         places = part.positions.clamp(max=self.config.max_position_embeddings - 1) + POSITION_OFFSET
         words = rows_of(part.tokens, table, factor=factor, padding=self.config.pad_token_id)
         hidden = self.layernorm_embedding(words + rows_of(places, self.embed_positions.weight))
@@ -182,7 +182,7 @@ class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
 
 
 class Seq2SeqModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """The shared embedding, encoder and decoder: `model` in transformers' names."""
+    """The shared embedding, encoder and decoder: the module `model` in transformers' parameter names."""
 
     def __init__(self, config: Seq2SeqConfig, encoder: Stack, decoder: Stack, dtype: torch.dtype) -> None:
         super().__init__()
@@ -191,20 +191,20 @@ class Seq2SeqModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has 
 
 
 class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """BART with its language model head, on this rank's parts of source and target.
+    """BART with its language model head, on this rank's shards of source and target.
 
-    Every rank of the world builds it with the same arguments and calls the same methods in the same order. They take
-    batches of `model.cut.batch`, which cuts whole sequences as the model was made for them.
+    Every rank must build the model with the same arguments and call the same methods in the same order. The methods
+    take batches from `model.cut.batch`, which shards whole sequences in the model's layouts.
 
     Args:
         config: The model's configuration.
         source_layout: Layout of the source's `SequenceShard`, not "balanced".
-        target_layout: Layout of the target's.
-        attention: Further options of every `BurstAttention`, for example `{"strategy": "gather"}`.
+        target_layout: Layout of the target's `SequenceShard`, not "balanced".
+        attention: Further options of all `BurstAttention` modules, for example `{"strategy": "gather"}`.
         group: The ranks that share the sequences, for example `mesh.sequence`; see `BurstAttention`.
         dtype: dtype of weights and activations.
         recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
-            decoder's self-attention, whose layout must have it; other attention is saved whole.
+            decoder's self-attention, whose layout must allow it; the results of other attention are saved completely.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
         seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
 
@@ -271,16 +271,16 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
 
         Args:
             batch: From `cut.batch`, with labels.
-            chunk: Tokens whose logits are computed at once.
+            chunk: Number of tokens whose logits are computed at once.
         """
         table = self.model.shared.weight
         return token_loss_sum(self._hidden(batch, table), table, batch.target.labels, chunk=chunk)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights of a `BartForConditionalGeneration.state_dict()`, which every rank has; no communication.
+        """Load the weights of a `BartForConditionalGeneration.state_dict()`, which every rank has. No communication.
 
         Raises:
-            UserError: A tensor is missing, unknown or of another shape, or there is a bias of logits.
+            UserError: A tensor is missing, unknown or has another shape, or the bias of the logits is not 0.
         """
         shards = named_shards(self)
         bias = weights.get(_LOGITS_BIAS)
@@ -299,16 +299,16 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
                 scatter(shard, weights[shard.name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights as `BartForConditionalGeneration.load_state_dict` takes them, whole on every rank.
+        """Gather the weights for `BartForConditionalGeneration.load_state_dict` on every rank.
 
-        Every rank calls it.
+        Every rank must call it.
         """
         found = {shard.name: whole for shard in named_shards(self) if (whole := gather(shard)) is not None}
         table = found["model.shared.weight"]
         return {**found, **dict.fromkeys(_TIED, table), _LOGITS_BIAS: table.new_zeros(1, len(table))}
 
     def _initialize(self, seed: int) -> None:
-        """Fill norms with 1, biases with 0, and all else from N(0, init_std), as BART."""
+        """Initialize norms with 1, biases with 0, and other weights with N(0, init_std), as in BART."""
         for shard in named_shards(self):
             if not shard.count:
                 continue

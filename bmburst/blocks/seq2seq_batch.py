@@ -1,4 +1,4 @@
-"""Batches of the encoder-decoder: whole sources and labels, as transformers takes them, cut to this rank's parts."""
+"""Batches of the encoder-decoder: checks whole batches in the format of transformers and shards them over the ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from bmburst.sequence import SequenceShard, ShardedBatch
 
 DocumentsOption = Documents | tuple[Documents, ...] | None
 PairsOption = Pairs | Sequence[Pairs] | None
-"""The pairs of all samples, or of each; None: a sample is one pair without padding."""
+"""The same pairs for all samples, or one `Pairs` per sample; None: each sample is one pair without padding."""
 
 
 class Masks(NamedTuple):
-    """The masks of a batch; None: those of the attention modules."""
+    """The masks of a batch; None: the attention modules' own masks."""
 
     source: DocumentsOption
     target: DocumentsOption
@@ -30,19 +30,19 @@ class Masks(NamedTuple):
 
 
 class Seq2SeqBatch(NamedTuple):
-    """This rank's part of a batch, from `Seq2SeqCut.batch`."""
+    """This rank's shard of a batch, returned by `Seq2SeqCut.batch`."""
 
     source: ShardedBatch
-    """Its labels are not used."""
+    """The encoder's input; its labels are not used."""
     target: ShardedBatch
     """The decoder's input, and the label of each of its tokens."""
     lengths: tuple[int, int] | tuple[None, None]
-    """Real tokens of the whole source and of the whole target; None: those of the masks."""
+    """Tokens of the whole source and of the whole target, without padding; None: the lengths of the masks."""
     masks: Masks
 
 
 class _Whole(NamedTuple):
-    """A checked batch before the split."""
+    """A checked batch before it is sharded."""
 
     source: Tensor
     target: Tensor
@@ -53,7 +53,7 @@ class _Whole(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqCut:
-    """Cuts whole batches as a model needs them; the model's own is `Seq2Seq.cut`.
+    """Shards whole batches for a model, which holds one as `Seq2Seq.cut`.
 
     Attributes:
         config: The model's configuration.
@@ -76,22 +76,24 @@ class Seq2SeqCut:
         decoder_input_ids: Tensor | None = None,
         pairs: PairsOption = None,
     ) -> Seq2SeqBatch:
-        """Return this rank's part of whole sequences, which every rank of the group holds.
+        """Return this rank's shard of a batch of whole sequences. Every rank of the group passes the same batch.
 
-        Arguments are named as in transformers, and mean the same, so a collated batch may be passed as it is. Every
-        rank of the group calls it, because the first calls compare what the ranks hold.
+        Arguments have the names and meaning of transformers, so a collated batch can be passed unchanged. Every rank
+        of the group must call this method: the first calls compare the batches of the ranks.
 
         Args:
-            input_ids: The source, `[batch, source_tokens]`.
-            labels: What the decoder is to say, `[batch, target_tokens]`, not shifted; `IGNORE_INDEX` for no loss.
-            attention_mask: 1 for tokens of the source and 0 for the padding behind them, shaped as `input_ids`.
-            decoder_input_ids: The decoder's input, shaped as the labels. Default: labels shifted by one token behind
-                `decoder_start_token_id`, at the start of each pair, with `pad_token_id` where there is no label.
-            pairs: Source-target pairs that are packed into each sequence. Tokens behind the last are padding.
+            input_ids: The source, `[batch, source_tokens]`, int64 or int32.
+            labels: The decoder's target, `[batch, target_tokens]`, int64 or int32, not shifted; `IGNORE_INDEX`: no
+                loss.
+            attention_mask: 1 for tokens of the source, 0 for padding at its end; shape of `input_ids`.
+            decoder_input_ids: The decoder's input; shape of the labels. Default: in each pair,
+                `decoder_start_token_id` followed by the labels shifted by one token, with `pad_token_id` for
+                `IGNORE_INDEX`.
+            pairs: Source-target pairs that are packed into each sequence. Tokens after the last pair are padding.
 
         Raises:
-            UserError: Shapes do not fit, an id is out of range (checked on CPUs), a sequence is longer than the
-                position table, padding stands between tokens, arguments exclude each other, or ranks hold different
+            UserError: Shapes do not match, an id is out of range (checked on CPUs), a sequence is longer than the
+                position table, padding is not at the end, arguments exclude each other, or ranks have different
                 batches.
         """
         comm = resolve_group(self.group)
@@ -142,14 +144,15 @@ class Seq2SeqCut:
         return _Whole(source.long(), shifted.long(), labels.long(), masks, (of_source, of_target))
 
     def _shifted(self, labels: Tensor, each: tuple[Pairs, ...]) -> Tensor:
-        """Return the decoder's input; as `shift_tokens_right` of transformers, but in each pair."""
+        """Return the decoder's input: `shift_tokens_right` of transformers, applied to each pair."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None:
             raise UserError("the configuration has no decoder_start_token_id\nfix: give it, or decoder_input_ids")
         shifted = labels.roll(1, 1)
         shifted[:, 0] = start
         for row, pair in enumerate(each):
-            shifted[row, [place for place in pair.target.starts if place < labels.shape[1]]] = start  # more are refused
+            # A start beyond the labels raises an error later.
+            shifted[row, [place for place in pair.target.starts if place < labels.shape[1]]] = start
         ignored = shifted == IGNORE_INDEX
         if padding is None and bool(ignored.any()):
             raise UserError(
@@ -170,7 +173,7 @@ def _require_ids(name: str, ids: Tensor | None, vocab_size: int) -> None:
 
 
 def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: PairsOption) -> tuple[Pairs, ...]:
-    """Return the pairs of each sample, or nothing where every sample is one pair without padding."""
+    """Return the pairs of each sample; empty if every sample is one pair without padding."""
     if attention_mask is not None:
         if pairs is not None:
             raise UserError("attention_mask beside pairs\nfix: pairs alone; tokens behind the last one are padding")
@@ -184,7 +187,7 @@ def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: P
 
 
 def _padded(source: Tensor, attention_mask: Tensor, targets: int) -> tuple[Pairs, ...]:
-    """Return one pair for each sample, of its tokens before the padding; nothing where there is no padding."""
+    """Return one pair per sample, without its padding; empty if there is no padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != source.shape:
         found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise UserError(f"attention_mask is {found}\nallowed: {list(source.shape)}, as input_ids\nfix: the tokenizer's")
@@ -201,7 +204,7 @@ def _padded(source: Tensor, attention_mask: Tensor, targets: int) -> tuple[Pairs
 
 
 def _of_samples(masks: list[Documents]) -> DocumentsOption:
-    """Return the masks of each sample, or one where all have the same, which is attended with at once."""
+    """Return one mask per sample, or a single mask if all are equal: one attention call then computes all samples."""
     if not masks:
         return None
     return masks[0] if all(mask == masks[0] for mask in masks) else tuple(masks)

@@ -1,4 +1,4 @@
-"""Configuration of the encoder-decoder, and the pairs packed into its sequences: plain data, imports no torch."""
+"""Configuration of the encoder-decoder, and the pairs packed into its sequences. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,13 +28,13 @@ class Seq2SeqConfig:
     encoder_ffn_dim: int
     decoder_ffn_dim: int
     max_position_embeddings: int = 1024
-    """Tokens of the longest source or target."""
+    """Maximum length of a source or target, in tokens."""
     scale_embedding: bool = False
     """Whether token embeddings are multiplied by sqrt(d_model)."""
     pad_token_id: int | None = None
-    """This token's row gets no gradient from the embeddings, only from the head."""
+    """Id of padding. Its row of the tied table gets a gradient only from the head, not from the embeddings."""
     decoder_start_token_id: int | None = None
-    """The decoder's first input, before the first label; None: every batch must have the decoder's inputs."""
+    """The decoder's first input token; None: every batch must contain decoder_input_ids."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ class Seq2SeqConfig:
         """Return the configuration of a BART `config.json`, or of `BartConfig.to_dict()`.
 
         Raises:
-            UserError: The model is not BART (T5, mBART), has dropout, another activation than GELU or a head of its
-                own, or a size is missing.
+            UserError: The model is not BART (T5, mBART), has dropout, an activation other than GELU or an untied head,
+                or a size is missing.
         """
         if (kind := values.get("model_type", "bart")) != "bart":
             raise UserError(
@@ -80,16 +80,16 @@ class Seq2SeqConfig:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Source-target pairs that are packed into one source and one target sequence: no pair sees another.
+    """Source-target pairs that are packed into one source and one target sequence. Pairs do not attend to each other.
 
-    Tokens behind the last pair are padding, so a batch of padded samples has one `Pairs` for each.
+    Tokens after the last pair are padding, so padded samples are described by one `Pairs` per sample.
 
     Attributes:
-        sources: Source tokens of each pair; may be 0 in some.
-        targets: Target tokens of each pair; may be 0 in some.
+        sources: Number of source tokens of each pair; some may be 0.
+        targets: Number of target tokens of each pair; some may be 0.
 
     Raises:
-        UserError: One is no list of whole numbers of at least 0, their numbers differ, or all are 0.
+        UserError: A value is not a list of whole numbers >= 0, the lists differ in length, or all entries are 0.
     """
 
     sources: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""A `bmtrain.Block` whose weights and gradients live in host memory and visit the GPU when the block runs.
+"""A `bmtrain.Block` that offloads its weights and gradients to host memory and copies them to the GPU when it runs.
 
-BMTrain gathers a block's weights before its forward and its backward pass, and reduces its gradient after it. Around
-these three moments the shards are on the GPU, else in host memory. Names, hooks, `bmtrain.save` and `bmtrain.load` are
-BMTrain's; its numbers are those of a resident block, bit for bit.
+BMTrain gathers a block's weights before forward and before backward, and reduces its gradient after backward. The
+shards are on the GPU only around these three operations. Parameter names, hooks, `bmtrain.save` and `bmtrain.load` work
+as in BMTrain; results are bitwise equal to those of a block without offload.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,15 @@ from bmburst.comm.host_memory import HostShard, ShardCopies
 
 
 class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
-    """A block under ZeRO 3 whose shards live in host memory. Put blocks into a `bmtrain.TransformerBlockList`.
+    """A ZeRO-3 block whose shards are in host memory. Put blocks into a `bmtrain.TransformerBlockList`.
 
-    `bmburst.optim.AdamW(offload=True)` updates them there; BMTrain's optimizers expect weights on the GPU.
+    Train it with `bmburst.optim.AdamW(offload=True)`, which updates the shards in host memory: BMTrain's optimizers
+    need them on the GPU.
 
     Args:
-        module: As of `bmtrain.Block`.
-        copies: Buffers and streams, one object for all blocks of a model.
-        order: Number of the block in the model.
+        module: The module to wrap, as in `bmtrain.Block`.
+        copies: Buffers and streams, shared by all blocks of a model.
+        order: Index of the block in the model.
     """
 
     def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int) -> None:
@@ -36,11 +37,11 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._point_to_shards()
 
     def shard_bytes(self, *, trained: bool = False) -> list[int]:
-        """Return the bytes of each shard of its weights, or of those that are trained."""
+        """Return the bytes of each shard of the weights; `trained`: only of those that require a gradient."""
         return [each.weights.nbytes for each in self._shards if each.parameter.requires_grad or not trained]
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and prefetch the weights of the next one behind its launches."""
+        """Run the block; after its kernels are launched, prefetch the weights of the next block."""
         found = super().forward(with_graph(hidden), *args, **kwargs)
         if not self._is_last_layer:
             self._next_module.prefetch()
@@ -66,14 +67,14 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             self._copies.prefetch(self._shards)
 
     def release_next_module(self, flag: int) -> None:
-        """Reduce the gradient of the next block: BMTrain calls this once it has gathered this block's weights."""
+        """Reduce the gradient of the next block. BMTrain's backward calls this after gathering this block's weights."""
         self._hide()
         super().release_next_module(flag)
         if not self._is_first_layer:
             self._pre_module.prefetch()
 
     def release(self, flag: int) -> None:
-        """Reduce the gradient, if a backward pass has just made it, and send it to host memory."""
+        """Release the weights. After a backward pass, also reduce the gradient and copy it to host memory."""
         context = self._backward_block_ctx
         if context is None or not context._need_release:
             super().release(flag)
@@ -85,7 +86,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context in which the weights are gathered, outside of the block's own passes."""
+        """Gather the weights for the duration of the context, outside of the block's forward and backward."""
         self._show()
         context = ZeroContext(self, self._layer_dict)
         context.enter()
@@ -113,7 +114,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
 
     @contextmanager
     def _on_gpu(self) -> Iterator[None]:
-        """Return a context in which the shards are on the GPU, for BMTrain to read and write."""
+        """Move the shards to the GPU for the duration of the context, for BMTrain to read and write."""
         for each in self._shards:
             each.settle()
             each.parameter.data = each.weights.to(each.device, copy=True)
@@ -138,7 +139,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             self._copies.hide(self._shards, bmt.config["load_stream"])
 
     def _point_to_shards(self) -> None:
-        """Let the block's parameters be views of its shards, as BMTrain leaves them after each pass."""
+        """Make the block's parameters views of its shards, as BMTrain does after each pass."""
         for info in self._param_info:
             storage = self._storage_params[info["kw_name"]]
             parameter = info["parameter"]
@@ -153,7 +154,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
 
 
 class _ShownInBackward(torch.autograd.Function):
-    """Copies a block's weights to the GPU before BMTrain's hook gathers them for the backward pass."""
+    """Copies a block's weights to the GPU in backward, before BMTrain's hook gathers them."""
 
     @staticmethod
     def forward(ctx: Any, block: StreamedBlock, *out: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """One LLaMA block: attention and gated MLP, each with a pre-norm and a residual connection.
 
-With tensor parallelism the residual stream holds this rank's tokens, and attention and MLP see all of the group's.
+With tensor parallelism, the residual stream holds this rank's tokens; attention and MLP process all tokens of the
+tensor group.
 """
 
 import contextlib
@@ -28,19 +29,19 @@ from bmburst_ops.rms_norm import stream_norm
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
 
-_FEW = 128  # tokens that a kernel is compiled with
+_FEW = 128  # tokens of the inputs that `compile_ahead` runs kernels on
 
 AttentionFactory = Callable[[], torch.nn.Module]
-"""Returns one block's attention: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
+"""Returns the attention of one block: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
 NormFactory = Callable[..., RMSNorm]
 """Returns an `RMSNorm` for a number of features and a factor."""
 
 
 class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """Projections and rotary embedding around BurstAttention; key and value heads stay unexpanded.
+    """Projections and rotary embedding around BurstAttention. KV heads are not expanded to the query heads.
 
-    A rank of a tensor group has its part of the query heads with their KV heads. Where there are fewer KV heads than
-    ranks, several ranks compute the same KV head, and ZeRO shards the projection over all ranks of the world.
+    With tensor parallelism, each rank has a shard of the query heads and the matching KV heads. If the tensor degree
+    does not divide the KV heads, several ranks compute the same KV head, and ZeRO shards the projection over all ranks.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
 
         projected = project(gathered, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (each.view(*gathered.shape[:2], -1, self.head_dim) for each in projected)
-        del projected  # rotary embedding makes other tensors of two of them
+        del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -86,13 +87,13 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
 
 
 class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """The gated MLP, down(silu(gate(x)) * up(x)); ranks of a tensor group share its width.
+    """The gated MLP, down(silu(gate(x)) * up(x)); tensor parallelism splits its intermediate dimension.
 
     Args:
         config: The model's configuration.
         dtype: dtype of the weights.
         tensor: The tensor group.
-        chunk: Returns how many of a number of tokens are computed at once. Default: all.
+        chunk: Maps a number of rows (tokens) to the chunk size. Default: no chunks.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, split=1)
 
     def rows_at_once(self, rows: int) -> int:
-        """Return how many of a number of rows are computed at once."""
+        """Return the chunk size for a number of rows."""
         return rows if self.chunk is None else self.chunk(rows)
 
     def forward(self, hidden: Tensor, tokens: int, *, is_needed: bool = True) -> Tensor:
@@ -115,7 +116,7 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         Args:
             hidden: `[batch, own tokens, hidden_size]`.
             tokens: Tokens of all ranks of the tensor group.
-            is_needed: Whether the result is needed; a recomputation needs only what backward reads.
+            is_needed: Whether the result is needed. Recompute needs only the tensors that backward reads.
         """
         gathered = self.tensor.gather(hidden, tokens)
         rows = gathered.shape[0] * gathered.shape[1]
@@ -125,7 +126,7 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
             weights, adapters = [each.weight for each in matrices], [each.adapter for each in matrices]
             result = gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed, adapters=adapters)
             return self.tensor.add_up(result)
-        # Only down_proj reads the activation, and its backward makes a new gradient for it.
+        # Safe: only down_proj reads the activation, and its backward allocates a new gradient for it.
         inner = swiglu(*project(gathered, self.gate_proj, self.up_proj), overwrite_grad=True)
         return self.tensor.add_up(self.down_proj(inner, is_needed=is_needed))
 
@@ -139,11 +140,11 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         dtype: dtype of the weights.
         policy: Recompute policy of this layer.
         tensor: The tensor group.
-        store: Host memory of all blocks, where `policy` offloads to.
-        segments: Of the model, for blocks whose input is not stored.
+        store: Host memory that `policy` offloads to, shared by all blocks.
+        segments: Recompute segments of the model, for blocks whose input is not stored.
         mlp_chunk: See `Llama`.
-        norm: Returns a norm.
-        lora: Adapters; None trains the weights.
+        norm: Factory of the norms.
+        lora: Adapters to train; None: the weights are trained.
     """
 
     def __init__(
@@ -174,11 +175,11 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         """Return the residual stream after this block.
 
         Args:
-            hidden: `[batch, own tokens, hidden_size]`: this rank's tokens of its tensor group.
-            cos: `[batch, tokens, head_dim / 2]` of all its tokens, fp32 or wider; all blocks share the tables.
+            hidden: `[batch, own tokens, hidden_size]`: this rank's share of the tokens of its tensor group.
+            cos: `[batch, tokens, head_dim / 2]` of all tokens of the tensor group, fp32 or wider; shared by all blocks.
             sin: As `cos`.
-            length: Real tokens of the whole sequence over all ranks; None if all are.
-            mask: Mask of the batch in place of the attention module's.
+            length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
+            mask: Mask of the batch; replaces that of the attention module.
         """
         if self.recompute.offload == "nothing" and torch.is_grad_enabled():
             self.store.settle()
@@ -191,26 +192,26 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
         hidden, normed = self.input_layernorm.of_stream(hidden)
-        # No name for what attention gives: it would live until the MLP is done.
+        # The attention output gets no name: a local variable would keep it alive until the MLP is done.
         hidden, normed = self.post_attention_layernorm.of_stream(
             hidden, self.self_attn(normed, cos, sin, length, mask), self.factor
         )
-        # What follows is added up and returned, of which backward reads nothing.
+        # Backward does not read the MLP's result, so that recompute can skip it.
         is_needed = not recompute.is_recomputing(self._forward)
         mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)
 
 
 def compile_ahead(model: LlamaConfig, dtype: torch.dtype, attention: BurstAttention, *, packed: bool) -> Thread:
-    """Begin to compile the kernels of a block for this GPU in a thread, beside other work, and return the thread.
+    """Start a thread that compiles the kernels of a block for this GPU in the background, and return the thread.
 
-    An error in it is dropped: the first block raises it again.
+    Errors in the thread are ignored: the first block raises them again.
 
     Args:
-        model: The shape.
-        dtype: Of weights and activations.
-        attention: Of the blocks; its kernels are those of a rank's own keys.
-        packed: Whether the masks of batches are documents.
+        model: Gives the shapes.
+        dtype: dtype of weights and activations.
+        attention: Attention of the blocks; the kernels for a rank's local keys are compiled.
+        packed: Whether batches have document masks.
     """
     device = torch.cuda.current_device()
 
@@ -226,7 +227,7 @@ def compile_ahead(model: LlamaConfig, dtype: torch.dtype, attention: BurstAttent
 
 
 def _run_elementwise(model: LlamaConfig, dtype: torch.dtype) -> None:
-    """Run norm, rotary embedding and activation on few tokens, forward and backward."""
+    """Run norm, rotary embedding and SwiGLU on a few tokens, forward and backward."""
     new = partial(torch.zeros, device="cuda", dtype=dtype, requires_grad=True)
     stream, weight = new(_FEW, model.hidden_size), new(model.hidden_size)
     for added in (None, torch.zeros_like(stream)):
