@@ -1,6 +1,6 @@
 """Activation checkpointing that saves attention's results: `checkpoint`, recompute policies, offload to the host.
 
-Names are imported on first use, because the planner reads `bmburst.recompute.policy` where torch is not installed.
+Names are imported on first use, because the planner uses `bmburst.recompute.policy` without torch.
 """
 
 from typing import TYPE_CHECKING, Any

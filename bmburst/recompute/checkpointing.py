@@ -1,9 +1,9 @@
 """Activation checkpointing that saves attention's results and recomputes the other activations: `checkpoint`.
 
-A block's activations are dropped after forward and recomputed in backward, except attention's output and log-sum-exp:
-they are saved, so that the recomputation sends nothing over the ring. Each call of `checkpoint` owns what it saves;
-there is no global table. So results cannot be mixed up between two models, between microbatches in flight, after an
-exception, or by a forward without a backward. Under no_grad nothing is saved.
+A block's activations are dropped after forward and recomputed in backward. Attention's output and log-sum-exp are
+saved, so that the recompute does not communicate. Each call of `checkpoint` owns its saved tensors; there is no global
+table. So results cannot be mixed up between two models, between micro-batches in flight, after an exception, or by a
+forward without a backward. Under no_grad nothing is saved.
 
 `bmburst.recompute.policy` defines the policies and their cost in memory and time.
 """
@@ -36,7 +36,7 @@ class PrefixRecompute(Protocol):
     """Results whose last tokens are saved and whose first tokens are recomputed."""
 
     def end(self, results: Results) -> Results:
-        """Return the results of the last tokens, in memory of their own."""
+        """Return a copy of the results of the last tokens."""
         ...
 
     def whole(self, end: Results) -> Results:
@@ -45,27 +45,27 @@ class PrefixRecompute(Protocol):
 
 
 MakePrefix = Callable[[float], PrefixRecompute] | None
-"""From the fraction of tokens to save, counted from the end, to its `PrefixRecompute`; None: save all or nothing."""
+"""Maps the fraction of tokens to save, counted from the end, to a `PrefixRecompute`; None: save all or nothing."""
 
 
 def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, store: HostStore | None = None) -> Any:
-    """Call `function(*args)` and recompute its activations in backward, as a policy says.
+    """Call `function(*args)` and recompute its activations in backward according to a policy.
 
     Args:
         policy: What the call saves until its backward; see `bmburst.recompute.policy`. "block" saves its inputs.
             "block-keep-attention" also saves attention's output and log-sum-exp, `batch * tokens * heads * (head_dim *
             itemsize + 4)` bytes; "block-keep-attention:0.5" saves them for the second half of the sequence. "+offload"
-            moves the inputs that need a gradient to host memory, "+offload-all" everything that is saved. One call is
-            one layer: "+first-20" applies to a model; `Policy.of_layers` returns the policy of each layer.
+            offloads the inputs that require a gradient to host memory, "+offload-all" all saved tensors. A call is one
+            layer, so options of a whole model such as "+first-20" raise an error; use `Policy.of_layers`.
         function: A deterministic function. It is called once in forward, and once in each backward unless the policy is
             "none". It must not change attention's output in place.
         args: Its positional arguments.
-        store: The host memory for offloaded tensors. Consecutive layers share one, so that the backward of a layer
-            prefetches the tensors of the layer before. Default: a store for this call alone.
+        store: Host memory for offloaded tensors. Share one among consecutive layers, so that the backward of a layer
+            prefetches the tensors of the preceding layer. Default: a separate store for this call.
 
     Raises:
-        UserError: The policy is unknown or for a whole model, or it saves a fraction of attention and the layout or the
-            mask does not allow that.
+        UserError: The policy is unknown or for a whole model, or the layout or the mask does not allow saving a
+            fraction of attention.
     """
     chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
     if chosen.is_of_model:
@@ -87,34 +87,34 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
 
 
 def keep(compute: Callable[[], Results], part: MakePrefix = None) -> Results:
-    """Return `compute()`; during the recomputation of a checkpoint that saves results, return the saved ones instead.
+    """Return `compute()`. In the recompute of a checkpoint that saves results, return the saved results instead.
 
     Calls are matched by their order within the checkpointed function.
 
     Args:
         compute: The function whose results are saved.
-        part: From a fraction to how to save that fraction of the results, counted from the end. Default: the results
-            cannot be divided and are saved whole.
+        part: Returns how to save a fraction of the results, see `MakePrefix`. Default: the results are saved
+            completely.
     """
     tape = _tape.get()
     return compute() if tape is None else tape.next(compute, part)
 
 
 def is_keeping() -> bool:
-    """Return whether `keep` saves or returns saved results here: they must not be changed in place then."""
+    """Return whether `keep` saves results or returns saved ones here. They must then not be changed in place."""
     return _tape.get() is not None
 
 
 def is_recomputing(function: Callable[..., Any]) -> bool:
-    """Return whether this is the recomputation, in backward, of a function that was passed to `checkpoint`.
+    """Return whether backward is recomputing `function`, which was passed to `checkpoint`.
 
-    Its return value is not used then, so the function may skip work that only the return value needs.
+    The return value is then unused, so the function may skip work that only the return value needs.
     """
     return _again.get() == function
 
 
 class _FromHost:
-    """A function whose inputs that need a gradient are read from host memory when it is called again."""
+    """A function with offloaded inputs: the second call reads inputs that require a gradient from host memory."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], group: OffloadGroup) -> None:
         self._function, self._group = function, group
@@ -122,7 +122,7 @@ class _FromHost:
             i: arg for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad
         }
         self._numbers = {i: group.put(tensor) for i, tensor in self._first.items()}
-        # torch saves the arguments that it is given: empty tensors in place of those in host memory.
+        # torch's checkpoint saves its arguments: it gets empty tensors instead of the offloaded ones.
         self.placeholders = tuple(arg.new_empty(0) if i in self._first else arg for i, arg in enumerate(args))
 
     def __call__(self, *args: Any) -> Any:
@@ -175,17 +175,17 @@ class _SavedResults:
             held = tuple(self._group.get(number) for number in self._numbers)
         if part is not None and self._fraction < 1:
             return part(self._fraction).whole(held)
-        # Fresh views: autograd attaches the recomputed graph to what is returned here, not to the first graph's output.
+        # New views: autograd must attach the recomputed graph to them, not to the output of the first graph.
         return tuple(t.detach() for t in held)
 
 
 class Tape:
-    """Saved results of one checkpointed call, in order. A nested checkpoint takes what the outer one has saved.
+    """Saved results of one checkpointed call, in order. A nested checkpoint replays results of the outer one.
 
     Args:
-        policy: Says which are saved, and where.
-        group: The host memory of the call, where the policy offloads.
-        replays_once: Whether results are let go of as they are replayed.
+        policy: Determines which results are saved, and where.
+        group: Host memory of the call, if the policy offloads.
+        replays_once: Whether each result is freed when it is replayed.
     """
 
     def __init__(self, policy: Policy, group: OffloadGroup | None, *, replays_once: bool = False) -> None:
@@ -194,18 +194,18 @@ class Tape:
         self._position: int | None = None  # None while results are recorded
 
     def give_up(self) -> Results:
-        """Return the saved tensors that are on the device, and hold them no longer; `hold` brings them back."""
+        """Return the saved tensors that are on the device, and drop the references to them; `hold` restores them."""
         return tuple(tensor for saved in self._results if saved is not None for tensor in saved.give_up())
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Hold the tensors that `give_up` returned, until it is called again."""
+        """Hold the tensors that `give_up` returned, until the next `give_up`."""
         rest = iter(tensors)
         for saved in self._results:
             if saved is not None:
                 saved.hold(rest)
 
     def rewind(self) -> None:
-        """Replay the results, beginning with the first."""
+        """Switch to replay, starting at the first result."""
         self._position = 0
 
     def next(self, compute: Callable[[], Results], part: MakePrefix) -> Results:
@@ -223,9 +223,9 @@ class Tape:
 
 
 class Recomputation(AbstractContextManager[None]):
-    """The context of a recomputation: the forward's mesh is current and its tape is replayed. Each backward enters it.
+    """The context of a recompute: sets the mesh of the forward pass and replays its tape. Each backward enters it.
 
-    Backward may run in one of autograd's threads, or after the `with` block that made the mesh current.
+    The mesh must be set again, because backward may run in an autograd thread, or after the `with` block of the mesh.
     """
 
     def __init__(self, function: Callable[..., Any], tape: Tape | None) -> None:
@@ -244,14 +244,14 @@ class Recomputation(AbstractContextManager[None]):
 def _contexts(
     function: Callable[..., Any], make_tape: Callable[[], Tape] | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the context managers of a call and of its recomputation."""
+    """Return the context managers of a call and of its recompute."""
     tape = None if make_tape is None else make_tape()
     first = _running(_tape.get() if tape is None else tape, None)
     return first, Recomputation(function, tape)
 
 
 def recording(tape: Tape) -> AbstractContextManager[None]:
-    """Return a context in which `keep` records its results on a tape, or replays them once the tape is rewound."""
+    """Return a context in which `keep` records results on a tape, or replays them if the tape was rewound."""
     return _running(tape, _again.get())
 
 

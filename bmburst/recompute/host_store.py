@@ -1,12 +1,12 @@
 """Offloads tensors to host memory between forward and backward, overlapped with kernels (arXiv:2104.07857, 5.1.1).
 
-The tensors of one call are an `OffloadGroup`. A side stream copies them to pinned memory. The caller's stream waits for
-the copies when the next group is made, and only then is their GPU memory freed. In backward, fetching a group
-prefetches the group made before it: at most two groups are on the GPU, one in use and one being copied.
+The tensors of one call form an `OffloadGroup`. A side stream copies them to pinned memory. When the next group is
+created, the caller's stream waits for the copies, and the GPU memory is freed. In backward, fetching a group prefetches
+the group created before it: at most two groups are on the GPU, one in use and one being copied.
 
-Pinned memory is divided into pieces of `PIECE` bytes. They are reused as soon as backward has read them or their group
-is gone: nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds
-pinned memory up to powers of two: whole tensors would take up to twice their size.)
+Pinned memory is divided into pieces of `PIECE` bytes. A piece is reused as soon as backward has read it or its group is
+deleted. So nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds
+pinned allocations up to powers of two: whole tensors would take up to twice their size.)
 """
 
 import weakref
@@ -20,20 +20,20 @@ from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.memory import bytes_of
 
 PIECE = 1 << 26
-"""Bytes of a piece of pinned memory: its copy takes 1.3 ms, far longer than its launch."""
+"""Bytes of a piece of pinned memory. Its copy takes 1.3 ms, far longer than the launch of the copy."""
 AT_ONCE = 4
 """Pieces of pinned memory that are allocated at once."""
 _LEAST = 1 << 12
 
 
 class HostStore:
-    """Host memory for offloaded tensors. The blocks of a model share one, so that a block prefetches the next one's.
+    """Host memory for offloaded tensors. The blocks of a model share one, so that a block can prefetch for the next.
 
     Args:
-        memory: Where pinned memory comes from.
+        memory: Allocator of pinned memory.
 
     Attributes:
-        nbytes: Bytes of host memory that it has allocated.
+        nbytes: Bytes of host memory allocated so far.
     """
 
     def __init__(self, memory: HostMemory | None = None) -> None:
@@ -45,7 +45,7 @@ class HostStore:
         self._stream: Any = None
 
     def new_group(self) -> "OffloadGroup":
-        """Return a new group, and free the GPU memory of the group before."""
+        """Return a new group, and free the GPU memory of the previous group."""
         before = self._latest() if self._latest is not None else None
         for held in (before, self._ahead() if self._ahead is not None else None):
             if held is not None:
@@ -55,16 +55,16 @@ class HostStore:
         return made
 
     def settle(self) -> None:
-        """Free the GPU memory of the latest group, behind its copies, where no other group follows it."""
+        """Free the GPU memory of the latest group after its copies; for a group that no other group follows."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None:
             latest.release()
 
     def fetch(self, group: "OffloadGroup", *, ahead: bool) -> None:
-        """Copy a group's tensors to the GPU; `ahead`: and start to copy those of the group made before it."""
+        """Start to copy a group's tensors to the GPU; `ahead`: also prefetch the group created before it."""
         fetched = self._ahead() if self._ahead is not None else None
         if fetched is not None and fetched is not group:
-            fetched.release()  # the group in use is not the one that was prefetched
+            fetched.release()  # another group than this one was prefetched
         group.start_fetch()
         before = group.before if ahead else None
         if before is not None:
@@ -72,7 +72,7 @@ class HostStore:
         self._ahead = None if before is None else weakref.ref(before)
 
     def side(self, like: Tensor) -> Any:
-        """Return the stream of copies, or None if the tensor is in host memory itself."""
+        """Return the stream of copies, or None if the tensor is a CPU tensor."""
         if not like.is_cuda:
             return None
         if self._stream is None:
@@ -81,9 +81,9 @@ class HostStore:
         return self._stream
 
     def take(self, size: int, *, pinned: bool) -> Tensor:
-        """Return a piece of `size` bytes of host memory: pinned for tensors of a GPU, pageable for tensors of a CPU.
+        """Return a piece of `size` bytes of host memory: pinned for GPU tensors, pageable for CPU tensors.
 
-        They are not mixed: a copy on the CPU does not wait for what the copy stream still does with a pinned piece.
+        Both have separate pools, because a CPU copy does not wait for pending copies of the side stream.
         """
         free = self._free.setdefault((size, pinned), [])
         if not free and pinned and size == PIECE:
@@ -95,7 +95,7 @@ class HostStore:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def give_back(self, pieces: list[Tensor], *, pinned: bool) -> None:
-        """Free pieces for reuse. The stream of copies orders later uses behind pending reads and writes."""
+        """Free pieces for reuse. The side stream orders later uses after pending reads and writes."""
         for piece in pieces:
             self._free.setdefault((len(piece), pinned), []).append(piece)
 
@@ -110,7 +110,7 @@ class OffloadGroup:
 
     @property
     def before(self) -> "OffloadGroup | None":
-        """The group made before this one, if it is still alive."""
+        """The group created before this one, if it is still alive."""
         return self._before() if self._before is not None else None
 
     def put(self, tensor: Tensor) -> int:
@@ -119,15 +119,15 @@ class OffloadGroup:
         return len(self._tensors) - 1
 
     def begin(self, *, ahead: bool = True) -> None:
-        """Start to copy the tensors to the GPU; `ahead`: and those of the group made before."""
+        """Start to copy the tensors to the GPU; `ahead`: also prefetch the group created before."""
         self._store.fetch(self, ahead=ahead)
 
     def get(self, number: int) -> Tensor:
-        """Return a tensor on its device, once after each `begin`. The group no longer holds it."""
+        """Return a tensor on its device and drop the reference to it. Call it once after each `begin`."""
         return self._tensors[number].take()
 
     def release(self) -> None:
-        """Free the GPU memory behind the copies."""
+        """Free the GPU memory after the copies."""
         for item in self._tensors:
             item.release()
 
@@ -138,11 +138,11 @@ class OffloadGroup:
 
 
 class _HostTensor:
-    """One offloaded tensor: in host memory, and for part of the time on its device too.
+    """One offloaded tensor: in host memory, and for part of the time also on its device.
 
-    Its device memory is freed only after the stream that made it has waited for the copy: torch may then reuse it at
-    once on that stream. `record_stream` would hold it until the host has seen the end of the copy: a host that runs
-    ahead would allocate new memory for every block.
+    Its device memory is freed after the stream that allocated it has waited for the copy, so that torch can reuse the
+    memory immediately on that stream. `record_stream` would hold the memory until the host has observed the end of the
+    copy; a host that runs ahead would then allocate new memory for every block.
     """
 
     def __init__(self, store: HostStore, tensor: Tensor) -> None:
@@ -159,7 +159,7 @@ class _HostTensor:
         self._give_back.atexit = False
 
     def start_fetch(self) -> None:
-        """Start the copy to the device, unless the tensor is there, or its host memory is given back."""
+        """Start the copy to the device, unless the tensor is there or its host memory was freed."""
         if self._here is not None or not self._give_back.alive:
             return
         self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
@@ -167,9 +167,9 @@ class _HostTensor:
         self._version = self._here._version
 
     def take(self) -> Tensor:
-        """Return the tensor and drop the reference to it; in a backward pass that keeps no graph, its host memory too.
+        """Return the tensor and drop the reference to it. Without retain_graph, also free its host memory.
 
-        A caller may hold the loss, and so the graph, until the next forward pass has returned.
+        The host memory is freed here because a caller may hold the loss, and so the graph, during the next forward.
         """
         tensor = self._here
         assert tensor is not None, "taken twice, or before begin()"
@@ -179,10 +179,10 @@ class _HostTensor:
         return tensor
 
     def release(self) -> None:
-        """Free the device memory behind the copies.
+        """Free the device memory after the copies.
 
         Raises:
-            RuntimeError: The tensor was changed in place, so the copy may be a mix of old and new numbers.
+            RuntimeError: The tensor was changed in place, so the copy may mix old and new values.
         """
         if self._here is not None and self._here._version != self._version:
             raise RuntimeError(
@@ -199,7 +199,7 @@ class _HostTensor:
             for piece, part in parts:
                 copy(piece, part)
             return
-        # Behind the kernels that write what is read, and behind earlier uses of this memory.
+        # Wait for the kernels that write the source, and for earlier uses of the destination.
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for piece, part in parts:

@@ -1,6 +1,6 @@
 """Recompute policies: which activations of a block are saved, and their cost in memory and time. Imports no torch.
 
-This is the only place of the formulas; `bmburst.plan` and `--recompute auto` use them. With
+`bmburst.plan` and `--recompute auto` use these formulas; they are defined only here. With
 
     I: bytes of a block's input, `batch * tokens * hidden_size * itemsize` (over the ranks of a tensor group)
     A: bytes of attention's results, `batch * tokens * heads * (head_dim * itemsize + 4)`
@@ -22,17 +22,17 @@ This is the only place of the formulas; `bmburst.plan` and `--recompute auto` us
 | block, +keep-attention-last-N | A more for the last N blocks | 0 | T less for each of them |
 | block..., +offload-first-N | I less for the first N blocks | I for these | as +offload |
 
-With +first-N the last blocks save everything, because backward reaches them first. GPU memory is highest when the
-forward of all blocks is done. From there a block that saves everything only frees memory, but a recomputed block first
-allocates `R`. If the last block were recomputed, `R` would be added to what all others save; in this order those blocks
-are freed before `R` is allocated.
+With +first-N the last blocks save everything, because backward reaches them first. GPU memory peaks at the end of the
+forward pass of all blocks. From there, the backward of a block that saves everything only frees memory, but a
+recomputed block first allocates `R`. If the last block were recomputed, `R` would come on top of the tensors saved by
+all other blocks. With the last blocks saving everything, their tensors are freed before `R` is allocated.
 
-+keep-attention-last-N names the last blocks for the same reason. With +every-K, K consecutive blocks are a segment.
-When backward reaches it, the inputs of its blocks and their attention are computed again from the input of the first
-one, and kept until their own backward. So each attention runs again once.
++keep-attention-last-N applies to the last blocks for the same reason. With +every-K, K consecutive blocks are a
+segment. When backward reaches a segment, the inputs and attention results of its blocks are recomputed from the input
+of the first block, and kept until the backward of their block. So each attention is recomputed once.
 
-With offload, the tensors in host memory are also on the GPU for one block from its forward until the loss is computed,
-and for two blocks in backward: the current one and the next, which is being copied.
+With offload, the offloaded tensors are also on the GPU for one block from its forward until the loss is computed, and
+for two blocks in backward: the current block and the next one, which is being prefetched.
 """
 
 import re
@@ -44,7 +44,7 @@ from typing import Literal
 from bmburst.errors import UserError, unknown
 
 NAMES = ("none", "block", "block-keep-attention")
-"""What backward recomputes: nothing, the whole block, or the block without its attention."""
+"""Base policies. Backward recomputes nothing, the whole block, or the block without its attention."""
 AUTO = "auto"
 OFFLOADS = {"": "nothing", "+offload": "inputs", "+offload-all": "all"}
 POLICIES = (
@@ -52,20 +52,20 @@ POLICIES = (
     *("block-keep-attention:0.5", "block+offload", "block-keep-attention+offload"),
     *("block-keep-attention:0.5+offload", "block-keep-attention+offload-all", "block-keep-attention:0.5+offload-all"),
 )
-"""The policies that the planner and "auto" compare. Users may ask for other fractions."""
+"""The policies that the planner and "auto" compare. Users can set other fractions."""
 FIRST = "+first-"
 EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
-"""Options of a whole model, each with the number of layers: "+every-4"."""
+"""Options of a whole model, each followed by a number of layers: "+every-4"."""
 _OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST})-([^+]*)")
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
 )
-"""Policies that they also compare for the first N layers only, with the smallest N that fits in memory.
+"""Policies that the planner and "auto" also compare for the first N layers only, with the smallest N that fits.
 
-In each row the first policy is tried first; the others, which take host memory, only if it does not fit. If the first
-fits, an offload would need up to an eighth fewer layers by the formulas and save at most 1 % of a step, less than the
-error of the formulas. Fractions of attention are left out: they free less memory per second than these at any length.
+In each row, the other policies, which need host memory, are tried only if the first one does not fit. If the first one
+fits, the formulas predict that an offload needs up to an eighth fewer layers and saves at most 1 % of a step, less than
+their error. Fractions of attention are left out: at any length they free less memory per second of recompute.
 """
 
 
@@ -80,19 +80,20 @@ class BlockBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What a block saves for its backward, and where. The formulas are for a block to which it applies.
+    """Which activations a block saves for its backward, and where. The cost methods are for one block that follows it.
 
     Attributes:
         recomputes: Whether anything is recomputed.
         attention: The fraction of attention's results that is saved, for the last tokens of the sequence: under a
             causal mask the first tokens are cheaper to recompute.
         offload: Which saved tensors are in host memory until backward.
-        layers: The number of first layers of a model to which it applies; the others save everything. None: all layers.
-        every: Of how many layers of a model one saves its input.
-        keeps_last: How many last layers of a model save all of attention's results.
-        offloads_first: How many first layers of a model have what they save of inputs in host memory.
-        is_stored: Of one layer: whether its input is saved. Otherwise the layers before it compute it again.
-        feeds_next: Of one layer: whether its result is computed again, as the input of the next one.
+        layers: N of "+first-N": only the first N layers of a model recompute, the others save everything. None: all.
+        every: K of "+every-K": one of K consecutive layers of a model saves its input.
+        keeps_last: N of "+keep-attention-last-N": the last N layers of a model save all of attention's results.
+        offloads_first: N of "+offload-first-N": the first N layers of a model offload their saved inputs.
+        is_stored: For the policy of one layer: whether its input is saved. Otherwise it is recomputed from the layers
+            before.
+        feeds_next: For the policy of one layer: whether its output is recomputed, as the input of the next layer.
     """
 
     recomputes: bool = True
@@ -107,9 +108,10 @@ class Policy:
 
     @classmethod
     def parse(cls, name: str) -> "Policy":
-        """Return the policy of a name: one of `NAMES`, "block-keep-attention:0.5", each but "none" with "+offload",
-        and behind that with "+first-20" for the first 20 layers, or with "+every-4", "+keep-attention-last-5" and
-        "+offload-first-8".
+        """Return the policy of a name.
+
+        A name is one of `NAMES` or "block-keep-attention:0.5". Each but "none" can be followed by "+offload", then by
+        "+first-20" (for the first 20 layers), or by "+every-4", "+keep-attention-last-5" and "+offload-first-8".
 
         Raises:
             UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
@@ -141,12 +143,12 @@ class Policy:
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it differs by layer: `of_layers` has the policy of each."""
+        """Whether it differs between layers; `of_layers` returns the policy of each layer."""
         return self.layers is not None or self.every > 1 or self.keeps_last > 0 or self.offloads_first > 0
 
     @property
     def name(self) -> str:
-        """The name that `parse` takes."""
+        """The name of the policy, which `parse` accepts."""
         if not self.recomputes:
             return "none"
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
@@ -157,7 +159,7 @@ class Policy:
         return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
 
     def kinds(self, layers: int) -> tuple[tuple["Policy", int], ...]:
-        """Return the different policies of the blocks of a model of so many layers, each with how many have it.
+        """Return the distinct policies of the blocks of a model with `layers` layers, each with its number of blocks.
 
         Raises:
             UserError: See `require_layers`.
@@ -180,10 +182,10 @@ class Policy:
         )
 
     def require_tensor(self, ranks: int) -> None:
-        """Check that ranks that share matrices can follow this policy.
+        """Check that the policy works with a tensor degree of `ranks`.
 
         Raises:
-            UserError: It computes inputs again, which blocks of a tensor group do not.
+            UserError: It has "+every-K", which tensor parallelism does not support.
         """
         if ranks > 1 and self.every > 1:
             raise UserError(
@@ -193,7 +195,7 @@ class Policy:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the policy names no numbers of layers but those of the first ones that it holds for."""
+        """Whether the policy has no option of a whole model except "+first-N"."""
         return self.every == 1 and not self.keeps_last and not self.offloads_first
 
     @property
@@ -223,7 +225,7 @@ class Policy:
         )
 
     def _with_options(self, name: str, options: list[tuple[str, str]]) -> "Policy":
-        """Return this policy with counts of layers that `name` has behind it."""
+        """Return this policy with the options of a whole model that `name` appends."""
         plain = self.name
         if len(dict(options)) < len(options):
             raise UserError(f"recompute policy '{name}' has an option twice\nfix: each once")
@@ -263,7 +265,7 @@ class Policy:
 
     @property
     def in_segment(self) -> bool:
-        """Of one layer: whether others compute its input again, or it theirs."""
+        """For the policy of one layer: whether it is in a segment of several layers ("+every-K")."""
         return self.feeds_next or not self.is_stored
 
     def hosted(self, block: BlockBytes) -> float:
@@ -273,12 +275,12 @@ class Policy:
         return held[self.offload]
 
     def again(self, forward: float, attention: float, attention_of_beginning: float) -> float:
-        """Return the seconds that a block's recomputation takes.
+        """Return the seconds of a block's recompute.
 
         Args:
             forward: `F`.
             attention: `T`.
-            attention_of_beginning: The same, for the first tokens, whose attention is not saved.
+            attention_of_beginning: `T` of the first tokens, whose attention is not saved.
         """
         if not self.recomputes:
             return 0.0
@@ -287,13 +289,13 @@ class Policy:
         return forward + (attention if self.attention == 0 else attention_of_beginning)
 
     def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> float:
-        """Return the seconds of a block's copies that its kernels do not hide; a segment's input is not fetched ahead.
+        """Return the seconds of a block's copies that its kernels do not hide; a segment's input is not prefetched.
 
         Args:
             block: The tensors.
-            bandwidth: Bytes a second between the GPU and its host.
+            bandwidth: Bytes per second between the GPU and its host.
             forward: Seconds of a block's forward.
-            backward: Seconds of its backward, recomputation included.
+            backward: Seconds of its backward, including recompute.
         """
         copy = self.hosted(block) / bandwidth
         return max(0.0, copy - forward) + (copy if self.feeds_next else max(0.0, copy - backward))
@@ -302,7 +304,7 @@ class Policy:
         return (block.input if self.is_stored else 0.0) + self.attention * block.attended
 
 
-@lru_cache(maxsize=1024)  # the planner asks for the same ones at every length that it tries
+@lru_cache(maxsize=1024)  # the planner asks for the same policies at every length that it tries
 def _of_layers(policy: Policy, layers: int) -> tuple[Policy, ...]:
     policy.require_layers(layers)
     return tuple(policy.of_layer(i, layers) for i in range(layers))
@@ -336,15 +338,15 @@ def _fraction(name: str, text: str) -> float:
 
 
 def require_end(kept: float, layout: str, ranks: int) -> None:
-    """Check that every rank can save attention for the same number of last tokens.
+    """Check that a fraction of attention, saved for the last tokens, is the same number of tokens on every rank.
 
     Args:
-        kept: The fraction of the sequence.
+        kept: The saved fraction of the sequence.
         layout: Name of the layout.
         ranks: Ranks that share the sequence.
 
     Raises:
-        UserError: In this layout some ranks would save more than others.
+        UserError: With this layout, some ranks would save more than others.
     """
     if ranks == 1 or not 0 < kept < 1 or layout == "striped" or (layout == "zigzag" and kept == 0.5):
         return
