@@ -1,4 +1,4 @@
-"""AdamW on BMTrain's shards."""
+"""AdamW on BMTrain's ZeRO shards: `AdamW`, `build_optimizer`."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,44 +20,45 @@ from bmburst_ops.host_adamw import joined, split
 
 _EPS = 1e-6
 KERNELS = ("auto", "bmtrain")
-"""What can be asked for; auto: Triton for 16-bit weights on NVIDIA GPUs that have it, else BMTrain's for bf16 and torch
-for fp16."""
+"""Values of `kernel`. "auto": Triton for 16-bit weights on NVIDIA GPUs that support it, else BMTrain's kernel for bf16
+and torch for fp16."""
 
 
 class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no types
     """BMTrain's Adam with decoupled weight decay in every dtype (arXiv:1711.05101, algorithm 2).
 
-    BMTrain's 16-bit kernels decouple it. Its fp32 path adds it to the gradient, and on GPUs fails with the step counter
-    that torch 2.11 wants; here fp32 parameters take torch's own functional AdamW. For 16-bit weights on NVIDIA GPUs a
-    Triton kernel does what BMTrain's does, in fewer and wider accesses (`bmburst_ops.triton_adam`); the state of bf16
-    weights is the same.
+    BMTrain's 16-bit kernels decouple weight decay. Its fp32 path adds it to the gradient, and on GPUs fails with the
+    step counter that torch 2.11 requires; here fp32 parameters use torch's functional AdamW. 16-bit weights on NVIDIA
+    GPUs use a Triton kernel (`bmburst_ops.triton_adam`), which computes the same as BMTrain's kernel with fewer and
+    wider memory accesses; the state of bf16 weights is the same.
 
     BMTrain's kernel keeps the first moment of fp16 weights in fp16, multiplied by the loss scale. When the scale grows,
     a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
-    "bmtrain" and the state is on the GPU. The gradient of fp16 weights is clipped in fp32, by the step.
+    "bmtrain" and the state is on the GPU. `step` clips the gradient of fp16 weights in fp32.
 
-    With `offload` the state and the fp32 master weights live in host memory, and `bmburst.optim.host_adam` updates them
-    there. This frees 12 bytes of GPU memory for each 16-bit weight and 8 for each fp32 weight. Results may differ in
-    the last bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel
-    multiplies in another order. Moments agree within one last bit. 16-bit weights are the nearest to their master in
-    both cases. `state` and checkpoints have the same content, except for fp16 weights that BMTrain's kernel updates.
+    With `offload` the state and the fp32 master weights are in host memory, where `bmburst.optim.host_adam` updates
+    them. This frees 12 bytes of GPU memory per 16-bit weight and 8 per fp32 weight. Results may differ in the last
+    bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel multiplies
+    in another order. Moments agree within one unit in the last place. 16-bit weights are rounded to nearest from their
+    master in both cases. `state` and checkpoints have the same content, except for fp16 weights that BMTrain's kernel
+    updates.
 
-    Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. They are updated behind `step`, in another
-    thread (`bmburst.optim.host_adam`): who reads them or their state by `bmburst.zero` or a method of this class
-    waits for it. Each bf16 weight keeps 2 bytes of its master in place of 4, and a master weight exactly between two
-    bf16 numbers may lose its last bit.
+    Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. A background thread updates them after `step`
+    returns (`bmburst.optim.host_adam`). `bmburst.zero` and the methods of this class wait for it before they read them
+    or their state. Each bf16 weight then keeps 2 bytes of its master instead of 4, and a master weight exactly halfway
+    between two bf16 numbers may lose its last bit.
 
     Args:
-        params: As of any torch optimizer; fp32, bf16 or fp16.
+        params: As in any torch optimizer; fp32, bf16 or fp16.
         lr: Learning rate.
-        betas: Decay of the moments.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Per unit of `lr`.
-        offload: Whether state and arithmetic are the host's.
-        kernel: What updates weights on a GPU: one of `KERNELS`.
+        weight_decay: Decoupled weight decay per unit of `lr`.
+        offload: Whether the state is in host memory and the host computes the update.
+        kernel: Kernel that updates weights on a GPU: one of `KERNELS`.
 
     Raises:
-        UserError: There is no such kernel.
+        UserError: The kernel is unknown, or weights are in host memory without `offload`.
     """
 
     param_groups: list[dict[str, Any]]
@@ -86,13 +87,13 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             raise UserError("weights are in host memory, and the optimizer is not\nfix: AdamW(..., offload=True)")
 
     def prepare(self, after: Callable[[], None] = lambda: None) -> None:
-        """Begin to make the state in host memory, in another thread; weights must not change until the first step.
+        """Start to create the state in host memory in a thread. Weights must not change until the first step.
 
-        A first step would else wait for it: to touch 90 GiB takes 4 seconds on 16 cores, to copy weights as many.
+        Otherwise the first step creates it: touching 90 GiB takes 4 seconds on 16 cores, and so does copying weights.
 
         Args:
-            after: Called first, in the thread. It waits for what is needed earlier: threads that touch new memory at
-                the same time hold each other up.
+            after: Called first in the thread, to wait for allocations that are needed earlier: threads that touch new
+                memory at the same time slow each other down.
         """
         missing = [p for p in self._parameters() if p.requires_grad and not self.state.get(p)]
         if self._host is None or not missing:
@@ -112,10 +113,10 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         thread.shutdown(wait=False)
 
     def state_of(self, shard: NamedShard, name: str) -> torch.Tensor:
-        """Return this rank's numbers of a state of a parameter, flat, in fp32; the initial ones before its first step.
+        """Return this rank's shard of a parameter's state, flat, fp32; the initial state before the first step.
 
         Args:
-            shard: Which parameter.
+            shard: The parameter.
             name: One of `state_names(shard)`.
         """
         kept = host_shard(shard.storage)
@@ -128,13 +129,13 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     @torch.no_grad()
     def load_state_of(self, shard: NamedShard, name: str, piece: torch.Tensor, step: int) -> None:
-        """Set what `state_of` returns, and the number of steps taken. Master weights set the weights too.
+        """Set the state that `state_of` returns, and the number of steps. Master weights may also set the weights.
 
         Args:
-            shard: Which parameter.
+            shard: The parameter.
             name: One of `state_names(shard)`.
-            piece: fp32, this rank's numbers.
-            step: Steps taken.
+            piece: This rank's shard of the state, fp32.
+            step: Number of steps taken.
         """
         state = self._state(shard.storage)
         state[STEP] = step
@@ -145,12 +146,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             scatter_piece(shard, piece, state[name])
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's ZeRO shards of the gradient; some may be on their way to host memory."""
+        """Return this rank's ZeRO shards of the gradient; copies of some to host memory may be pending."""
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     @torch.no_grad()
     def square_sum(self, device: torch.device) -> torch.Tensor:
-        """Return the sum of squares of this rank's gradient, an fp64 scalar; norms of tensors are fp32 or wider."""
+        """Return the sum of squares of this rank's gradient, an fp64 scalar. Norms per tensor are fp32 or wider."""
         norms = []
         for parameter in self._parameters():
             gradient = parameter.grad
@@ -169,11 +170,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def clip(self, norm: float, most: float | None) -> None:
         """Scale the gradient so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Gradients on the GPU are scaled in place, those in host memory and of fp16 weights by the next `step`.
+        Gradients on the GPU are scaled in place. The next `step` scales those in host memory and those of fp16 weights.
 
         Args:
             norm: Norm of the whole gradient, over all ranks.
-            most: The largest norm; None does not clip.
+            most: Maximum norm; None: no clipping.
         """
         if most is None or most >= norm + _EPS:
             return
@@ -192,19 +193,19 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
-        """Update this rank's shards; gradients are divided by `scale`. Returns what `closure` gave, called first."""
+        """Update this rank's shards; gradients are divided by `scale`. `closure` is called first; returns its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        # fp16 has no room for both scales: here that of clipping joins that of the loss, in fp32.
+        # fp16 gradients would underflow if clipped in place: divide by loss scale and clip factor at once, in fp32.
         of_halves = scale if self._factor is None else scale / self._factor
         if self._host is not None:
             updates = [update for group in groups for update in self._updates(group)]
             self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
             self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
-            # Last: the next step needs the weights above at once, and both updates share the host's memory bandwidth.
+            # Last: the weights above are needed first, and both updates share the host's memory bandwidth.
             self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
             self._factor = None
             return loss
@@ -229,10 +230,10 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, with or without offload, to where this optimizer keeps it.
+        """Load the result of `state_dict` of an AdamW with or without offload.
 
         Raises:
-            UserError: Moments of fp16 weights are not in the dtype in which this optimizer keeps them.
+            UserError: Moments of fp16 weights do not have the dtype that this optimizer uses.
             ValueError: The parameter groups differ.
         """
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -290,7 +291,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         ]
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, made if need be."""
+        """Return the state of a parameter; create it if it is missing."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             coming = self._coming.pop(parameter, None)
@@ -306,7 +307,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return state
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
-        """Return `triton_adam` if it is to update a group here."""
+        """Return `triton_adam` if it can update this group, else None."""
         parameters = [p for p in group["params"] if p.grad is not None]
         kinds = {p.dtype for p in parameters}
         if self._kernel != "auto" or kinds not in ({torch.bfloat16}, {torch.float16}):
@@ -326,8 +327,8 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
     """Return AdamW over the model's shards, with weight decay on matrices only.
 
     Args:
-        model: Of BMTrain modules; vectors are in the parameter group "no_decay".
-        config: Rates; the learning rate is set anew before each step.
+        model: A model of BMTrain modules, whose vectors are in the parameter group "no_decay".
+        config: Hyperparameters; the trainer overwrites the learning rate before each step.
     """
     storages = {id(shard.storage): shard for shard in named_shards(model) if shard.storage.requires_grad}.values()
     groups = [
@@ -345,7 +346,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
 
 
 def state_names(shard: NamedShard) -> tuple[str, ...]:
-    """Return what AdamW keeps of a parameter, each in fp32 and laid out as its storage."""
+    """Return the names of AdamW's state tensors of a parameter; `AdamW.state_of` returns each in fp32."""
     return _names(shard.dtype)
 
 
@@ -365,5 +366,5 @@ def _initial_state(parameter: torch.Tensor, device: torch.device) -> dict[str, A
     else:
         state = {name: host_zeros(shape, torch.float32) for name in names}
     if MASTER in state:
-        state[MASTER].copy_(weights.to(device))  # widened there, not in the GPU's memory
+        state[MASTER].copy_(weights.to(device))  # cast to fp32 on the target device, to save GPU memory
     return {STEP: 0, **state}

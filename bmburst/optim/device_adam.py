@@ -1,4 +1,4 @@
-"""AdamW's arithmetic where weights and state lie together: the fused kernel's calls, and torch's operations."""
+"""AdamW update for weights and state on the same device: by the fused kernel, or by torch operations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, Update
 from bmburst_ops.host_adamw import pieces
 
 PIECE = 1 << 24
-"""Numbers of 16-bit weights that torch's operations work on at once: the gradient is widened for so many."""
+"""Elements of 16-bit weights that torch operations update at once; bounds the fp32 copy of the gradient."""
 
 
 def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
     """Update 16-bit weights with `bmburst_ops.triton_adam`.
 
     Args:
-        kernel: The module.
-        updates: Each parameter once, on one GPU, with an fp32 master.
-        scale: Gradients are divided by it, in fp32.
+        kernel: The module `bmburst_ops.triton_adam`.
+        updates: One per parameter, all on one GPU, with fp32 masters.
+        scale: Divisor of the gradients, applied in fp32.
     """
     for update in updates:
         state = update.state
@@ -37,11 +37,11 @@ def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
 
 
 def step_masters(updates: Sequence[Update], scale: float) -> None:
-    """Update 16-bit weights with torch's operations on their fp32 masters, as `step_fused` does.
+    """Update 16-bit weights like `step_fused`, with torch operations on their fp32 masters.
 
     Args:
         updates: See `step_fused`; on any device.
-        scale: See there.
+        scale: See `step_fused`.
     """
     for update in updates:
         state = update.state
@@ -58,13 +58,13 @@ def step_masters(updates: Sequence[Update], scale: float) -> None:
 def step_wide(
     parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any], scale: float
 ) -> None:
-    """Update fp32 weights with torch's operations.
+    """Update fp32 weights with torch operations.
 
     Args:
-        parameters: Those of `group` with a gradient.
-        states: State of each, made where it is empty.
-        group: Parameter group, with its rates.
-        scale: Gradients are divided by it.
+        parameters: Parameters of `group` that have a gradient.
+        states: State of each parameter; an empty state is initialized.
+        group: Parameter group with the hyperparameters.
+        scale: Divisor of the gradients.
     """
     for parameter, state in zip(parameters, states, strict=True):
         if not state:

@@ -1,12 +1,12 @@
-"""AdamW's arithmetic in host memory: for weights on a GPU, beside their copies, and for weights that live there.
+"""AdamW update on the CPU with state in host memory, for weights on a GPU and for weights in host memory.
 
-Of a GPU's weights the gradient comes in pieces, `bmburst_ops.host_adamw` updates moments and fp32 master weights where
-they lie, and the weights go back, rounded to nearest even. While the processor is at one piece, the gradients of the
-next ones are on their way in and the weights of those before on their way out.
+For weights on a GPU, the gradient is copied to the host in pieces. `bmburst_ops.host_adamw` updates moments and fp32
+master weights in place, and the weights, rounded to nearest even, are copied back. Copies overlap with arithmetic:
+while the CPU updates one piece, the gradients of the next pieces and the weights of earlier pieces are being copied.
 
-Weights that live in host memory are updated one block after the other beside the next forward pass. Of their master
-weights only what bf16 weights lack is kept, a 16-bit remainder. The host then holds 2 + 2 + 8 bytes for a weight and
-its state, where a master of its own takes 14.
+Weights in host memory are updated block by block during the next forward pass. For bf16 weights, the host keeps only a
+16-bit remainder: weight and remainder together are the fp32 master. Weight and state then take 2 + 2 + 8 bytes; with a
+separate master they would take 14.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,25 @@ from bmburst_ops.host_adamw import adamw_, pieces
 MASTER, MEAN, SQUARE, STEP = "_param_fp32", "exp_avg", "exp_avg_sq", "step"
 REMAINDER = "_param_remainder"
 PIECE = 1 << 22
-"""Numbers of a piece."""
+"""Elements of a piece."""
 DEPTH = 3
-"""Pieces that have pinned memory: one comes, one is worked on, one goes."""
+"""Pieces in flight, each with pinned memory: one is copied in, one updated, one copied out."""
 _WIDE = 4  # bytes of the widest dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Update:
-    """One parameter that is to take a step.
+    """One parameter to update.
 
     Attributes:
-        weights: Contiguous, in fp32, bf16 or fp16, on any device; written.
-        gradient: In the shape, dtype and device of `weights`; only read.
-        state: Moments `exp_avg` and `exp_avg_sq` and, unless `weights` are fp32, the master weights `_param_fp32`: fp32
-            in host memory, updated in place; and `step`, the steps taken before, counted up.
+        weights: Contiguous fp32, bf16 or fp16, on any device; written.
+        gradient: Same shape, dtype and device as `weights`; only read.
+        state: Moments `exp_avg` and `exp_avg_sq` and, unless `weights` are fp32, the master weights `_param_fp32`; all
+            fp32 in host memory, updated in place. `step`: number of steps taken, incremented.
         lr: Learning rate.
-        betas: Decay of the moments.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Per unit of `lr`; decoupled.
+        weight_decay: Decoupled weight decay per unit of `lr`.
     """
 
     weights: Tensor
@@ -56,12 +56,12 @@ class Update:
 class HostAdam:
     """Updates parameters on a GPU from state in host memory (arXiv:1711.05101, algorithm 2).
 
-    It takes `2 * depth * piece` numbers of pinned memory, fewer where the largest parameter is smaller than a piece,
-    whatever the model. Where there is no GPU the same copies are made in order, by BMTrain's host runtime.
+    It allocates pinned memory for `2 * depth * piece` fp32 elements, independent of the model; fewer if the largest
+    parameter is smaller than a piece. Without a GPU, the host runtime executes the same copies in order.
 
     Args:
-        piece: Numbers that are copied and updated at once; a multiple of 64.
-        depth: Pieces under way at a time.
+        piece: Elements that are copied and updated at once; a multiple of 64.
+        depth: Number of pieces in flight.
     """
 
     def __init__(self, *, piece: int = PIECE, depth: int = DEPTH) -> None:
@@ -74,14 +74,14 @@ class HostAdam:
 
     @torch.no_grad()
     def step(self, updates: Sequence[Update], scale: float = 1) -> None:
-        """Update weights and state; the current stream then waits for the weights.
+        """Update weights and state. The current stream waits for the copies of the weights.
 
-        The host comes back when its arithmetic is done, while the last weights may still be on their way. It waits for
-        gradients one piece at a time and for nothing else: not for what other streams do.
+        The call returns when the CPU arithmetic is done; copies of the last weights may still be pending. The host
+        waits only for the gradient of each piece, not for other work of other streams.
 
         Args:
-            updates: Each parameter once. State and gradients must not change meanwhile.
-            scale: Gradients are divided by it, in fp32.
+            updates: One per parameter. State and gradients must not change during the call.
+            scale: Divisor of the gradients, applied in fp32.
         """
         jobs = [(update, run) for update in updates for run in pieces(update.weights.numel(), self._piece)]
         for update in updates:
@@ -90,13 +90,13 @@ class HostAdam:
             return
         self._prepare(max(run.stop - run.start for _, run in jobs))
         current = torch.cuda.current_stream()
-        # Gradients must be finished before they are read, and weights no longer be read before they are written.
+        # Copies must wait for the kernels that write the gradients and for those that read the old weights.
         self._incoming.wait_stream(current)
         self._outgoing.wait_stream(current)
         try:
             self._work_off(jobs, scale)
         finally:
-            # The caller may free or overwrite what we still read or write.
+            # The caller may free or overwrite tensors that the copies still use.
             current.wait_stream(self._incoming)
             current.wait_stream(self._outgoing)
 
@@ -115,16 +115,16 @@ class HostAdam:
                 self._fetch(slot, *jobs[number + depth])
 
     def _fetch(self, slot: "_Slot", update: Update, run: slice) -> None:
-        """Have a piece's gradient on its way here, and its weights where they have no master."""
+        """Start to copy a piece's gradient to the host, and its weights if they have no separate master."""
         with torch.cuda.stream(self._incoming):
             slot.of("gradient", update.weights.dtype, run).copy_(update.gradient.reshape(-1)[run], non_blocking=True)
             if _is_master(update):
-                self._incoming.wait_event(slot.gone)  # it goes into the memory that the piece before leaves from
+                self._incoming.wait_event(slot.gone)  # the slot's previous weights must be copied out first
                 slot.of("weights", update.weights.dtype, run).copy_(update.weights.view(-1)[run], non_blocking=True)
             slot.here.record(self._incoming)
 
     def _prepare(self, numbers: int) -> None:
-        """Make streams and memory, at the first step or where they are too small."""
+        """Create streams and pinned memory at the first step, or again if the memory is too small."""
         if self._incoming is None:
             self._incoming, self._outgoing = torch.cuda.Stream(), torch.cuda.Stream()
         if not self._slots or self._slots[0].numbers < numbers:
@@ -134,7 +134,7 @@ class HostAdam:
 
 
 class _Slot:
-    """Pinned memory for a piece on its way in and on its way out, and when it has come and gone."""
+    """Pinned memory for one piece, with the events of its copies: `here` to the host, `gone` to the device."""
 
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers
@@ -145,7 +145,7 @@ class _Slot:
         self.here, self.gone = torch.cuda.Event(), torch.cuda.Event()
 
     def of(self, name: str, dtype: torch.dtype, run: slice) -> Tensor:
-        """Return the memory of a run's gradient or weights."""
+        """Return the memory for a piece's gradient or weights."""
         return self._memory[name].view(dtype)[: run.stop - run.start]
 
 
@@ -155,14 +155,14 @@ def _arithmetic(update: Update, run: slice, slot: _Slot, scale: float) -> Tensor
     Args:
         update: The parameter.
         run: The piece.
-        slot: Holds the gradient, and the weights where they are their own master.
+        slot: Holds the gradient, and fp32 weights, which are their own master.
         scale: See `HostAdam.step`.
     """
     dtype, state = update.weights.dtype, update.state
     weights, master = slot.of("weights", dtype, run), None
     if not _is_master(update):
         master = state[MASTER].view(-1)[run]
-        slot.gone.synchronize()  # the weights of the piece before have left this memory
+        slot.gone.synchronize()  # the slot's previous weights were copied out
     moments = state[MEAN].view(-1)[run], state[SQUARE].view(-1)[run]
     gradient = slot.of("gradient", dtype, run)
     adamw_(weights, gradient, moments, update, step=state[STEP], scale=scale, master=master)
@@ -170,25 +170,25 @@ def _arithmetic(update: Update, run: slice, slot: _Slot, scale: float) -> Tensor
 
 
 def _is_master(update: Update) -> bool:
-    """Whether weights are fp32 themselves: then no second copy is kept that could fall behind them."""
+    """Whether weights are fp32, so that they need no separate master."""
     return update.weights.dtype == torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ShardUpdate:
-    """One shard that is to take a step.
+    """One shard in host memory to update.
 
     Attributes:
-        shard: Weights and gradient, the latter in `shard.parameter.grad`.
-        gradient: Flat, in the dtype of the weights, in host memory; only read.
-        factor: Of the gradient, before it is divided by the scale; None for 1.
-        state: Moments `exp_avg` and `exp_avg_sq`, fp32; `_param_remainder`, int16, of bf16 weights; `_param_fp32` of
-            fp16 weights; and `step`, counted up.
+        shard: The shard; its gradient is `shard.parameter.grad`.
+        gradient: Flat, dtype of the weights, in host memory; only read.
+        factor: Factor on the gradient, applied before it is divided by `scale`; None: 1.
+        state: Moments `exp_avg` and `exp_avg_sq`, fp32; `_param_remainder`, int16, for bf16 weights; `_param_fp32` for
+            fp16 weights; `step`: number of steps taken, incremented.
         lr: Learning rate.
-        betas: Decay of the moments.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Per unit of `lr`; decoupled.
-        scale: Gradients are divided by it, in fp32.
+        weight_decay: Decoupled weight decay per unit of `lr`.
+        scale: Divisor of the gradient, applied in fp32.
     """
 
     shard: HostShard
@@ -203,23 +203,23 @@ class ShardUpdate:
 
 
 class LateUpdates:
-    """Updates shards in a thread of its own, in the order in which the forward pass needs them.
+    """Updates shards in a background thread, in the order in which the forward pass needs them.
 
-    Who reads a shard's weights or state waits for its update, by `HostShard.settle`.
+    Call `HostShard.settle`, which waits for the update, before reading a shard's weights or state.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-adam")
 
     def start(self, updates: Sequence[ShardUpdate]) -> None:
-        """Start to update shards; weights, gradients and states must not be touched until they are settled."""
+        """Start to update shards. Weights, gradients and states must not be used until the shard is settled."""
         for each in sorted(updates, key=lambda each: each.shard.order):
             each.state[STEP] += 1
             each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
 
 
 def initial_state(weights: Tensor) -> dict[str, Any]:
-    """Return the state of weights before their first step."""
+    """Return the initial state of weights in host memory."""
     state = {name: host_zeros(weights.shape, torch.float32) for name in (MEAN, SQUARE)}
     if weights.dtype == torch.bfloat16:
         state[REMAINDER] = host_zeros(weights.shape, torch.int16)
