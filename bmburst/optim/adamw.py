@@ -129,7 +129,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     @torch.no_grad()
     def load_state_of(self, shard: NamedShard, name: str, piece: torch.Tensor, step: int) -> None:
-        """Set the state that `state_of` returns, and the number of steps. Master weights may also set the weights.
+        """Set the state that `state_of` returns, and the number of steps.
+
+        Masters of bf16 weights in host memory set the weights too, because they share their bits.
 
         Args:
             shard: The parameter.
@@ -193,13 +195,13 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
-        """Update this rank's shards; gradients are divided by `scale`. `closure` is called first; returns its result."""
+        """Call `closure`, update this rank's shards with gradients divided by `scale`; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        # fp16 gradients would underflow if clipped in place: divide by loss scale and clip factor at once, in fp32.
+        # fp16 has too little range to clip in place: apply loss scale and clip factor together, in fp32.
         of_halves = scale if self._factor is None else scale / self._factor
         if self._host is not None:
             updates = [update for group in groups for update in self._updates(group)]
