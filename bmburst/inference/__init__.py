@@ -1,1 +1,1 @@
-"""Inference on split sequences: prefill over all ranks, a sharded KV cache, and decoding."""
+"""Inference with sequence parallelism: prefill over all ranks, a sharded KV cache, and decoding."""

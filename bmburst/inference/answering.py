@@ -1,4 +1,4 @@
-"""Answers a batch of prompts: prefill, decoding, text as it comes, and what each answer took."""
+"""Answers a batch of prompts: prefill, decoding, streamed text, and timing and memory of each answer."""
 
 import resource
 import time
@@ -20,12 +20,12 @@ from bmburst.runtime.watchdog import beat
 
 @dataclass(slots=True)
 class Progress:
-    """What a caller wants to be told while text is generated; called on every rank.
+    """Callbacks during generation, called on every rank.
 
     Attributes:
-        tokens: With the prompt tokens of each chunk that was computed.
-        text: With prompt, sample and new text of an answer, as it comes.
-        answer: With prompt and answer, when it is complete.
+        tokens: Called with the number of prompt tokens of each computed chunk.
+        text: Called with prompt index, sample index and new text of an answer, as soon as there is new text.
+        answer: Called with prompt index and answer, when it is complete.
     """
 
     tokens: Callable[[int], object] = field(default=lambda _: None)
@@ -34,7 +34,7 @@ class Progress:
 
 
 class Answering:
-    """One batch of prompts on its way to answers."""
+    """Computes the answers of one batch of prompts."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Answering:
 
 
 class _Row:
-    """An answer that grows."""
+    """An answer in progress: one row of the batch."""
 
     def __init__(self, sampled: SamplerRow, text: TextStream, options: GenerationOptions) -> None:
         self.sampled, self._text, self._options = sampled, text, options
@@ -99,7 +99,7 @@ class _Row:
         self.finish: Literal["length", "stop", "eos"] | None = None
 
     def take(self, chosen: Sampled, row: int, seconds: float) -> str:
-        """Take the next token, and return the text that is now certain."""
+        """Append the next token and return the text that no later token can change."""
         token = int(chosen.tokens[row])
         self._last = seconds
         if not self._tokens:
@@ -139,7 +139,7 @@ class _Row:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the largest memory of this rank in GiB: of the GPU since the last reset, or of the process."""
+    """Return this rank's peak memory in GiB: of the GPU since the last reset, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,4 +1,4 @@
-"""Runs a model on a batch of sequences: prefill of prompts, then decoding, on GPUs as one CUDA graph a token."""
+"""Runs a model on a batch of sequences: prefill of prompts, then decoding, on GPUs with one CUDA graph per token."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from bmburst.plan.inference import chunk_of
 from bmburst.schedule.cache_split import CacheSplit
 
 MOST_SEQUENCES = 64
-"""Sequences of a batch, at most."""
+"""Maximum number of sequences of a batch."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -30,11 +30,11 @@ class Engine:
     Attributes:
         weights: The model.
         comm: The ranks that share each sequence.
-        split: How they share the cache.
+        split: How the cache is sharded over them.
         chunk_tokens: Tokens that prefill computes at once, over all ranks.
-        add_up: Adds up a small tensor over the ranks.
+        add_up: All-reduce for small tensors.
         kernel: Attention kernel of prefill; see `burst_attention`.
-        prefill: Computes prompts in place of `Prefill`, called as one; None: a `Prefill`.
+        prefill: Replaces `Prefill`, with the same call signature; None: a `Prefill`.
     """
 
     weights: ModelWeights
@@ -58,13 +58,13 @@ class Engine:
 
         Args:
             weights: The model.
-            comm: The ranks that share each sequence; every one of them has the weights.
+            comm: The ranks that share each sequence; each has the whole weights.
             cache: One of `bmburst.schedule.cache_split.CACHES`.
-            chunk_tokens: See the attributes; by default 64K a rank.
+            chunk_tokens: See the attributes. Default: 64K per rank.
             kernel: See the attributes.
 
         Raises:
-            UserError: The cache cannot be split so, or a chunk has no token.
+            UserError: The cache cannot be sharded this way, or a chunk has no token.
         """
         config = weights.config
         split = CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads)
@@ -96,7 +96,7 @@ class GenerationBatch:
         self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self.logits: Tensor | None = None
-        """Of what follows each sequence, `[sequences, vocab_size]`, fp32 or wider; None before the first prefill."""
+        """Logits of the next tokens, `[sequences, vocab_size]`, fp32 or wider; None before `prefill`, after `decode`."""
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], object] = lambda _: None) -> None:
@@ -107,7 +107,7 @@ class GenerationBatch:
             on_tokens: See `Prefill`.
 
         Raises:
-            UserError: The cache has no room for them; before anything is computed.
+            UserError: The cache has no room for them; raised before any computation.
         """
         for sequence, tokens in enumerate(prompts):
             self.cache.require_room(sequence, len(tokens))
@@ -119,7 +119,7 @@ class GenerationBatch:
         self.logits = self._decoder.logits(hidden)
 
     def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Append the first tokens by decoding, until a prefill may begin: at a multiple of the token groups."""
+        """Decode the first tokens until the length is a multiple of the token groups, where a prefill can start."""
         groups = self.engine.split.token_groups
         if not any(length % groups for length in self.cache.lengths):
             return prompts
@@ -134,21 +134,21 @@ class GenerationBatch:
         return [tokens[early:]]
 
     def copies(self, count: int) -> "GenerationBatch":
-        """Return a batch of `count` sequences, each a copy of the only one of this batch."""
+        """Return a batch of `count` copies of the only sequence of this batch."""
         other = GenerationBatch(self.engine, self.cache.copied(0, count))
         other.logits = None if self.logits is None else self.logits.repeat(count, 1)
         return other
 
     @torch.no_grad()
     def decode(self, chooser: "Chooser", steps: int) -> Iterator[Sampled]:
-        """Yield what is chosen for each sequence, on the host, at most `steps` times.
+        """Yield the chosen tokens of all sequences, on the host, at most `steps` times.
 
-        What is yielded is in the cache, the last of all steps aside. The device is one step ahead of the host: while a
-        token is read and used here, the next one is computed. A caller may stop at any token.
+        Yielded tokens are in the cache, except those of the last step. The device is one step ahead of the host: while
+        the caller uses a token, the next one is computed. A caller may stop at any token.
 
         Args:
             chooser: Chooses tokens.
-            steps: How many tokens at most.
+            steps: Maximum number of tokens per sequence.
         """
         assert self.logits is not None, "prefill comes first"
         chosen = chooser.step(self.logits)
@@ -162,7 +162,7 @@ class GenerationBatch:
 
 
 class Chooser(Protocol):
-    """What chooses tokens: a `Sampler`."""
+    """Interface for choosing tokens, implemented by `Sampler`."""
 
     def step(self, logits: Tensor) -> Sampled:
         """Choose the next token of each row of `[rows, vocab_size]`."""
@@ -170,7 +170,7 @@ class Chooser(Protocol):
 
 
 def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
-    """Start copying what was chosen to the host, and return what waits for it."""
+    """Start to copy the chosen tokens to the host; return a function that waits for the copy and returns them."""
     if not chosen.tokens.is_cuda:
         return lambda: chosen
     copies = {}
@@ -190,10 +190,10 @@ def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
 
 
 class _Loop:
-    """From one token to the next: called directly, or on GPUs as one CUDA graph, captured behind the first call.
+    """Runs decoding steps: directly, or on GPUs as one CUDA graph, captured in the second step.
 
-    A step has a dozen kernels a layer, each of microseconds: the host would take longer to start them than the GPU to
-    run them.
+    A step has a dozen kernels per layer, each of microseconds. Without a graph, launching them would take longer than
+    running them.
     """
 
     def __init__(self, decoder: Decoder, chooser: Chooser) -> None:
@@ -204,7 +204,7 @@ class _Loop:
         self._has_run = False
 
     def advance(self, tokens: Tensor) -> Sampled:
-        """Append tokens and return what is chosen next, which the next call may overwrite."""
+        """Append tokens and return the next ones, in tensors that the next call may overwrite."""
         self._decoder.before_step()
         if self._decoder.is_capturable and self._has_run:
             chosen = self._replay(tokens)
@@ -222,7 +222,7 @@ class _Loop:
             self._tokens = tokens.clone()
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            # Other threads, such as NCCL's watchdog, may use CUDA meanwhile.
+            # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._chosen = self._compute(self._tokens)
                 self._tokens.copy_(self._chosen.tokens)

@@ -1,7 +1,8 @@
-"""The KV cache of one rank, and attention of new tokens to the cached ones of all token groups.
+"""The KV cache of one rank, and attention of new tokens to the cached tokens of all token groups.
 
-Memory is taken once, and filled by prefill and by decoding. Queries travel over token groups, keys and values stay:
-outputs travel along with the queries and are merged by their log-sum-exp (pass-Q of arXiv:2411.01783).
+The cache is allocated once; prefill and decoding fill it. Queries are passed from token group to token group together
+with their partial outputs, which are merged by their log-sum-exp; keys and values are not sent (pass-Q of
+arXiv:2411.01783).
 """
 
 import copy
@@ -23,21 +24,22 @@ from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
 class KVCache:
-    """Keys and values of some sequences, this rank's heads and tokens of them.
+    """This rank's shard (heads and tokens) of the keys and values of a batch of sequences.
 
-    Memory is `[layers, 2, sequences, capacity, own KV heads, head_dim]`. Rows beyond a sequence's length hold anything.
+    Its tensor is `[layers, 2, sequences, capacity, own KV heads, head_dim]`. Rows beyond a sequence's length are
+    undefined.
 
     Args:
         config: The model's configuration.
-        split: Which heads and tokens this rank keeps.
-        sequences: How many sequences.
-        length: Tokens that each has room for, over all ranks.
-        dtype: Of keys and values.
-        device: Where they are.
+        split: Heads and tokens that this rank caches.
+        sequences: Number of sequences.
+        length: Maximum tokens per sequence, over all ranks.
+        dtype: dtype of keys and values.
+        device: Device of the cache.
 
     Attributes:
-        lengths: Tokens of each sequence so far, over all ranks, as the host knows them.
-        device_lengths: The same, `[sequences]` int64 on the device, which decoding reads and advances.
+        lengths: Current tokens of each sequence, over all ranks, counted on the host.
+        device_lengths: The same, `[sequences]` int64 on the device; decoding reads and increments it.
     """
 
     def __init__(
@@ -57,12 +59,12 @@ class KVCache:
 
     @property
     def sequences(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory of this rank."""
+        """Bytes of the cache on this rank."""
         return self._memory.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -71,19 +73,19 @@ class KVCache:
         return keys, values
 
     def rows(self, layer: int, sequence: int, tokens: Span, kv_heads: Span) -> tuple[Tensor, Tensor]:
-        """Return keys and values of some of this rank's tokens and heads of a sequence, `[1, tokens, heads, head_dim]`.
+        """Return views of keys and values of a sequence, `[1, tokens, heads, head_dim]`.
 
         Args:
-            layer: The layer.
-            sequence: The sequence.
-            tokens: Rows of this rank's memory.
-            kv_heads: Of this rank's KV heads.
+            layer: Index of the layer.
+            sequence: Index of the sequence.
+            tokens: Range of this rank's rows.
+            kv_heads: Range of this rank's KV heads.
         """
         keys, values = self._memory[layer, :, sequence, tokens.slice, kv_heads.slice].unsqueeze(1)
         return keys, values
 
     def advance(self, sequence: int, tokens: int) -> None:
-        """Count tokens that prefill has written for a sequence."""
+        """Add the tokens that prefill has written to a sequence's length."""
         self.lengths[sequence] += tokens
         self.device_lengths[sequence] += tokens
 
@@ -91,7 +93,7 @@ class KVCache:
         """Check that a sequence has room for more tokens.
 
         Raises:
-            UserError: It has not.
+            UserError: There is not enough room.
         """
         there = self.lengths[sequence]
         if there + tokens > self.length:
@@ -101,7 +103,7 @@ class KVCache:
             )
 
     def copied(self, sequence: int, copies: int) -> "KVCache":
-        """Return a cache of `copies` sequences, each with the tokens of one of this cache, in memory of its own."""
+        """Return a new cache of `copies` sequences, each a copy of one sequence of this cache."""
         other = copy.copy(self)
         other._memory = self._memory[:, :, sequence : sequence + 1].repeat(1, 1, copies, 1, 1, 1)
         other.lengths = [self.lengths[sequence]] * copies
@@ -110,14 +112,14 @@ class KVCache:
 
 
 def striped_tiles(split: CacheSplit, queries: Span, length: int, source: int, window: int | None) -> tuple[Tile, ...]:
-    """Return the work between the queries of a token group and the cached tokens of this rank's token group.
+    """Return the attention tiles between the queries of a token group and the cached keys of this rank's token group.
 
     Args:
-        split: How tokens are dealt to token groups.
-        queries: Positions of all groups' queries.
-        length: Keys below this position count.
-        source: The queries' token group.
-        window: Tokens that a query sees, its own included; None: all.
+        split: How tokens are distributed over token groups.
+        queries: Positions of the queries of all groups.
+        length: Only keys below this position are used.
+        source: Token group of the queries.
+        window: Sliding window in tokens, including the query's own; None: causal.
     """
     groups = split.token_groups
     mask = Causal() if window is None else SlidingWindow(window)
@@ -134,16 +136,16 @@ def merge_earlier(
     tiles: Sequence[Sequence[Tile]],
     into: Partial,
 ) -> None:
-    """Merge attention of new queries to the cached tokens of all token groups: queries visit every group.
+    """Merge attention of new queries to the cached tokens of all token groups: queries pass through every group.
 
     Args:
-        call: The attention over one rank of each token group; its kernel and scale count.
-        token_group: This rank's.
-        q: This rank's new queries, `[batch, tokens, heads, head_dim]`, as many as every other rank's.
+        call: The attention call, whose ring has one rank of each token group; its kernel and scale are used.
+        token_group: Token group of this rank.
+        q: This rank's new queries, `[batch, tokens, heads, head_dim]`; the same shape on all ranks.
         keys: This rank's cached keys, `[batch, cached, kv_heads, head_dim]`.
         values: As keys.
-        tiles: Of each token group the work of its queries on this rank's cached tokens.
-        into: Attention of `q` to the new tokens; overwritten by that to all tokens.
+        tiles: For each token group, the tiles of its queries with this rank's cached tokens.
+        into: Attention of `q` to the new tokens; overwritten by attention to all tokens.
     """
     visiting = q.contiguous()
     out = torch.zeros(visiting.shape, dtype=accumulation_dtype(q.dtype), device=q.device)

@@ -1,10 +1,10 @@
-"""Decoding: one token of each sequence, with matrices shared by all ranks and attention over a split cache.
+"""Decoding: one token per sequence and step, with tensor-parallel matrices and attention over a sharded KV cache.
 
-By heads a rank computes queries, keys and values of its own heads and attends to their whole cache. With token groups
-the ranks of a head group compute the same queries, attend to their own tokens, gather the partial results and merge
-them by their log-sum-exp. The output projection, the MLP and the head are sliced over all ranks, so that each weight is
-read by one rank; what they give is added up (Megatron-LM, arXiv:1909.08053). Sums over ranks give the same bits on all
-of them, so they choose the same tokens.
+Cache by heads: a rank computes queries, keys and values of its heads and attends to their whole cache. With token
+groups, the ranks of a head group compute the same queries, attend to their own tokens, all-gather the partial results
+and merge them by their log-sum-exp. Output projection, MLP and head are split over all ranks, so that each weight is
+read by one rank, and their results are summed (Megatron-LM, arXiv:1909.08053) or, for the head, gathered. Sums over
+ranks are bitwise equal on all ranks, so that all ranks choose the same tokens.
 
 A step reads lengths on the device and never waits for the host, so that it can be captured in a CUDA graph.
 """
@@ -31,17 +31,17 @@ from bmburst_ops.swiglu import swiglu
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerSlice:
-    """What one rank reads of a block to decode: views of its weights.
+    """Views of a block's weights that one rank uses for decoding.
 
     Attributes:
-        whole: The block; its norms are read whole.
-        qkv: Rows of queries, keys and values of the rank's head group, joined where they are neighbours.
-        biases: Of these rows, or None each.
-        widths: Rows of queries, keys and values.
-        out: Columns of the output projection.
-        features: The same columns among those of the head group.
-        gate_up: Rows of gate and up, joined where they are neighbours.
-        down: Columns.
+        whole: Weights of the block; its norms are used whole.
+        qkv: Rows of queries, keys and values of the rank's head group; one tensor if they are adjacent.
+        biases: Biases of these rows; None each if there are none.
+        widths: Number of rows of queries, keys and values.
+        out: This rank's columns of the output projection.
+        features: The same columns, relative to the head group.
+        gate_up: This rank's rows of gate and up; one tensor if they are adjacent.
+        down: This rank's columns of the down projection.
     """
 
     whole: LayerWeights
@@ -85,13 +85,13 @@ class LayerSlice:
 
 
 class Decoder:
-    """Computes the logits that follow one more token of each sequence of a cache. Every rank calls it alike.
+    """Appends one token to each sequence of a cache and computes the next logits. Every rank makes the same calls.
 
     Args:
         weights: The model.
         comm: The ranks that share the cache.
-        cache: The cache, whose sequences all have at least one token.
-        add_up: Adds a tensor up over the ranks, to equal bits on all of them; see `bmburst.comm.one_shot`.
+        cache: The cache; each sequence has at least one token.
+        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.one_shot`.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `compute` is to be captured in a CUDA graph, where nothing of it depends on the host.
+        """Whether `compute` can be captured in a CUDA graph: no part of it may depend on the host.
 
-        Ranks that talk over BMTrain's communicators call it directly: its collectives were not tried in a graph.
+        With BMTrain's communicators it is not captured, because their collectives are untested in graphs.
         """
         moves_in_graphs = self._comm.size == 1 or isinstance(self._comm.base.inner, ProcessGroupCommunicator)
         is_resident = self._weights.is_resident and self._weights.device.type == "cuda"
         return self.may_capture and moves_in_graphs and is_resident
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token to each sequence and return the logits of what follows, on every rank.
+        """Append a token to each sequence and return the logits of the next token, on every rank.
 
         Args:
             tokens: `[sequences]` int64 on the device.
@@ -134,18 +134,18 @@ class Decoder:
         return logits
 
     def before_step(self) -> None:
-        """Do what the host does before a step: under dynamic scaling the frequencies depend on the lengths."""
+        """Host part before a step: check for room; with dynamic scaling, update the frequencies for the new lengths."""
         for sequence in range(self._cache.sequences):
             self._cache.require_room(sequence, 1)
         if self._is_dynamic:
             self._set_frequencies()
 
     def after_step(self) -> None:
-        """Count the tokens that a step has appended, on the host."""
+        """Host part after a step: add the appended tokens to the host's lengths."""
         self._cache.lengths = [length + 1 for length in self._cache.lengths]
 
     def compute(self, tokens: Tensor) -> Tensor:
-        """Do what the device does in a step; see `step`."""
+        """Device part of a step; see `step`."""
         config, cache, split, weights = self._config, self._cache, self._split, self._weights
         positions = cache.device_lengths
         cos, sin = angle_tables(self._frequencies, self._factor, positions, weights.dtype)
@@ -165,7 +165,7 @@ class Decoder:
         return self.logits(stream[:, 0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
+        """Return logits `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
         config, split = self._config, self._split
         scale = self._weights.table(NORM)
         if config.logit_scale != 1:
@@ -173,7 +173,7 @@ class Decoder:
         normed, head = rms_norm(hidden, scale, config.norm_eps), self._weights.table(HEAD)
         if split.ranks == 1:
             return linear(normed, head).to(accumulation_dtype(normed.dtype))
-        most = -(-config.vocab_size // split.ranks)  # every rank gathers as many
+        most = -(-config.vocab_size // split.ranks)  # equal sizes for the all-gather
         mine = linear(normed, head[split.rank * most : (split.rank + 1) * most])
         (parts,) = self._comm.all_gather(pad(mine, (0, most - mine.shape[1]))).wait()
         return parts.transpose(0, 1).flatten(1)[:, : config.vocab_size].to(accumulation_dtype(normed.dtype))
@@ -199,7 +199,7 @@ class Decoder:
         return self._added_up(linear(out.flatten(1)[:, None, layer.features], layer.out))
 
     def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the partial results of the ranks of this head group; all do it in the same order."""
+        """Merge the partial results of the ranks of this head group, in the same order on each of them."""
         split = self._split
         (parts,) = self._comm.all_gather(torch.cat((out, lse[..., None]), -1)).wait()
         mine = parts[split.head_group :: split.head_groups]
@@ -225,12 +225,12 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Place:
-    """Where the new tokens go in this rank's memory, and which of its rows they see; all `[sequences]`.
+    """Cache rows of the new tokens on this rank, and the range of rows they attend to; all `[sequences]`.
 
     Attributes:
-        row: Row of the new token. A rank that does not keep it writes it all the same: the next token overwrites it.
-        starts: First row seen, or None for 0, int32.
-        stops: One past the last, int32.
+        row: Row of the new token. A rank that does not own the token writes it too: its next token overwrites the row.
+        starts: First row attended to, int32; None: 0.
+        stops: One past the last row, int32.
     """
 
     row: Tensor

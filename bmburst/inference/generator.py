@@ -1,4 +1,4 @@
-"""`Generator`: a model that answers prompts, in batches that fit the memory of its ranks."""
+"""`Generator`: generates answers to prompts, in batches that fit into the memory of the ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,12 +39,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """A directory of a model, opened.
+    """An opened model directory.
 
     Attributes:
-        directory: Of the weights.
-        weights: The weights, not yet read.
-        tokenizer: The model's tokenizer; None where it comes without one.
+        directory: Directory of the weights.
+        weights: The weights, read on demand.
+        tokenizer: The model's tokenizer; None if it has none.
     """
 
     directory: Path
@@ -53,14 +53,14 @@ class Source:
 
     @classmethod
     def open(cls, given: Path, adapter: Path | None = None) -> "Source":
-        """Open a directory of Hugging Face or ModelCenter, a checkpoint of bmburst, or a run folder.
+        """Open the directory of a Hugging Face or ModelCenter model, a checkpoint of bmburst, or a run folder.
 
         Args:
-            given: The directory. One of an adapter stands for the adapter on the model that it names.
-            adapter: Directory, checkpoint or run folder of a LoRA adapter, merged into the weights as they are read.
+            given: The directory. An adapter's directory opens the base model that it names, with the adapter merged.
+            adapter: Directory, checkpoint or run folder of a LoRA adapter, merged into the weights when they are read.
 
         Raises:
-            UserError: There is no such directory, no whole checkpoint or model in it, or it is of an unknown family.
+            UserError: The directory does not exist, contains no complete checkpoint or model, or its family is unknown.
         """
         if not given.is_dir():
             raise UserError(
@@ -81,7 +81,7 @@ class Source:
         return cls(places[-1], weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of inference: the named one, or for "auto" that of the first query projection.
+        """Return the dtype of inference; for "auto" the stored dtype of the first query projection.
 
         Raises:
             UserError: The name is unknown.
@@ -99,27 +99,27 @@ class Source:
 
 
 class Generator:
-    """A model that answers prompts over the ranks of a group, each of which holds a part of the KV cache.
+    """Generates answers to prompts on the ranks of a group, each of which holds a shard of the KV cache.
 
-    Every rank makes it with the same arguments and calls the same methods. All ranks get the same answers.
+    Every rank creates it with the same arguments and calls the same methods. All ranks return the same answers.
 
     Example:
         >>> generator = bmburst.Generator("path/to/model")
         >>> (answer,) = generator.generate(["Once upon a time"], max_new_tokens=64)
 
     Args:
-        model: A directory of a Hugging Face model of `bmburst.blocks.families`, of a ModelCenter LLaMA, a checkpoint
-            of bmburst or a run folder; or a `Llama` in training, whose weights are then gathered for every token.
-        mesh: Its sequence group shares every prompt. Default: the current mesh's, else all ranks of BMTrain's or
-            torch.distributed's world, else this process alone.
-        cache: "heads" or "tokens": how the KV cache is split; "auto": by heads where the ranks can share them.
-        dtype: "float32", "bfloat16", "float16", or "auto", the dtype that the weights are stored in.
-        chunk_tokens: Tokens of a prompt that are computed at once, over all ranks. Default: 64K a rank.
+        model: Directory of a Hugging Face model of `bmburst.blocks.families` or of a ModelCenter LLaMA, a checkpoint
+            of bmburst, or a run folder; or a `Llama` in training, whose weights are then gathered for every token.
+        mesh: Each prompt is sharded over its sequence group. Default: that of the current mesh, else all ranks of
+            BMTrain or torch.distributed, else this process alone.
+        cache: How the KV cache is sharded: by "heads" or by "tokens"; "auto": by heads if the ranks divide the heads.
+        dtype: "float32", "bfloat16", "float16", or "auto": the stored dtype of the weights.
+        chunk_tokens: Chunk size of prefill in tokens, over all ranks. Default: 64K per rank.
         kernel: Attention kernel of prefill; see `burst_attention`.
-        on_bytes: Called with the bytes of weights read since the last call.
+        on_bytes: Called with the number of bytes of weights read since the last call.
 
     Raises:
-        UserError: There is no such model, the cache cannot be split so, or weights do not fit the memory.
+        UserError: There is no such model, the cache cannot be sharded this way, or the weights do not fit in memory.
     """
 
     def __init__(
@@ -155,22 +155,22 @@ class Generator:
         self._engine = Engine.over(weights, comm, cache, chunk_tokens, kernel)
 
     def options(self, **given: Any) -> GenerationOptions:
-        """Return options of generation: those that are given, over the model's own of generation_config.json.
+        """Return generation options: the given ones, and defaults from the model's generation_config.json.
 
         Raises:
-            UserError: One is unknown or out of its bounds.
+            UserError: An option is unknown or out of range.
         """
         return generation_options(self.directory, **given)
 
     def why_too_long(self, prompt: int, new_tokens: int) -> str | None:
-        """Return why a prompt of so many tokens and its answer do not fit the memory, or None; equal on all ranks."""
+        """Return why a prompt and answer of these lengths (tokens) do not fit in memory, or None. Same on all ranks."""
         return too_long(self.memory, self._available, prompt + new_tokens, prompt)
 
     def session(self, max_tokens: int) -> Session:
-        """Return an empty text with room for `max_tokens` tokens, prompts and answers.
+        """Return an empty session with a KV cache for `max_tokens` tokens of prompts and answers.
 
         Raises:
-            UserError: The cache does not fit the memory; the message has the longest length that does.
+            UserError: The cache does not fit in memory; the message contains the maximum length.
         """
         problem = too_long(self.memory, self._available, max_tokens)
         if problem:
@@ -178,7 +178,7 @@ class Generator:
         return Session(self._engine, max_tokens, self.options)
 
     def encoder(self, *, chat: bool = False) -> PromptEncoder:
-        """Return what turns text, token ids and messages into prompts of this model."""
+        """Return an encoder of text, token ids and messages to prompts of this model; `chat`: see `PromptEncoder`."""
         return PromptEncoder(self.tokenizer, self.config.vocab_size, chat=chat)
 
     def generate(
@@ -192,29 +192,29 @@ class Generator:
     ) -> list[Answer]:
         """Return an answer to each prompt, or `num_samples` of them, in order.
 
-        Prompts of any lengths are answered in batches that fit the memory. What a prompt is answered does not depend
-        on the others: greedy answers are those of the prompt alone but for rounding, and random numbers are its own.
+        Prompts can have different lengths; batches are chosen to fit in memory. Answers do not depend on the other
+        prompts: greedy answers are equal up to rounding, and each prompt has its own random numbers.
 
         Args:
-            prompts: Each a text, token ids or messages; the same on every rank.
-            options: How tokens are chosen. Default: `options(**given)`.
-            chat: Whether a text is one message of a user, put through the chat template.
-            progress: Who is told while text is generated.
+            prompts: Texts, token ids or messages; the same on every rank.
+            options: Generation options. Default: `options(**given)`.
+            chat: Whether a text is a user message to which the chat template is applied.
+            progress: Callbacks during generation.
             given: Fields of `GenerationOptions`.
 
         Returns:
-            A prompt that is too long for the memory has an answer with `finish` "refused" and the reason.
+            The answers. For a prompt that is too long for the memory, `finish` is "refused" and `reason` is set.
 
         Raises:
-            UserError: There is no prompt, one is empty or has no such token, ranks have different ones, an option
-                does not fit, or the only prompt is too long.
+            UserError: There is no prompt, a prompt is empty or has an invalid token, ranks have different prompts, an
+                option is invalid, or the only prompt is too long.
         """
         options, progress = options or self.options(**given), progress or Progress()
         if isinstance(prompts, str) or not len(prompts):
             raise UserError(
                 "no prompt\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']"
             )
-        TextStream(self.tokenizer, options.stop)  # refuses stop strings without a tokenizer
+        TextStream(self.tokenizer, options.stop)  # raises if there are stop strings but no tokenizer
         comm = self._engine.comm
         with comm.checking():
             read = comm.decided(partial(self._read, prompts, options, chat))
@@ -248,7 +248,7 @@ class Generator:
     def _groups(
         self, prompts: Sequence[Prompt], fitting: Sequence[int], options: GenerationOptions
     ) -> Iterator[list[int]]:
-        """Yield the prompts of each batch: neighbours, as many as fit."""
+        """Yield the prompts of each batch: as many consecutive prompts as fit."""
         group: list[int] = []
         for index in fitting:
             longest = max(len(prompts[i]) for i in [*group, index]) + options.max_new_tokens
@@ -263,7 +263,7 @@ class Generator:
 
 
 def device_of_rank(comm: CheckedCommunicator) -> torch.device:
-    """Return where a rank of a group computes: a rank alone takes the current GPU if there is one."""
+    """Return the device of a rank of a group. A single rank uses the current GPU if there is one."""
     if comm.size > 1 or not torch.cuda.is_available():
         return comm.device
     return torch.device("cuda", torch.cuda.current_device())
@@ -272,10 +272,10 @@ def device_of_rank(comm: CheckedCommunicator) -> torch.device:
 def inference_memory(
     config: LlamaConfig, comm: CheckedCommunicator, cache: str, dtype: torch.dtype, chunk_tokens: int | None
 ) -> InferenceMemory:
-    """Return the memory that a model needs on this rank of a group.
+    """Return the memory requirements of a model on this rank of a group.
 
     Raises:
-        UserError: The cache cannot be split so, or a chunk has no token.
+        UserError: The cache cannot be sharded this way, or a chunk has no token.
     """
     return InferenceMemory(
         config=config,
@@ -286,7 +286,7 @@ def inference_memory(
 
 
 def available_memory(comm: CheckedCommunicator, device: torch.device) -> float:
-    """Return the bytes that every rank of a group can have on its device. Blocks the host."""
+    """Return the bytes available on the device of every rank of a group (their minimum). Blocks the host."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -306,19 +306,19 @@ def require_room(
     prompt: int,
     options: GenerationOptions,
 ) -> None:
-    """Check, before weights are read, that a prompt and its answer fit the memory. Every rank calls it.
+    """Check, before weights are read, that a prompt and its answer fit in memory. Every rank must call it.
 
     Args:
         source: The model.
-        comm: See `Generator`, as `cache`, `dtype` and `chunk_tokens`.
+        comm: The ranks that share a sequence.
         cache: See `Generator`.
         dtype: See `Generator`.
         chunk_tokens: See `Generator`.
         prompt: Tokens of the prompt.
-        options: Of the answers to it.
+        options: Generation options of its answers.
 
     Raises:
-        UserError: They do not.
+        UserError: They do not fit.
     """
     memory = inference_memory(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
     available = available_memory(comm, device_of_rank(comm))
@@ -329,12 +329,12 @@ def require_room(
 
 
 def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:
-    """Return why a sequence does not fit, or None.
+    """Return why a sequence does not fit in memory, or None.
 
     Args:
-        memory: What the model needs.
-        available: Bytes of a rank.
-        length: Tokens, prompt and answer.
+        memory: Memory requirements of the model.
+        available: Available bytes of a rank.
+        length: Tokens of prompt and answer.
         prompt: Tokens of the prompt, for the message.
     """
     if memory.total(1, length) <= available:

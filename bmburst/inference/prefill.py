@@ -1,15 +1,15 @@
-"""Prefill: computes the tokens of prompts, in chunks of bounded memory, and leaves their keys and values in a cache.
+"""Chunked prefill: computes prompts in chunks of bounded memory and writes their keys and values to the KV cache.
 
-The tokens of a chunk are split over the ranks, which multiply them with whole weights and send nothing but attention.
-One operation serves a whole prompt, a chunk of one and a further turn: some new tokens after cached ones.
+The tokens of a chunk are sharded over the ranks. Each rank has whole weights, so that only attention communicates. A
+whole prompt, a chunk of it and a further turn are the same operation: append new tokens to cached ones.
 
-- Cache by heads: queries, keys and values of the new tokens are exchanged for heads (Ulysses), and each rank attends
-  with its own heads over what is cached. What moves does not depend on what is cached.
-- Cache by tokens: the new tokens attend to each other as in training (a ring), and to what is cached by passing
-  queries from rank to rank. Outputs travel along and are merged by their log-sum-exp; cached keys and values never
-  move (pass-Q of arXiv:2411.01783).
+- Cache by heads: an all-to-all exchanges queries, keys and values of the new tokens from tokens to heads (Ulysses), and
+  each rank computes its heads over the whole cache. Traffic does not depend on the length of the cache.
+- Cache by tokens: the new tokens attend to each other as in training (a ring), and to the cache by passing queries from
+  rank to rank. Partial outputs are passed with the queries and merged by their log-sum-exp; cached keys and values
+  are never sent (pass-Q of arXiv:2411.01783).
 
-Prompts of uneven lengths are packed as documents.
+Prompts of different lengths are packed as documents.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,12 +45,12 @@ class Piece:
     """Tokens of one sequence in a chunk.
 
     Attributes:
-        sequence: Its number in the cache.
-        start: Position of the first of these tokens in the sequence: as many are cached.
-        tokens: How many.
-        total: Tokens of the sequence once all chunks are done.
-        offset: Where the first one stands in the chunk.
-        padded: Tokens that the piece takes in the chunk.
+        sequence: Index of the sequence in the cache.
+        start: Position of the first token in the sequence, equal to the number of cached tokens.
+        tokens: Number of tokens.
+        total: Tokens of the sequence after all chunks.
+        offset: Index of the first token in the chunk.
+        padded: Number of tokens in the chunk, including padding.
     """
 
     sequence: int
@@ -68,11 +68,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pieces of sequences that are computed at once, packed one after another.
+    """Pieces of sequences that are packed and computed together.
 
     Attributes:
-        pieces: In order.
-        tiles: Work of a piece against what it sees of the cache, made once for all layers.
+        pieces: The pieces, in order.
+        tiles: Attention tiles between pieces and the cache, computed once for all layers.
     """
 
     pieces: tuple[Piece, ...]
@@ -80,16 +80,16 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Tokens of the chunk, without the padding behind its last piece."""
+        """Tokens of the chunk, including the padding of its pieces, without the padding of the layout."""
         return self.pieces[-1].offset + self.pieces[-1].padded
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing of its sequences is cached yet."""
+        """Whether no tokens of its sequences are cached yet."""
         return all(piece.start == 0 for piece in self.pieces)
 
     def mask(self, window: int | None) -> Mask:
-        """Return what tokens of the chunk see of each other."""
+        """Return the attention mask among the tokens of the chunk."""
         mask: Mask = Causal() if len(self.pieces) == 1 else Documents(tuple(piece.padded for piece in self.pieces))
         if window is None:
             return mask
@@ -97,13 +97,13 @@ class Chunk:
 
 
 def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_groups: int) -> Iterator[Chunk]:
-    """Yield the chunks that compute some sequences' new tokens.
+    """Yield the chunks for the new tokens of sequences.
 
     Args:
-        turns: Of each sequence its number, how many of its tokens are cached, a multiple of `token_groups`, and how
-            many are new.
-        chunk_tokens: Tokens of a chunk at most; made a multiple of `token_groups`.
-        token_groups: Pieces begin at multiples of this, so that each token is computed by the group that keeps it.
+        turns: For each sequence its index, the number of cached tokens (a multiple of `token_groups`), and the number
+            of new tokens.
+        chunk_tokens: Maximum tokens of a chunk; rounded up to a multiple of `token_groups`.
+        token_groups: Pieces start at multiples of it, so that each token is computed by the group that caches it.
     """
     most = max(1, -(-chunk_tokens // token_groups)) * token_groups
     pieces: list[Piece] = []
@@ -131,16 +131,14 @@ def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_
 
 
 class Prefill:
-    """Computes new tokens of sequences and fills their cache.
-
-    Every rank calls the same with the same tokens.
+    """Computes new tokens of sequences and fills their KV cache. Every rank calls it with the same tokens.
 
     Args:
         weights: The model.
         comm: The ranks that share a sequence.
-        split: How they share the cache.
+        split: How the cache is sharded over them.
         kernel: See `burst_attention`.
-        is_causal: Whether a token sees only what stands before it. Without a mask there is one prompt, in one chunk.
+        is_causal: Whether attention is causal. Full attention supports only one prompt, in one chunk.
     """
 
     def __init__(
@@ -163,14 +161,14 @@ class Prefill:
         chunk_tokens: int,
         on_tokens: Callable[[int], object] = lambda _: None,
     ) -> Tensor:
-        """Append tokens to sequences and return the hidden state of each one's last token, before the last norm.
+        """Append tokens to sequences and return the hidden state of each sequence's last token, before the last norm.
 
         Args:
-            cache: Where keys and values go. It has room for them, and of each sequence a multiple of the split's token
-                groups is cached.
-            turns: The token ids of each sequence, by its number.
+            cache: The KV cache. It must have room for the tokens, and the cached length of each sequence must be a
+                multiple of the split's token groups.
+            turns: The new token ids of each sequence, by its index.
             chunk_tokens: Tokens that are computed at once, over all ranks.
-            on_tokens: Called with the tokens of each chunk when it is done, as far as the host knows.
+            on_tokens: Called with the number of tokens of each chunk after its kernels are launched.
 
         Returns:
             `[len(turns), hidden_size]` in the weights' dtype, on every rank.
@@ -190,14 +188,14 @@ class Prefill:
                     last[rows[piece.sequence]] = hidden[0, at]
                 cache.advance(piece.sequence, piece.tokens)
             on_tokens(sum(piece.tokens for piece in chunk.pieces))
-        if self._comm.size > 1:  # one rank has each row, the others add zeros
+        if self._comm.size > 1:  # each row is on one rank and zero on the others
             (last,) = self._comm.all_reduce(last).wait()
         return last
 
     def _mask_of(self, chunk: Chunk) -> Mask:
         if self._is_causal:
             return chunk.mask(self._config.sliding_window)
-        assert len(chunk.pieces) == 1 and chunk.is_fresh and chunk.pieces[0].is_last  # all keys are there
+        assert len(chunk.pieces) == 1 and chunk.is_fresh and chunk.pieces[0].is_last  # one chunk has all keys
         return Full()
 
 
@@ -222,7 +220,7 @@ class _ChunkStep:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which rank computes which tokens: those of its token group, and of these a run."""
+        """The layout of the chunk: each rank computes a contiguous part of the tokens of its token group."""
         split = self._split
         tokens = -(-self._chunk.length // split.ranks)
         if split.token_groups == 1:
@@ -232,7 +230,7 @@ class _ChunkStep:
         return StripedGroups(split.ranks, tokens, split.head_groups)
 
     def local_index(self, position: int) -> int | None:
-        """Return where a token of the chunk stands among this rank's, or None."""
+        """Return the index of a token of the chunk among this rank's tokens; None if another rank has it."""
         for run in self.layout.runs(self._split.rank):
             index, rest = divmod(position - run.start, run.stride)
             if not rest and 0 <= index < run.tokens:
@@ -240,7 +238,7 @@ class _ChunkStep:
         return None
 
     def run(self, ids: Mapping[int, np.ndarray], begins: Mapping[int, int]) -> Tensor:
-        """Return the hidden states of this rank's tokens behind the last block, `[1, tokens, hidden_size]`."""
+        """Return the hidden states of this rank's tokens after the last block, `[1, tokens, hidden_size]`."""
         config, weights, device = self._config, self._weights, self._weights.device
         whole = self.layout.size * self.layout.tokens
         tokens, positions = np.zeros(whole, np.int64), np.zeros(whole, np.int64)
@@ -270,7 +268,7 @@ class _ChunkStep:
         return torch.add(stream, added, alpha=factor)
 
     def _angles(self, positions: Tensor, mine: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines; under dynamic scaling they depend on the length of each sequence."""
+        """Return the rotary tables; with dynamic scaling they depend on the length of each sequence."""
         config, dtype = self._config, self._weights.dtype
         scaling = config.rope_scaling
         if scaling is None or scaling.kind != "dynamic":
@@ -330,7 +328,7 @@ class _ChunkStep:
     def _attend(
         self, index: int, call: AttentionCall, kv_heads: Span, q: Tensor, k: Tensor, v: Tensor, into: Partial
     ) -> None:
-        """Keep keys and values of some KV heads, and attend with the queries that share them."""
+        """Write keys and values of some KV heads to the cache, and compute attention of their query heads."""
         split, cache, chunk = self._split, self._cache, self._chunk
         for piece in chunk.pieces:
             old, new = split.tokens(piece.start), split.tokens(piece.start + piece.tokens)
@@ -353,7 +351,7 @@ class _ChunkStep:
     def _attend_cached(
         self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial
     ) -> None:
-        """Attend with a piece's queries to all cached tokens of its sequence, their own included."""
+        """Compute attention of a piece's queries to all cached tokens of its sequence, including the new ones."""
         rows = slice(piece.offset, piece.offset + piece.tokens)
         keys, values = self._cache.rows(index, piece.sequence, Span(0, piece.start + piece.tokens), kv_heads)
         part = Partial(into.out[:, rows], into.lse[:, :, rows])
@@ -362,7 +360,7 @@ class _ChunkStep:
     def _pass_queries(
         self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial
     ) -> None:
-        """Merge attention of a piece's queries to what was cached before: they visit every token group."""
+        """Merge attention of a piece's queries to the tokens cached before; queries pass through all token groups."""
         groups = self._split.token_groups
         rows = slice(piece.offset // groups, (piece.offset + piece.padded) // groups)
         keys, values = self._cache.rows(index, piece.sequence, Span(0, self._split.tokens(piece.start)), kv_heads)
@@ -371,7 +369,7 @@ class _ChunkStep:
         merge_earlier(call, self._split.token_group, q[:, rows], keys, values, tiles, part)
 
     def _tiles(self, piece: Piece, length: int, source: int = 0) -> tuple[Tile, ...]:
-        """Return the work between a piece's queries of a token group and this rank's cached tokens below `length`."""
+        """Return the tiles between a piece's queries of a token group and this rank's cached tokens below `length`."""
         key = piece.offset, length, source
         if key not in self._chunk.tiles:
             span, window = Span(piece.start, piece.start + piece.padded), self._config.sliding_window

@@ -1,4 +1,4 @@
-"""Reads prompts from text, files and messages into token ids, and writes answers as JSON lines."""
+"""Encodes prompts (text, files, token ids, messages) as token ids, and writes answers as JSON lines."""
 
 import dataclasses
 import json
@@ -26,8 +26,8 @@ class Prompt:
     """A prompt of a model.
 
     Attributes:
-        tokens: Its ids, int64 `[tokens]`, at least one, read-only.
-        source: Where it comes from, for messages: "--prompt" or "prompts.jsonl:3".
+        tokens: Its token ids, int64 `[tokens]`, at least one, read-only.
+        source: Its origin for error messages: "--prompt" or "prompts.jsonl:3".
     """
 
     tokens: TokenIds
@@ -38,15 +38,15 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Turns what a user gives as a prompt into token ids, and checks it.
+    """Checks a user's prompts and encodes them as token ids.
 
     Args:
-        tokenizer: The model's; None takes token ids only. Its chat template is read when the first messages come.
-        vocab_size: Ids are less than this.
-        chat: Whether text is one message of a user, put through the chat template.
+        tokenizer: The model's tokenizer; None: only token ids are accepted. Its chat template is read on first use.
+        vocab_size: Token ids must be less than this.
+        chat: Whether a text is a user message to which the chat template is applied.
 
     Raises:
-        UserError: Chat is asked for without a tokenizer or chat template.
+        UserError: `chat` without a tokenizer or chat template.
     """
 
     def __init__(self, tokenizer: PromptTokenizer | None, vocab_size: int, *, chat: bool = False) -> None:
@@ -59,7 +59,7 @@ class PromptEncoder:
         """Return the prompt of a text, of token ids or of messages.
 
         Raises:
-            UserError: It is empty, of another type, or `text`, `ids` or `messages` refuses it.
+            UserError: It is empty, has another type, or `text`, `ids` or `messages` rejects it.
         """
         if isinstance(value, str):
             return self.text(value, source)
@@ -68,7 +68,7 @@ class PromptEncoder:
         return self.ids(value, source)
 
     def text(self, text: Any, source: str) -> Prompt:
-        """Return the prompt of a text, with the special tokens that the tokenizer adds by itself.
+        """Return the prompt of a text, with the special tokens that the tokenizer adds.
 
         Raises:
             UserError: It is empty or not text, or there is no tokenizer.
@@ -85,7 +85,7 @@ class PromptEncoder:
         """Return the prompt of token ids.
 
         Raises:
-            UserError: They are no integers, none at all, or one is not in the vocabulary.
+            UserError: They are not a list of integers, the list is empty, or an id is not in the vocabulary.
         """
         if (wrong := _not_ids(ids)) is not None:
             raise UserError(
@@ -100,10 +100,10 @@ class PromptEncoder:
     def messages(self, messages: Any, source: str) -> Prompt:
         """Return the prompt of messages, `[{"role": "user", "content": "..."}, ...]`, by the chat template.
 
-        The template writes the special tokens, also the first one. None is added.
+        The template writes all special tokens, including the first. The tokenizer adds none.
 
         Raises:
-            UserError: They are no such list, there is no tokenizer or chat template, or the template refuses them.
+            UserError: They are not such a list, there is no tokenizer or chat template, or the template rejects them.
         """
         if not isinstance(messages, list | tuple) or not messages or not all(map(_is_message, messages)):
             wrong = next((each for each in messages if not _is_message(each)), messages) if messages else messages
@@ -116,7 +116,7 @@ class PromptEncoder:
             self._loaded = self._template(source)
         try:
             text = self._loaded.render(messages)
-        except Exception as error:  # of jinja2, or whatever the template's code raises
+        except Exception as error:  # from jinja2, or any error raised by the template's code
             raise UserError(
                 f"{source}: the chat template refuses the messages: {first_line(error)}\nfix: change their roles"
             ) from error
@@ -170,12 +170,12 @@ def read_prompts(
     Args:
         encoder: Encodes them.
         prompt: The text of one prompt.
-        prompt_file: A UTF-8 file that is one prompt, as it stands.
-        prompts: A file with a JSON object a line: a prompt, tokens or messages. Empty lines are left out.
+        prompt_file: A UTF-8 file whose whole content is one prompt.
+        prompts: A JSON Lines file; each object is a prompt, tokens or messages. Empty lines are skipped.
 
     Raises:
-        UserError: Not exactly one of them is given, a file cannot be read, or a prompt is refused; a line by its
-            number.
+        UserError: Not exactly one of them is given, a file cannot be read, or a prompt is rejected; the message names
+            the line.
     """
     given = [
         name
@@ -234,7 +234,7 @@ def _read(path: Path) -> bytes:
 
 
 def _not_ids(ids: object) -> str | None:
-    """Return what keeps `ids` from being a list of integers, as text; None if it is one."""
+    """Return why `ids` is not a list of integers, as text; None if it is one."""
     if isinstance(ids, np.ndarray):
         is_one = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
         return None if is_one else f"of shape {list(ids.shape)} and dtype {ids.dtype}"
@@ -255,12 +255,12 @@ def _is_message(message: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a new token, of the model's distribution before penalty and temperature.
+    """Log-probability of a new token, before penalty and temperature.
 
     Attributes:
         token: The token id.
         logprob: Its log-probability.
-        top: The most probable tokens, each with its log-probability, as many as are asked for.
+        top: The requested number of most probable tokens, each with its log-probability.
     """
 
     token: int
@@ -280,9 +280,9 @@ class Answer:
         reason: Why the prompt was refused; None unless it was.
         first_token_seconds: Time from the start of prefill to the first token; None if there was none.
         seconds_per_token: Mean time of each token after the first; None if there was none.
-        peak_gib: Largest amount of device memory on any rank; None where it is not measured.
-        logprobs: One entry a token; None unless asked for.
-        sample: Index among the answers to the prompt; None where there is one.
+        peak_gib: Peak memory in GiB, maximum over the ranks; None if not measured.
+        logprobs: One entry per token; None unless requested.
+        sample: Index among the answers to the prompt; None if there is only one.
     """
 
     prompt_tokens: int
@@ -301,9 +301,9 @@ class Answer:
         assert self.logprobs is None or len(self.logprobs) == len(self.tokens)
 
     def to_json(self) -> str:
-        """Return the answer as one line of JSON, without a line end.
+        """Return the answer as one line of JSON, without a newline.
 
-        `reason`, `logprobs` and `sample` are there only if they are not None. A number that is not finite is null.
+        `reason`, `logprobs` and `sample` are included only if not None. Numbers that are not finite become null.
         """
         values: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,

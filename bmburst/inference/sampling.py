@@ -1,4 +1,4 @@
-"""Chooses the next tokens: the options of generation, and a sampler that runs on the device without synchronisation."""
+"""Sampling: generation options, and a sampler that runs on the device without synchronization."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from bmburst.errors import UserError, with_fix
 GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
 _EOS = "eos_token_id"
-# Keys of generation_config.json with the fields they set.
+# Keys of generation_config.json, mapped to fields of `GenerationOptions`.
 _KEYS: Mapping[str, str] = {
     "max_new_tokens": "max_new_tokens",
     "temperature": "temperature",
@@ -30,21 +30,21 @@ _KEYS: Mapping[str, str] = {
     "stop_strings": "stop",
     _EOS: "eos_ids",
 }
-# Probabilities become integers, the largest of them 2**40, because sums of integers do not depend on their order: a
-# parallel sum of floats differs between devices and batch sizes. Sums over 2**22 tokens stay below 2**63.
+# Probabilities are scaled to integers, the largest to 2**40, because integer sums do not depend on their order, while
+# parallel float sums differ between devices and batch sizes. Sums over 2**22 tokens stay below 2**63.
 _UNIT = 2.0**40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen and when generation ends: names, defaults and meaning of transformers' `generate`.
+    """Generation options, with the names, defaults and meaning of transformers' `generate`.
 
     The processors run in transformers' order: repetition penalty, temperature, top-k, top-p, min-p. Greedy decoding
-    (temperature 0, the default as do_sample=False is there) uses the repetition penalty alone of them.
+    (temperature 0, the default, like do_sample=False in transformers) applies only the repetition penalty.
 
     Raises:
-        UserError: A value is of another type or out of bounds, a stop string is empty, or several samples are asked
-            for with temperature 0.
+        UserError: A value has the wrong type or is out of range, a stop string is empty, or `num_samples` is above 1
+            with temperature 0.
     """
 
     max_new_tokens: int = field("New tokens of an answer, at most.", default=20, unit="tokens", minimum=1)
@@ -94,19 +94,19 @@ _FIELDS = {declared.name: declared for declared in dataclasses.fields(Generation
 
 
 def generation_options(directory: Path | None = None, **given: object) -> GenerationOptions:
-    """Return the options that are given, and the defaults of a model's directory for the others.
+    """Return the given options, with defaults from a model's directory.
 
-    The defaults are those of generation_config.json: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
-    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys are ignored, `max_length` among
-    them. Without `do_sample: true` the default is greedy, whatever its temperature. The ids of config.json end an
-    answer if that file names none.
+    Defaults are read from generation_config.json: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
+    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys, such as `max_length`, are ignored.
+    Without `do_sample: true` the default is greedy, for any temperature in the file. If the file has no
+    `eos_token_id`, that of config.json is used.
 
     Args:
-        directory: The model's directory; None or a directory without these files has no defaults of its own.
-        given: Fields of `GenerationOptions`; None stands for a field that is not given.
+        directory: The model's directory; None, or a directory without these files: the defaults of the class.
+        given: Fields of `GenerationOptions`; None: not given.
 
     Raises:
-        UserError: A file is damaged or holds a value that is not allowed, or a given value is not.
+        UserError: A file is damaged, or a value in a file or a given value is not allowed.
     """
     values = {} if directory is None else _defaults(directory)
     values |= {name: value for name, value in given.items() if value is not None}
@@ -146,13 +146,13 @@ def _damaged(path: Path, key: str, value: object, allowed: str) -> UserError:
 
 
 def _converted(label: str, name: str, value: Any, annotation: Any) -> Any:
-    """Return the value of a field as its type.
+    """Convert a value to the type of its field.
 
     Raises:
-        UserError: It does not fit; three lines.
+        UserError: The value is not allowed; a message of three lines.
     """
     if name == "stop":
-        # Not by `convert`: a stop string may hold line ends and commas.
+        # Not `convert_value`: a stop string may contain line breaks and commas.
         strings = (value,) if isinstance(value, str) else value
         if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
             raise UserError(f"{label}: {shown(value)} does not fit\nallowed: text, not empty\nfix: leave {label} out")
@@ -170,9 +170,9 @@ class SamplerRow:
     """A row of a batch.
 
     Attributes:
-        prompt: Index of its prompt among all prompts, whatever batch it is in.
+        prompt: Index of its prompt among all prompts of all batches.
         sample: Index among the answers to the prompt.
-        tokens: Token ids of the prompt, which the repetition penalty counts as seen.
+        tokens: Token ids of the prompt; the repetition penalty applies to them.
     """
 
     prompt: int
@@ -182,13 +182,13 @@ class SamplerRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What a step of a sampler chose. Log-probabilities are None unless they are asked for.
+    """Result of a step of a sampler. Log-probabilities are None unless requested.
 
     Attributes:
-        tokens: `[rows]` int64.
-        logprobs: `[rows]`, of the chosen tokens, in the logits' dtype.
-        top_ids: `[rows, n]` int64, the most probable tokens, n of them being asked for.
-        top_logprobs: `[rows, n]`, theirs.
+        tokens: Chosen tokens, `[rows]` int64.
+        logprobs: Log-probabilities of the chosen tokens, `[rows]`, in the dtype of the logits.
+        top_ids: The n most probable tokens, `[rows, n]` int64; n is `GenerationOptions.logprobs`.
+        top_logprobs: Their log-probabilities, `[rows, n]`.
     """
 
     tokens: Tensor
@@ -200,23 +200,22 @@ class Sampled:
 class Sampler:
     """Chooses a token for each row of a batch, step by step.
 
-    A step is a fixed sequence of operations on the device that never waits for it, so a CUDA graph can hold it. Equal
-    logits give equal tokens, on every rank and on every type of device, whatever else is in the batch:
+    A step is a fixed sequence of device operations without synchronization, so a CUDA graph can capture it. Equal
+    logits give equal tokens, on every rank and every type of device, independent of the other rows of the batch:
 
-    - The random numbers of a row depend on (seed, prompt, sample) alone. They are drawn beforehand on the CPU.
-    - A token is found in the inverse cumulative distribution, in integer arithmetic.
-    - Greedy rows take the first of the largest logits.
+    - The random numbers of a row depend only on (seed, prompt, sample). They are drawn in advance on the CPU.
+    - A token is chosen by inverse transform sampling in integer arithmetic.
+    - Greedy rows choose the first of the largest logits.
 
-    A NaN among the logits is never chosen before a number; a row of nothing else gives token 0.
+    A NaN logit is chosen only if all logits of the row are NaN or -inf; the token is then 0.
 
-    Log-probabilities are of the model's distribution, `log_softmax` of the logits before penalty and temperature, as
-    OpenAI's API and vLLM return them.
+    Log-probabilities are `log_softmax` of the logits before penalty and temperature, as in OpenAI's API and vLLM.
 
     Args:
-        options: How tokens are chosen.
+        options: Generation options.
         rows: The rows of the batch.
-        vocab_size: Logits of a row.
-        device: Where the logits are.
+        vocab_size: Number of logits of a row.
+        device: Device of the logits.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Sampler:
         self.start(rows)
 
     def start(self, rows: Sequence[SamplerRow]) -> None:
-        """Begin again with as many rows, in the same memory: a captured step stays valid."""
+        """Restart with the same number of rows. Tensors are reused, so that a captured step stays valid."""
         assert len(rows) == self._rows, (len(rows), self._rows)
         self._step.zero_()
         if self._uniforms is not None:
@@ -247,10 +246,10 @@ class Sampler:
     def step(self, logits: Tensor) -> Sampled:
         """Choose the next token of each row.
 
-        Steps beyond `max_new_tokens` are allowed; their tokens are of no use.
+        Steps beyond `max_new_tokens` are allowed; their tokens are meaningless.
 
         Args:
-            logits: `[rows, vocab_size]`, fp32 or wider. It is not changed.
+            logits: `[rows, vocab_size]`, fp32 or wider; not modified.
         """
         if self._uniforms is None:
             tokens = self._penalized(logits).argmax(-1)
@@ -268,7 +267,7 @@ class Sampler:
         return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top.indices, top.values)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probabilities, `[rows, vocab_size]` fp64, that `step` would choose tokens by. Changes nothing."""
+        """Return the probabilities with which `step` chooses tokens, `[rows, vocab_size]` fp64. No side effects."""
         logits = self._penalized(logits)
         if self._uniforms is None:
             return torch.zeros_like(logits, dtype=torch.float64).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -286,16 +285,16 @@ class Sampler:
         return torch.where(self._seen, penalized, logits).clamp(max=most)
 
     def _weights(self, logits: Tensor) -> Tensor:
-        """Return int64 `[rows, vocab_size]`, in proportion to the probabilities after temperature, top-k, top-p, min-p.
+        """Return int64 weights `[rows, vocab_size]`: scaled probabilities after temperature, top-k, top-p and min-p.
 
-        The most probable token has `_UNIT`.
+        The most probable token has the weight `_UNIT`.
         """
         options = self.options
         best = logits.amax(-1, keepdim=True)
         exponents = (logits - best).double() / options.temperature
-        odds = exponents.exp().nan_to_num(nan=0.0)  # NaN: a row of -inf
+        odds = exponents.exp().nan_to_num(nan=0.0)  # a row of -inf gives NaN
         if 0 < options.top_k < self.vocab_size:
-            # As in transformers, all tokens that equal the last of the k are kept.
+            # As in transformers, tokens that tie with the k-th are kept.
             least = logits.topk(options.top_k, dim=-1).values[:, -1:]
             odds = odds.masked_fill(logits < least, 0.0)
         weights = (odds * _UNIT).round().long()
@@ -307,7 +306,7 @@ class Sampler:
             keep[:, :1] = True
             weights = torch.zeros_like(weights).scatter(1, order, ordered * keep)
         if options.min_p > 0:
-            # Both sides of transformers' comparison have the sum as divisor, and the best token has odds 1.
+            # transformers compares probabilities with min_p times the largest; relative to the largest, that is min_p.
             weights = weights.masked_fill(odds < options.min_p, 0)
         return weights
 
@@ -316,17 +315,17 @@ def _uniforms(options: GenerationOptions, rows: Sequence[SamplerRow]) -> np.ndar
     """Return `[max_new_tokens, rows]` numbers in [0, 1)."""
     columns = np.empty((options.max_new_tokens, len(rows)))
     for index, row in enumerate(rows):
-        # Not torch.Generator: on the CPU it uses 32 bits of its seed, too few for three numbers.
+        # Not torch.Generator: on the CPU it uses only 32 bits of its seed, too few for three integers.
         source = np.random.SeedSequence([options.seed, row.prompt, row.sample])
         columns[:, index] = np.random.Generator(np.random.PCG64(source)).random(options.max_new_tokens)
     return columns
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index of each row whose cumulative weight exceeds that part of the sum, int64 `[rows]`.
+    """Return for each row the first index whose cumulative weight exceeds `uniforms` times the sum, int64 `[rows]`.
 
     Args:
-        weights: `[rows, n]` int64, none negative.
+        weights: `[rows, n]` int64, not negative.
         uniforms: `[rows]` fp64 in [0, 1).
     """
     sums = weights.cumsum(-1)

@@ -1,4 +1,4 @@
-"""Sessions: one text that grows by turns, its prompts prefilled and its answers decoded from one KV cache."""
+"""`Session`: multi-turn generation. Prompts and answers of all turns share one KV cache."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ Ids = Sequence[int] | TokenIds
 
 
 class Session:
-    """One text that grows: prompts by `prefill`, answers by `generate`, in turns. Every rank calls the same methods.
+    """One text that grows in turns: `prefill` appends prompts, `generate` answers. Every rank calls the same methods.
 
     Example:
         >>> session = generator.session(max_tokens=4096)
@@ -27,8 +27,8 @@ class Session:
 
     Args:
         engine: The model.
-        max_tokens: Tokens that the session has room for, prompts and answers. The cache takes its memory at once.
-        options: Returns the options of an answer from those that `generate` is given.
+        max_tokens: Maximum tokens of all prompts and answers. The cache is allocated at once.
+        options: Returns `GenerationOptions` for the keyword arguments of `generate`.
     """
 
     def __init__(self, engine: Engine, max_tokens: int, options: Callable[..., GenerationOptions]) -> None:
@@ -36,28 +36,28 @@ class Session:
             raise UserError(f"max_tokens {max_tokens!r}\nallowed: at least 1 token\nfix: for example 4096")
         self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
-        self._answer: object = None  # the newest; older iterators may not go on, their tokens would stand behind it
+        self._answer: object = None  # the latest; older iterators raise, since their tokens would be appended after it
         self._encoder = PromptEncoder(None, engine.weights.config.vocab_size)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The text so far: prompts and what was generated."""
+        """The text so far: prompts and answers."""
         return tuple(self._tokens)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that the session has room for."""
+        """Maximum tokens of all prompts and answers."""
         return self._batch.cache.length
 
     def prefill(self, ids: Ids, on_tokens: Callable[[int], object] = lambda _: None) -> None:
-        """Append tokens: the first prompt, or a further turn behind what was generated.
+        """Append tokens: the first prompt, or a further turn after an answer.
 
         Args:
             ids: Token ids, at least one, the same on every rank.
-            on_tokens: Called with the number of tokens of each chunk that was computed.
+            on_tokens: Called with the number of tokens of each computed chunk.
 
         Raises:
-            UserError: There is no token, one is out of range, ranks have different ones, or the session has no room.
+            UserError: There is no token, a token is out of range, ranks have different tokens, or there is no room.
         """
         comm = self._batch.engine.comm
         with comm.checking():
@@ -67,17 +67,17 @@ class Session:
         self._tokens += turn[len(turn) - len(ids) :]
 
     def generate(self, options: GenerationOptions | None = None, **given: Any) -> Iterator[int]:
-        """Yield the tokens that follow, up to one of `eos_ids`, which is yielded too, or `max_new_tokens` of them.
+        """Yield new tokens until one of `eos_ids`, which is yielded too, or until there are `max_new_tokens`.
 
-        The text grows by what was yielded. A caller may stop at any token, which is how stop strings are made.
+        Yielded tokens are appended to the text. A caller may stop at any token, for example at a stop string.
 
         Args:
-            options: How tokens are chosen. Default: the model's own, changed by `given`.
+            options: Generation options. Default: the model's own, changed by `given`.
             given: Fields of `GenerationOptions`.
 
         Raises:
-            UserError: No prompt was prefilled since the last answer, an option does not fit, or the session has no
-                room for `max_new_tokens`. The iterator raises it where the session went on without it.
+            UserError: No prompt was prefilled since the last answer, an option is invalid, or there is no room for
+                `max_new_tokens`. The iterator raises it if the session has continued after this answer.
         """
         options = options or self._options(**given)
         batch = self._batch
@@ -105,13 +105,13 @@ class Session:
             raise UserError("the session went on behind this answer\nfix: iterate over session.generate() anew")
 
     def fork(self) -> "Session":
-        """Return a session with a copy of this text and its cache, which goes on by itself."""
+        """Return an independent session with a copy of the text and its cache."""
         other = copy.copy(self)
         other._batch, other._tokens = self._batch.copies(1), list(self._tokens)
         return other
 
     def _checked(self, ids: Ids) -> tuple[list[int], str]:
-        """Return the tokens that the cache lacks: those given, and the last one of an answer that ran to its end."""
+        """Return the tokens to prefill: those of the text that are not yet cached, then the given ones."""
         new = self._encoder.ids(ids, "prefill").tokens
         pending = self._tokens[self._batch.cache.lengths[0] :]
         self._batch.cache.require_room(0, len(pending) + len(new))

@@ -1,26 +1,26 @@
-"""Turns tokens into text as they come: whole characters only, and up to a stop string."""
+"""Streaming detokenization: whole characters only, up to a stop string."""
 
 from collections.abc import Sequence
 
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
 
-_UNKNOWN = "\ufffd"  # what decoders write for bytes that are not UTF-8, also for those of an unfinished character
-_UNFINISHED = 3  # bytes of a character without its last one, at most; a token has one byte or more
+_UNKNOWN = "\ufffd"  # decoders replace invalid UTF-8 by it, also the bytes of an incomplete character
+_UNFINISHED = 3  # maximum bytes of an incomplete character; a token has at least one byte
 
 
 class TextStream:
-    """Text of one row of a batch, given out as soon as no later token can change it.
+    """Text of one row of a batch, returned as soon as no later token can change it.
 
-    Bytes of an unfinished character are held back, and text that may begin a stop string. The cost of a token does
-    not depend on the number of tokens before it.
+    Bytes of an incomplete character, and text that may be the start of a stop string, are held back. The cost of a
+    token does not depend on the number of tokens before it.
 
-    The pieces together are `tokenizer.decode` of all tokens, cut before the stop string. One case differs: in a run
-    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, or spells U+FFFD itself, `tokenizers` replaces every byte.
-    Here the characters that were given out before stay.
+    The concatenated pieces equal `tokenizer.decode` of all tokens, cut before the stop string, with one exception. If a
+    run of byte tokens (`<0xE4>`) is not valid UTF-8 as a whole, or encodes U+FFFD itself, `tokenizers` replaces every
+    byte of the run; here the characters that were already returned stay.
 
     Args:
-        tokenizer: The tokenizer; None gives no text.
+        tokenizer: The tokenizer; None: no text.
         stop: Strings that end the text.
 
     Raises:
@@ -39,22 +39,22 @@ class TextStream:
 
     @property
     def text(self) -> str | None:
-        """All text given out so far; None without a tokenizer."""
+        """All text returned so far; None without a tokenizer."""
         return None if self._decoder is None else "".join(self._pieces)
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was met; None before. Nothing is given out after it."""
+        """The stop string that was found, or None. No text is returned after it."""
         return self._finder.found
 
     def push(self, token: int) -> str:
-        """Take the next token and return text that is final, often none."""
+        """Append the next token and return the text that is now final, which may be empty."""
         if self._decoder is None or self.stop_string is not None:
             return ""
         return self._given(self._finder.push(self._decoder.push(token)))
 
     def finish(self) -> str:
-        """Return the text that was held back. No token may follow."""
+        """Return the text that was held back. Do not push tokens afterwards."""
         if self._decoder is None or self.stop_string is not None:
             return ""
         return self._given(self._finder.push(self._decoder.finish()) + self._finder.finish())
@@ -66,19 +66,19 @@ class TextStream:
 
 
 class _Decoder:
-    """Decodes a window of the last tokens, and returns the characters by which its text grew.
+    """Decodes a window of the last tokens, and returns the characters that were added.
 
-    The window is context, tokens whose text was given out, and pending tokens. It starts where a character starts,
-    except amid bytes that are no UTF-8. The context is two pieces of text, because decoders drop a space that begins
-    their text: one piece alone may decode to nothing.
+    The window is context (tokens whose text was returned) followed by pending tokens. It starts at the start of a
+    character, except within bytes that are not UTF-8. The context is two pieces of text, because decoders drop a
+    leading space: a single piece may decode to an empty string.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
         self._window: list[int] = []
-        self._text = ""  # of the window
-        self._before = ""  # the part of it that was given out
-        self._older = self._context = 0  # tokens of the first piece of context, and of both
+        self._text = ""  # text of the window
+        self._before = ""  # its prefix that was returned
+        self._older = self._context = 0  # number of tokens of the first piece of context, and of both pieces
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -91,7 +91,7 @@ class _Decoder:
         pending = self._window[self._context :]
         held = _trailing(text)
         if held > _trailing(self._decode(pending)):
-            # Byte tokens: with an unfinished character at its end, the whole run decodes to U+FFFD.
+            # Byte tokens: if the run ends in an incomplete character, all of it decodes to U+FFFD.
             if len(pending) <= _UNFINISHED:
                 self._text = text
                 return ""
@@ -101,7 +101,7 @@ class _Decoder:
         held = min(_trailing(text), _UNFINISHED)
         if len(pending) <= _UNFINISHED:
             return self._show(text, len(text) - held)
-        # More tokens than an unfinished character can have: the first of them are wrong bytes.
+        # More tokens than an incomplete character can have: the first of them are invalid bytes.
         window = pending[-_UNFINISHED:]
         after = self._decode(window)
         held = min(held, _trailing(after))
@@ -115,7 +115,7 @@ class _Decoder:
         return self._all(self._decode(self._window))
 
     def _all(self, text: str) -> str:
-        """Give out the whole text of the window; its pending tokens become the context of those that follow."""
+        """Return all new text of the window; its pending tokens become context."""
         if not text.startswith(self._before):
             text = self._without_context()
         piece = text[len(self._before) :]
@@ -134,18 +134,18 @@ class _Decoder:
         return piece
 
     def _without_context(self) -> str:
-        """Drop the context, which tokens after it have spoilt, and return the text of the pending tokens."""
+        """Drop the context, whose text was changed by later tokens, and return the text of the pending tokens."""
         del self._window[: self._context]
         self._older, self._context, self._before = 0, 0, ""
         return self._decode(self._window)
 
     def _is_silent(self, token: int) -> bool:
-        """Return whether a token has no text wherever it stands, such as a special token."""
+        """Return whether a token never has text, such as a special token."""
         return self._decode([token]) == "" and self._decode([token, token]) == ""
 
 
 class _StopFinder:
-    """Cuts text before the stop string that ends first, wherever the pieces of the text are divided."""
+    """Cuts streamed text before the stop string that ends first, also if it spans several pieces."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
@@ -171,7 +171,7 @@ class _StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that begins the stop string."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 

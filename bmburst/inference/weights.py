@@ -1,8 +1,8 @@
-"""Weights as inference reads them: whole on every rank, with projections of one input joined to one matrix.
+"""Weights for inference: replicated on every rank, with projections that share an input fused into one matrix.
 
-ZeRO's shards would have to be gathered for every token, and a model read once a token is bounded by memory bandwidth.
-So each rank holds the whole weights once, in the dtype of inference. Prefill multiplies its own tokens with all of
-them. Decoding reads only a slice, as a view: ranks share the matrices as in Megatron-LM (arXiv:1909.08053).
+ZeRO shards would have to be gathered for every token, and decoding is bounded by memory bandwidth. So each rank holds
+the whole weights once, in the dtype of inference. In prefill, a rank multiplies its own tokens with all weights. In
+decoding, it reads only a slice, as a view: tensor parallelism as in Megatron-LM (arXiv:1909.08053).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +27,12 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerWeights:
-    """One transformer block.
+    """Weights of one transformer block.
 
     Attributes:
         input_norm: `[hidden_size]`.
         qkv: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`: queries, keys, values.
-        qkv_bias: Of the rows of `qkv`, or None.
+        qkv_bias: `[(num_heads + 2 * num_kv_heads) * head_dim]`, or None.
         q_norm: `[head_dim]`, or None.
         k_norm: `[head_dim]`, or None.
         out: `[hidden_size, num_heads * head_dim]`.
@@ -53,7 +53,7 @@ class LayerWeights:
 
     @classmethod
     def empty(cls, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> "LayerWeights":
-        """Return a block whose numbers are not set."""
+        """Return a block with uninitialized weights."""
         hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
 
@@ -73,7 +73,7 @@ class LayerWeights:
         )
 
     def places(self, config: LlamaConfig) -> Mapping[str, Tensor]:
-        """Return where each weight of the block goes, by its name in Hugging Face's models behind `layers.N.`."""
+        """Return a view for each weight of the block, by its Hugging Face name without the prefix `model.layers.N.`."""
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         gate, up = self.gate_up.chunk(2)
         found = {
@@ -98,9 +98,9 @@ class ModelWeights(Protocol):
 
     Attributes:
         config: The model's configuration.
-        dtype: Of all weights.
-        device: Where they are.
-        is_resident: Whether they stay there, so that views of them may be kept.
+        dtype: dtype of all weights.
+        device: Device of the weights.
+        is_resident: Whether they stay on the device, so that views of them may be kept.
     """
 
     config: LlamaConfig
@@ -113,7 +113,7 @@ class ModelWeights(Protocol):
         ...
 
     def layer(self, index: int) -> LayerWeights:
-        """Return a block. Every rank asks for the same blocks in the same order."""
+        """Return a block. Every rank must request the same blocks in the same order."""
         ...
 
 
@@ -122,8 +122,8 @@ class ResidentWeights:
 
     Args:
         config: The model's configuration.
-        dtype: Of the weights.
-        device: Where to keep them.
+        dtype: dtype of the weights.
+        device: Device of the weights.
     """
 
     is_resident = True
@@ -144,13 +144,13 @@ class ResidentWeights:
         device: torch.device,
         on_bytes: Callable[[int], object] = lambda _: None,
     ) -> "ResidentWeights":
-        """Read a directory's weights piece by piece, so that the host never holds a whole tensor of them.
+        """Read a directory's weights piece by piece, so that the host never holds a whole tensor.
 
         Args:
-            source: What `bmburst.convert.weights.open_weights` returns.
-            dtype: To convert to.
-            device: Where to keep them.
-            on_bytes: Called with the bytes read since the last call, counted in `dtype`.
+            source: The result of `bmburst.convert.weights.open_weights`.
+            dtype: dtype to convert to.
+            device: Device of the weights.
+            on_bytes: Called with the number of bytes read since the last call, counted in `dtype`.
         """
         self = cls(source.config, dtype, device)
         step = _PIECE_BYTES // dtype.itemsize
@@ -164,7 +164,7 @@ class ResidentWeights:
 
     @classmethod
     def of(cls, model: "Llama") -> "ResidentWeights":
-        """Gather the weights of a model in training, adapters merged. Every rank of the world calls it."""
+        """Gather the weights of a model in training, with adapters merged. Every rank must call it."""
         source = GatheredWeights(model)
         self = cls(source.config, source.dtype, source.device)
         for name, target in self.places().items():
@@ -172,7 +172,7 @@ class ResidentWeights:
         return self
 
     def places(self) -> Mapping[str, Tensor]:
-        """Return every weight by its name in Hugging Face's models, as views that may be written."""
+        """Return a writable view of every weight, by its Hugging Face name."""
         found = dict(self._tables)
         for i, layer in enumerate(self._layers):
             found |= {f"{_LAYER}{i}.{name}": place for name, place in layer.places(self.config).items()}
@@ -188,11 +188,11 @@ class ResidentWeights:
 
 
 class GatheredWeights:
-    """The weights of a model in training, gathered from all ranks when they are read. A `ModelWeights`.
+    """The weights of a model in training, gathered from all ranks on each read. A `ModelWeights`.
 
-    Adapters are merged into what is gathered. A block lives as long as its reader holds it. Every rank of the world
-    reads the same, in the same order. Good for a few tokens of a model that is in memory anyway; for more, save it and
-    read it as `ResidentWeights`.
+    Adapters are merged into the gathered weights. A gathered block is freed when the caller drops it. Every rank must
+    read the same weights in the same order. Use it for a few tokens of a model that is already in memory; for more
+    tokens, save the model and read it as `ResidentWeights`.
 
     Args:
         model: The model, on all ranks.
@@ -220,7 +220,7 @@ class GatheredWeights:
         return layer
 
     def whole(self, name: str) -> Tensor:
-        """Return a weight by its name in Hugging Face's models, with its adapter."""
+        """Gather a weight by its Hugging Face name, with its adapter merged."""
         from bmburst.zero import gather
 
         full = gather(self._shards[name])
