@@ -1,4 +1,4 @@
-"""Data pipeline: tokenizes text, packs it into sequences, and gives each data rank its batches."""
+"""Data pipeline: tokenizes text, packs it into sequences, and distributes batches over the data ranks."""
 
 from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.corpus import open_corpus

@@ -1,4 +1,4 @@
-"""Batches of samples: their order in training and evaluation, and the rows that each data rank reads."""
+"""Batches of samples: their order in training and evaluation, and the rows of each data rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Sequences(Protocol):
-    """Samples of one length to train on or to evaluate: `PackedSequences`, `WholeDocuments` or `Mixture`."""
+    """Interface of samples of one length: `PackedSequences`, `WholeDocuments` or `Mixture`."""
 
     sequence_length: int
     held_out_fraction: float
@@ -22,48 +22,48 @@ class Sequences(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The id of padding."""
+        """The end-of-document id, also used for padding."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for the same data alone."""
+        """Equal only for the same data."""
 
     def __len__(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples of an epoch."""
 
     def labels_in(self, index: int) -> int:
-        """Return how many places of a sample are real; what lies behind them is padding."""
+        """Return the number of positions of a sample before the padding."""
 
     def counted_in(self, index: int) -> int:
-        """Return how many labels of a sample count in the loss."""
+        """Return the number of labels of a sample that count in the loss."""
 
     def text_bytes(self, index: int) -> int:
-        """Return how many bytes of text these labels stand for."""
+        """Return the number of bytes of text that these labels encode."""
 
     def documents(self, index: int) -> tuple[int, ...] | None:
-        """Return how many inputs each document of a sample has; None where a sample is one text."""
+        """Return the number of inputs of each document of a sample; None if a sample is one text."""
 
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
-        """Return inputs and labels of a sample at some real places."""
+        """Return inputs and labels of a sample at positions before the padding, each int64 `[len(places)]`."""
 
     def drawn(self, position: int, seed: int) -> int:
-        """Return which sample stands at a position of the endless order of training."""
+        """Return the index of the sample at a position of the infinite training order."""
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return the samples of an evaluation in order, at most `count`."""
 
     def prompt(self, most: int) -> list[int]:
-        """Return the tokens of a prompt for a sample of what a model writes."""
+        """Return the prompt of a generated sample, at most `most` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What one data rank takes in a step, by number. Tokens are read from the file only as far as they are asked for.
+    """Indices of the samples of one step on one data rank. Tokens are read from the file only when requested.
 
     Attributes:
-        sequences: Where the samples come from.
-        taken: The samples of all data ranks, in order.
-        rows: This rank's; None is a row without text.
+        sequences: The data set.
+        taken: Samples of all data ranks, in order.
+        rows: Samples of this rank; None is a row of padding.
     """
 
     sequences: Sequences
@@ -76,31 +76,31 @@ class Samples:
 
     @property
     def label_count(self) -> int:
-        """Labels that count, over all data ranks."""
+        """Number of labels that count in the loss, over all data ranks."""
         return sum(map(self.sequences.counted_in, self.taken))
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of text that the labels of all data ranks stand for."""
+        """Bytes of text that the labels of all data ranks encode."""
         return sum(map(self.sequences.text_bytes, self.taken))
 
     @property
     def documents(self) -> tuple[tuple[int, ...], ...] | None:
-        """Inputs of each document of each row, padding left out, or None where the sequences are streams.
+        """Number of inputs of each document of each row, without padding; None for pack "stream".
 
-        A row without text has one of a single token.
+        A row of padding has one document of one token.
         """
         if self.sequences.pack == "stream":
             return None
         return tuple((1,) if row is None else self.sequences.documents(row) or () for row in self.rows)
 
     def read(self, row: int, places: range) -> tuple[Ids, Ids]:
-        """Return inputs and labels of a row at some places, each int64 `[len(places)]`; nothing else is read.
+        """Return inputs and labels of a row at given positions, each int64 `[len(places)]`; only these are read.
 
-        Where there is no text, the input is the end-of-document id and the label `IGNORE_INDEX`.
+        In padding, the input is the end-of-document id and the label `IGNORE_INDEX`.
 
         Args:
-            row: Which of this rank's.
+            row: Index among this rank's rows.
             places: Positions in the sequence, ascending and below `sequence_length`.
         """
         index = self.rows[row]
@@ -124,23 +124,22 @@ STATE_VERSION = 1
 
 
 class Batches:
-    """An endless iterator over batches: the `batch_size / data_parallel` samples of this rank in each step.
+    """An infinite iterator over batches: in each step, the `batch_size / data_parallel` samples of this rank.
 
-    Samples come in a new random order every epoch, chosen by (seed, epoch); one step takes the next `batch_size` of
-    them, across the end of an epoch too. Data rank r gets the r-th equal share of them, so that a step trains on the
-    same samples with any number of data ranks, and every rank of a sequence group, which has the same `data_rank`,
-    gets the same ones.
+    Each epoch has a new random order, determined by (seed, epoch). A step takes the next `batch_size` samples, also
+    across the end of an epoch. Data rank r gets the r-th of equal shares. So a step trains on the same samples with any
+    number of data ranks, and all ranks of a sequence group, which have the same `data_rank`, get the same samples.
 
     Args:
-        sequences: Where samples come from.
-        batch_size: Sequences a step, over all data ranks.
-        seed: Chooses the order.
-        data_rank: This rank's data group, in [0, data_parallel).
-        data_parallel: How many data groups there are.
+        sequences: The data set.
+        batch_size: Sequences per step, over all data ranks.
+        seed: Seed of the order.
+        data_rank: Index of this rank's data group, in [0, data_parallel).
+        data_parallel: Number of data groups.
 
     Attributes:
-        samples: How many samples all ranks together have taken since the beginning of training.
-        text_bytes: Bytes of text that the labels of the last batch stand for, over all data ranks; 0 before the first.
+        samples: Number of samples that all ranks together have taken since the start of training.
+        text_bytes: Bytes of text that the labels of the last batch encode, over all data ranks; 0 before the first.
 
     Raises:
         UserError: `batch_size` is not a positive multiple of `data_parallel`.
@@ -168,32 +167,32 @@ class Batches:
         return self
 
     def __next__(self) -> Samples:
-        """Return this rank's part of the next step's samples, and move on by one step."""
+        """Return this rank's samples of the next step, and advance by one step."""
         samples = self.coming()
         self.samples += self._batch_size
         self.text_bytes = samples.text_bytes
         return samples
 
     def coming(self, steps: int = 0) -> Samples:
-        """Return what `next` will, or will after some more steps, and stay where it is."""
+        """Return the samples that `next` would return after `steps` further steps, without advancing."""
         first = self.samples + steps * self._batch_size
         taken = tuple(self._sequences.drawn(first + i, self._seed) for i in range(self._batch_size))
         return Samples(self._sequences, taken, taken[self._first : self._first + self._local])
 
     @property
     def epoch(self) -> int:
-        """How many times every sample has been taken."""
+        """Number of completed epochs."""
         return self.samples // len(self._sequences)
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return the position and what it is a position in; plain values, the same on every rank."""
+        """Return the position and the identity of data and order; plain values, the same on every rank."""
         return {"version": STATE_VERSION, "samples": self.samples, **self._order_of()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where the iterator that gave `state` was, with any number of data ranks and any batch size.
+        """Continue at the position of `state`; the number of data ranks and the batch size may differ.
 
         Raises:
-            UserError: `state` is of another corpus, length, seed or held-out part, or is not such a state.
+            UserError: `state` has another corpus, sequence length, seed or held-out fraction, or is not valid.
         """
         samples = state.get("samples")
         if state.get("version") != STATE_VERSION or not isinstance(samples, int) or samples < 0:
@@ -220,10 +219,10 @@ class Batches:
 
 
 def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int:
-    """Return a data rank's share of a batch.
+    """Return the number of sequences of a batch on each data rank.
 
     Raises:
-        UserError: It has no equal share, or there is no such rank.
+        UserError: `batch_size` is not a positive multiple of `data_parallel`, or `data_rank` is out of range.
     """
     if data_parallel < 1 or not 0 <= data_rank < data_parallel:
         raise UserError(
@@ -250,16 +249,17 @@ def evaluation_batches(
     data_rank: int = 0,
     data_parallel: int = 1,
 ) -> Iterator[Samples]:
-    """Return an iterator over the samples in order, the partial one, padded, at the end.
+    """Return an iterator over the samples in order; a partial sample, padded, is the last one.
 
-    Every data rank gets the same number of batches of as many rows; rows beyond the last sample are without text.
+    Every data rank gets the same number of batches with the same number of rows; rows after the last sample are
+    padding.
 
     Args:
-        sequences: Usually the "held_out" part of a corpus, or "all" of a file.
-        batch_size: Sequences a step, over all data ranks.
-        limit: Stop after that many sequences; None takes all.
-        data_rank: This rank's data group, in [0, data_parallel).
-        data_parallel: How many data groups there are.
+        sequences: Usually the "held_out" split of a corpus, or "all" of a file.
+        batch_size: Sequences per step, over all data ranks.
+        limit: Maximum number of sequences; None: all.
+        data_rank: Index of this rank's data group, in [0, data_parallel).
+        data_parallel: Number of data groups.
 
     Raises:
         UserError: `batch_size` is not a positive multiple of `data_parallel`, or `limit` is less than 1.

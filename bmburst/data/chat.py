@@ -1,4 +1,4 @@
-"""Chat templates, and records as token ids with the places of their answers, as transformers has them."""
+"""Chat templates, and tokenization of records with masks of their answers, equal to transformers."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ _MARK = "mark answers in it with {% generation %} ... {% endgeneration %}: --cha
 
 
 class ChatTemplate:
-    """Writes messages as the text that a model was trained on: the chat template of its directory.
+    """Renders messages to text with the chat template of a model.
 
     Args:
-        directory: It holds tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
-        file: A template that takes the place of the directory's own.
+        directory: Contains tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
+        file: A template that replaces that of the directory.
 
     Raises:
         UserError: There is no template, it cannot be read, or transformers is not installed.
@@ -42,9 +42,9 @@ class ChatTemplate:
                 "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
             ) from error
         try:
-            # Not AutoTokenizer: it would run code of the directory, and ask whether it may.
+            # Not AutoTokenizer: it would ask for permission to run code of the directory.
             self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        except Exception as error:  # of the file, of JSON, or a bare one of the tokenizers package
+        except Exception as error:  # OSError, JSON errors, or a bare Exception of the tokenizers package
             raise UserError(
                 f"{directory}: cannot read the tokenizer for its chat template: {first_line(error)}\n"
                 "fix: copy the directory again, or give prompts as text without chat"
@@ -58,10 +58,10 @@ class ChatTemplate:
             )
 
     def render(self, messages: Messages) -> str:
-        """Return the text of messages up to where the answer begins.
+        """Return the text of messages, including the generation prompt of the answer.
 
         Raises:
-            Exception: The template refuses them, or fails.
+            Exception: The template rejects the messages, or fails.
         """
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
@@ -73,13 +73,13 @@ class RecordEncoder:
     """Tokenizes records and finds their answers.
 
     A conversation's ids are those of transformers' `apply_chat_template`, and its answers those of
-    `return_assistant_tokens_mask`. Without {% generation %} in the template an answer is what a message of the
-    assistant adds to the generation prompt of the messages before it, without white space behind a special token, which
-    stands between turns.
+    `return_assistant_tokens_mask`. If the template has no {% generation %}, an answer is the text that a message of the
+    assistant adds after the generation prompt of the messages before it. White space after a final special token is
+    excluded, because it separates turns.
 
     Args:
-        tokenizer: Of the model.
-        chat_template: A file whose template takes the place of the tokenizer's own.
+        tokenizer: Tokenizer of the model.
+        chat_template: A file whose template replaces that of the tokenizer.
 
     Raises:
         UserError: The file cannot be read.
@@ -94,7 +94,7 @@ class RecordEncoder:
 
     @property
     def identity(self) -> str:
-        """Equal for two encoders only if they give the same ids and answers, with the same transformers."""
+        """Equal for two encoders only if they return the same ids and answers, with the same transformers version."""
         files = [self._file] if self._file else []
         if (folder := self._directory()) is not None:
             files += [folder / TOKENIZER_CONFIG, folder / CHAT_TEMPLATE]
@@ -105,13 +105,14 @@ class RecordEncoder:
         return digest.hexdigest()
 
     def encode(self, record: Record | Pair) -> Masked:
-        """Return a record's ids and where its answers are; of a pair, those of the chosen answer, then the other's.
+        """Return a record's ids and the mask of its answers; for a pair, the chosen answer, then the rejected one.
 
-        A prompt is tokenized together with its completion, as a prompt of `bmburst generate` is, and an
-        end-of-document id follows. A text stands between two end-of-document ids, as in files of text.
+        Prompt and completion are tokenized together, like a prompt of `bmburst generate`, and followed by an
+        end-of-document id. A text is enclosed by two end-of-document ids, as in files of text.
 
         Raises:
-            UserError: There is no chat template, it refuses the messages, or no answer is found; by file and line.
+            UserError: There is no chat template, it rejects the messages, or no answer is found; the message names
+                file and line.
         """
         if isinstance(record, Pair):
             chosen, rejected = self.encode(record.chosen), self.encode(record.rejected)
@@ -136,7 +137,7 @@ class RecordEncoder:
                 ids, answers = self._completion(record.prompt, text)
                 text = json.dumps([record.prompt, text])
         if len(ids):
-            answers[0] = False  # nothing stands before it that it could be predicted from
+            answers[0] = False  # no token precedes it from which it could be predicted
         if not answers.any():
             raise UserError(
                 f"{record.name}: the record has no answer to learn\n"
@@ -147,7 +148,7 @@ class RecordEncoder:
 
     def _completion(self, prompt: str, completion: str) -> tuple[TokenIds, Mask]:
         ids, ends = self.tokenizer.encode_with_ends(prompt + completion)
-        answers = ends > len(prompt)  # a token of both is of the completion
+        answers = ends > len(prompt)  # a token that spans both belongs to the completion
         if not len(ids) or ids[-1] != self.tokenizer.eos_id:
             ids, answers = np.append(ids, self.tokenizer.eos_id), np.append(answers, True)
         answers[-1] = True
@@ -160,7 +161,7 @@ class RecordEncoder:
         if self._loaded is None:
             folder = self._directory()
             if folder is None and self.tokenizer.name != "bytes":
-                folder = Path(self.tokenizer.name)  # on the hub: transformers finds it in the cache, by its name
+                folder = Path(self.tokenizer.name)  # a name on the hub: transformers finds it in the cache
             fix = "give --chat-template FILE, or a tokenizer that has one"
             if folder is None:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
@@ -178,7 +179,7 @@ class RecordEncoder:
         return self._loaded
 
     def _conversation(self, record: Record) -> tuple[TokenIds, Mask, int]:
-        """Return ids, answers, and the bytes of their text."""
+        """Return ids, mask of answers, and the bytes of the answers' text."""
         template = self._template(record.name).tokenizer
         chosen = template.get_chat_template(None, record.tools)
         options = {**record.template_options, "tools": _valid(record.tools)}
@@ -196,7 +197,7 @@ class RecordEncoder:
             out = template.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
             )
-        except Exception as error:  # of jinja2, or whatever the template's code raises
+        except Exception as error:  # from jinja2, or any error raised by the template's code
             raise _refusal(record.name, error) from error
         ids, answers = np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
         if record.answers_from:
@@ -207,7 +208,10 @@ class RecordEncoder:
     def _by_prefixes(
         self, template: Any, record: Record, messages: list[dict[str, Any]], options: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the characters of its answers."""
+        """Return the text of a conversation, and the (start, end) characters of its answers.
+
+        Renders the messages up to each answer, with and without the answer, and compares the texts.
+        """
 
         def rendered(count: int, *, asks: bool) -> str:
             text = template.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks, **options)
@@ -254,12 +258,12 @@ def _key(text: str) -> int:
 def _attempt(name: str, render: Any, count: int, *, asks: bool) -> str:
     try:
         return str(render(count, asks=asks))
-    except Exception as error:  # of jinja2, or whatever the template's code raises
+    except Exception as error:  # from jinja2, or any error raised by the template's code
         raise _refusal(name, error) from error
 
 
 def _is_marked(template: str) -> bool:
-    """Return whether a template marks answers."""
+    """Return whether a template marks answers with {% generation %}."""
     return _MARKER.search(template) is not None
 
 

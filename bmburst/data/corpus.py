@@ -1,4 +1,4 @@
-"""Opens the corpus that a user names as a token file: tokenizes and caches it where needed, filters it by length."""
+"""Opens a corpus as a token file: tokenizes and caches it if needed, and filters records by length."""
 
 import hashlib
 import json
@@ -24,12 +24,12 @@ _BAR = 40  # characters of a histogram's longest bar
 
 
 class Text(NamedTuple):
-    """Text that is to be tokenized, and by what."""
+    """Text to tokenize, with its tokenizer."""
 
     tokenizer: PromptTokenizer
     files: Sequence[SourceFile]
     encoder: RecordEncoder | None = None
-    """For records; None where the files are text."""
+    """Encoder of records; None if the files are text."""
 
 
 def find_corpus(
@@ -39,7 +39,7 @@ def find_corpus(
     text_field: str = "text",
     chat_template: Path | None = None,
 ) -> TokenFile | Text:
-    """Return the token file that a user names, or the text or the records.
+    """Return the token file of a source, or its text or records if it still must be tokenized.
 
     Args:
         source: As in `open_corpus`.
@@ -48,7 +48,7 @@ def find_corpus(
         chat_template: As in `open_corpus`.
 
     Raises:
-        UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
+        UserError: There is no text or no such tokenizer, or a token file was made with another tokenizer.
     """
     if isinstance(source, str | Path):
         if (file := find_token_file(source, tokenizer)) is not None:
@@ -60,7 +60,7 @@ def find_corpus(
 
 
 def are_records(source: str | Path, text_field: str) -> bool:
-    """Return whether a source is records or a token file of them; False for what cannot be read."""
+    """Return whether a source contains records or is a token file of records; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
             return TokenFile.open(source).loss_mask is not None
@@ -70,14 +70,14 @@ def are_records(source: str | Path, text_field: str) -> bool:
 
 
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
-    """Return the token file that a user names, its tokenizer found by the name given for it, or None: it is text.
+    """Open a source that is a token file, with `tokenizer` as its tokenizer's name; None if it is not a token file.
 
     Args:
-        source: A token file or something else, as in `open_corpus`.
+        source: As in `open_corpus`.
         tokenizer: As in `open_corpus`.
 
     Raises:
-        UserError: There is no such tokenizer, or the file is of another one.
+        UserError: There is no such tokenizer, or the file was made with another one.
     """
     if source == STANDARD_LIBRARY or not is_token_file(Path(source)):
         return None
@@ -103,27 +103,28 @@ def open_corpus(
     progress: bool = False,
     on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile:
-    """Return the corpus as a token file, tokenizing it first where that was not done yet.
+    """Return the corpus as a token file; tokenize it first unless the cache contains it.
 
-    Safe if several ranks call it at once: each would write the same file under a name of its own and then rename it.
-    To tokenize once, let one rank call it first.
+    Several ranks may call it at once: each then writes the same file under a temporary name and renames it. To tokenize
+    only once, let one rank call it first.
 
     Args:
-        source: A token file, a text or JSONL file, a directory, several of these (but then no token file), or "stdlib"
-            for the source files of the running Python's standard library.
-        tokenizer: What `load_tokenizer` takes; None means the token file's own, or bytes for text.
-        cache_dir: Where tokenized text is kept. A file there is used again while the paths, sizes and times of the
+        source: A token file, a text or JSONL file, a directory, a list of these (without token files), or "stdlib" for
+            the source files of the running Python's standard library.
+        tokenizer: Argument of `load_tokenizer`; None: that of the token file, or bytes for text.
+        cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
             text, and the tokenizer, are the same.
-        text_field: Where a line of JSONL keeps its text.
-        chat_template: A file whose chat template takes the place of the tokenizer's, for records.
-        progress: Show a progress bar on stderr while tokenizing.
-        on_skip: Called with a line of text about every file of a directory that is not text, while tokenizing.
+        text_field: Key of the text in a line of JSONL.
+        chat_template: For records, a file whose chat template replaces that of the tokenizer.
+        progress: Whether to show a progress bar on stderr while tokenizing.
+        on_skip: Called while tokenizing with a line about each file of a directory that is not text.
 
     Returns:
-        The token file; its tokenizer has the name that it was given here, which may lie elsewhere by now than at first.
+        The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
+        the file was written.
 
     Raises:
-        UserError: There is no text, it cannot be read, or a token file is of another tokenizer.
+        UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
     """
     found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
     if isinstance(found, TokenFile):
@@ -138,13 +139,13 @@ def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str =
     """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
 
     Args:
-        option: What the cache was given by.
+        option: Name of the option that sets the cache, for the error message.
         cache_dir: As in `open_corpus`.
         text: The text.
         text_field: As in `open_corpus`.
 
     Raises:
-        UserError: It has not, and they cannot be written.
+        UserError: The tokens are not cached, and the cache is not writable.
     """
     if not has_tokens(cache_dir, text, text_field=text_field):
         require_folder(option, cache_dir)
@@ -172,10 +173,10 @@ def tokenize(
         text_field: As in `open_corpus`.
         progress: As in `open_corpus`.
         on_skip: As in `open_corpus`.
-        keep: Returns whether a record is written.
+        keep: Returns whether to write a record.
 
     Raises:
-        UserError: There is no text, or something cannot be read or written.
+        UserError: There is no text, or a file cannot be read or written.
     """
     with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
@@ -186,7 +187,7 @@ def tokenize(
 
 
 def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
-    """Return where the tokens of a text are kept, by a name from what the file system says of its files."""
+    """Return the cache path of a text's tokens: a hash of the tokenizer and of paths, sizes and times of its files."""
     texts = []
     for file in text.files:
         parts = sorted(file.path.rglob("*")) if file.kind == "dataset" else [file.path]
@@ -205,10 +206,10 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Give what to call with numbers of bytes read."""
+    """Show a progress bar; yields a function to call with the number of bytes of each read."""
     from tqdm import tqdm
 
-    if shown and total >= _LONG and not sys.stderr.isatty():  # where tqdm shows nothing
+    if shown and total >= _LONG and not sys.stderr.isatty():  # tqdm shows nothing there
         sys.stderr.write(f"tokenizing {amount(total)} of text, once\n")
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update
@@ -218,10 +219,10 @@ class LengthReport:
     """Counts the lengths of records by powers of two.
 
     Args:
-        most: Tokens of the longest record that is kept; None keeps all.
+        most: Maximum tokens of a record; None: no limit.
 
     Raises:
-        UserError: `most` is less than 2, of which one could be an answer.
+        UserError: `most` is less than 2, so that no record could have an answer.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -233,7 +234,7 @@ class LengthReport:
         self._tokens = self._answers = self._shortest = self._longest = 0
 
     def keep(self, record: Masked) -> bool:
-        """Count a record, and return whether it is short enough."""
+        """Count a record, and return whether it has at most `most` tokens."""
         length = len(record.ids)
         self._shortest = min(self._shortest or length, length)
         if self._most is not None and length > self._most:
@@ -250,7 +251,7 @@ class LengthReport:
         """Check that a record is left.
 
         Raises:
-            UserError: All are too long.
+            UserError: All records are too long.
         """
         if not self._kept and self._left_out:
             raise UserError(
@@ -260,7 +261,7 @@ class LengthReport:
             )
 
     def text(self) -> str:
-        """Return a line of sums and a line for each length, at most 80 columns wide."""
+        """Return the report: a line of totals and a histogram with a line per range of lengths, at most 80 columns."""
         kept, dropped = self._kept.total(), self._left_out.total()
         lines = [f"{kept:,} records, {self._answers:,} of {self._tokens:,} tokens are answers"]
         if dropped:

@@ -1,4 +1,4 @@
-"""Weighted mixtures of sources: a file that names them, and the order in which their samples are trained on."""
+"""Weighted mixtures of data sources: reads the YAML file of a mixture, and interleaves the samples of its sources."""
 
 import hashlib
 import math
@@ -27,8 +27,8 @@ class Source:
     """One source of a mixture.
 
     Attributes:
-        path: A source as `bmburst train --data` takes it.
-        weight: Its share of the sequences, relative to the others' weights.
+        path: A source in the form of `bmburst train --data`.
+        weight: Its share of the sequences, relative to the weights of the other sources.
     """
 
     path: str
@@ -36,12 +36,12 @@ class Source:
 
 
 def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
-    """Return the sources that a YAML file names, or None: it is not a mixture.
+    """Return the sources of a mixture's YAML file; None if `source` is not a mixture.
 
     Paths in it are relative to its folder.
 
     Raises:
-        UserError: The file has the key `sources`, and they are not sources of a positive weight.
+        UserError: The file has the key `sources`, but not a list of sources with positive weights.
     """
     file = Path(source)
     if file.suffix.lower() not in SUFFIXES or not file.is_file():
@@ -49,7 +49,7 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
     try:
         values = read_config_file(file)
     except UserError:
-        return None  # text
+        return None  # a text file
     if "sources" not in values:
         return None
     found = []
@@ -73,7 +73,7 @@ class MixedFiles:
     """The token files of a mixture, and their weights.
 
     Raises:
-        UserError: The files were made with more than one tokenizer.
+        UserError: The files were made with different tokenizers.
     """
 
     files: tuple[TokenFile, ...]
@@ -95,25 +95,25 @@ class MixedFiles:
 
     @property
     def tokenizer_name(self) -> str:
-        """What `load_tokenizer` takes to get the tokenizer of all of them."""
+        """Name of the common tokenizer, for `load_tokenizer`."""
         return self.files[0].tokenizer_name
 
     def require_vocab(self, vocab_size: int) -> None:
-        """Refuse a model that does not know some id; see `TokenFile.require_vocab`."""
+        """Check that a model's vocabulary contains all ids; see `TokenFile.require_vocab`."""
         for file in self.files:
             file.require_vocab(vocab_size)
 
 
 class Mixture:
-    """Samples of several sources: each source is taken as often as its weight says, whatever its size.
+    """Samples of several sources, drawn in proportion to the weights, independent of the sizes of the sources.
 
-    The order of the sources repeats after a turn, in which each stands as often as its weight, as evenly spread as can
-    be. A source that is used up begins its next epoch, in another random order. A position in the data is one number,
-    and the samples depend neither on ranks nor on where a run was resumed.
+    The order of the sources is periodic. In one period, each source occurs in proportion to its weight, evenly spread.
+    A source that is used up starts its next epoch, in another random order. A position in the data is one number, and
+    the samples depend neither on the number of ranks nor on where a run was resumed.
 
     Args:
-        parts: The sources, of one length and tokenizer.
-        weights: Theirs, above 0; rounded to parts of 65536 where a turn would be longer.
+        parts: The sources, with the same sequence length and tokenizer.
+        weights: Their weights, above 0; rounded to multiples of 1 / 65536 of the total if a period would be longer.
     """
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
@@ -121,7 +121,7 @@ class Mixture:
         self.sequence_length = parts[0].sequence_length
         self.held_out_fraction = parts[0].held_out_fraction
         self.pack = parts[0].pack
-        # Numbers of all samples, the partial one of each part too: those of the first part, then of the second.
+        # Sample indices: all samples of the first part, including its partial sample, then those of the second, ...
         self._ends = list(accumulate(len(part.evaluated()) for part in parts))
         self._turn = tuple(_turn(self._weights))
         counts = [0] * len(self._parts)
@@ -133,17 +133,17 @@ class Mixture:
 
     @property
     def eos_id(self) -> int:
-        """The id of padding."""
+        """The end-of-document id, also used for padding."""
         return self._parts[0].eos_id
 
     @property
     def fingerprint(self) -> str:
-        """Equal for the same sources with the same weights alone."""
+        """Equal only for the same sources with the same weights."""
         text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._weights, strict=True)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        """Return how many whole samples all sources have."""
+        """Return the number of full samples of all sources."""
         return sum(map(len, self._parts))
 
     def labels_in(self, index: int) -> int:
@@ -179,7 +179,7 @@ class Mixture:
         return self._first(number) + own
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
-        """Return every sample once, at first by the weights, or the first `count` of these."""
+        """Return every sample once, at most `count`: interleaved by weight until a source is used up."""
         owns = [part.evaluated(count) for part in self._parts]
         times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._weights, strict=True)])
         numbers = np.concatenate([np.array(own, np.int64) + self._first(i) for i, own in enumerate(owns)])
@@ -202,7 +202,7 @@ class Mixture:
 
 @lru_cache(maxsize=16)
 def _turn(weights: tuple[float, ...]) -> list[int]:
-    """Return the sources in the order of a turn, each at the middles of as many equal parts of it as its weight."""
+    """Return the sources of one period: n occurrences of a source are at the centers of n equal parts of the period."""
     counts = _counts(weights)
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     sources = np.repeat(np.arange(len(counts)), counts)
@@ -211,7 +211,7 @@ def _turn(weights: tuple[float, ...]) -> list[int]:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the ratio of the weights; rounded where they are large."""
+    """Return the smallest integers in the ratio of the weights; rounded if their sum exceeds `_MOST_TURN`."""
     ratios = [_decimal(weight) for weight in weights]
     scale = math.lcm(*(below for _, below in ratios))
     whole = [above * scale // below for above, below in ratios]
@@ -223,12 +223,12 @@ def _counts(weights: Sequence[float]) -> list[int]:
 
 
 def _decimal(weight: float) -> tuple[int, int]:
-    """Return 0.3 as 3 / 10, not as the binary number next to it."""
+    """Return the decimal fraction of a float: 0.3 as (3, 10), not as its exact binary value."""
     return Fraction(repr(float(weight))).as_integer_ratio()
 
 
 def mixed(corpus: TokenFile | MixedFiles, make: Callable[[TokenFile], Sequences]) -> Sequences:
-    """Return the sequences of a token file, or the mixture of those of several."""
+    """Return `make(corpus)` for a token file, or the `Mixture` of `make` of each file."""
     if isinstance(corpus, TokenFile):
         return make(corpus)
     return Mixture([make(file) for file in corpus.files], corpus.weights)

@@ -1,4 +1,4 @@
-"""Packs documents into sequences of one length, splits them into training and held-out parts, and orders sequences."""
+"""Packing: documents to sequences of fixed length, train / held-out split, and the random order of training."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -13,12 +13,12 @@ from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError, require_known
 
 Spans = npt.NDArray[np.int64]
-_ROUNDS, _MASK = 8, (1 << 64) - 1  # of a permutation: its rounds, and 64 bits
+_ROUNDS, _MASK = 8, (1 << 64) - 1  # rounds of `Permutation`; 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Ranges of tokens, int64 `[ranges, 2]` of (start, stop), in order and disjoint; together they are the corpus."""
+    """Token ranges, int64 `[ranges, 2]` of (start, stop), sorted and disjoint; both parts together are the corpus."""
 
     train: Spans
     held_out: Spans
@@ -27,17 +27,18 @@ class Split:
 def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
     """Hold out a part of the documents, chosen by a hash of their text.
 
-    Documents come in the order of their keys, those of equal text together, and whole ones are held out until no
-    further one fits into the asked number of tokens. Where that is not half of it (a corpus of one file, or of a few
-    large ones), the end of the next document is held out too. So the part has between half the asked tokens and all
-    of them, depends on the texts alone (not on file names, seeds or lengths), and equal documents fare alike.
+    Documents are sorted by their keys (hashes), so that equal documents are adjacent. Whole documents are held out in
+    this order while they fit into the requested number of tokens. If they are less than half of it (a corpus of one or
+    a few large files), the end of the next document is held out too. So the held-out part has between half and all of
+    the requested tokens. It depends only on the texts, not on file names, seeds or sequence lengths, and equal
+    documents are treated equally.
 
     Args:
         file: The corpus.
-        held_out_fraction: The share of the corpus's tokens, in (0, 1).
+        held_out_fraction: Fraction of the corpus's tokens to hold out, in (0, 1).
 
     Raises:
-        UserError: The fraction is not in (0, 1), or there are too few tokens to share out.
+        UserError: The fraction is not in (0, 1), or the corpus has fewer than 4 tokens.
     """
     _require_fraction(held_out_fraction)
     total = file.token_count
@@ -51,17 +52,17 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
     held_from = ends.copy()  # document d holds out its tokens [held_from[d], ends[d])
 
     order, groups, in_order = _by_text(file)
-    whole = int(np.searchsorted(in_order[groups], target, side="right")) - 1  # texts that fit as a whole
+    whole = int(np.searchsorted(in_order[groups], target, side="right")) - 1  # number of texts that fit completely
     held_from[order[: groups[whole]]] = starts[order[: groups[whole]]]
     held = int(in_order[groups[whole]])
     if 2 * held < target:
         copies = order[groups[whole] : groups[whole + 1]]
-        held_from[copies] -= max((target - held) // len(copies), 1)  # less than the document, which does not fit
+        held_from[copies] -= max((target - held) // len(copies), 1)  # less than the document, since it does not fit
     return Split(train=_joined(starts, held_from), held_out=_joined(held_from, ends))
 
 
 def _by_text(file: TokenFile) -> tuple[Spans, Spans, Spans]:
-    """Return documents in the order of their keys, where each text begins in it, and the tokens before each."""
+    """Return documents sorted by key, the index of each distinct text in this order, and cumulative token counts."""
     sizes = np.diff(file.document_offsets)
     order = np.argsort(file.document_keys, kind="stable")
     keys = np.asarray(file.document_keys)[order]
@@ -70,12 +71,12 @@ def _by_text(file: TokenFile) -> tuple[Spans, Spans, Spans]:
 
 
 def held_out_documents(file: TokenFile, held_out_fraction: float) -> npt.NDArray[np.bool_]:
-    """Return which documents are held out, bool `[documents]`: whole ones, chosen as `split_documents` does.
+    """Return which documents are held out, bool `[documents]`: whole documents, in the order of `split_documents`.
 
-    At least one text is held out and one is not.
+    At least one text is held out, and at least one is not.
 
     Raises:
-        UserError: The fraction is not in (0, 1), or all documents are of one text.
+        UserError: The fraction is not in (0, 1), or all documents have the same text.
     """
     _require_fraction(held_out_fraction)
     order, groups, in_order = _by_text(file)
@@ -99,7 +100,7 @@ def _require_fraction(held_out_fraction: float) -> None:
 
 
 def _joined(starts: Spans, stops: Spans) -> Spans:
-    """Return the ranges that are not empty, neighbours made one."""
+    """Return the non-empty ranges, with adjacent ranges merged."""
     kept = starts < stops
     starts, stops = starts[kept], stops[kept]
     first = np.append(True, starts[1:] != stops[:-1])
@@ -108,12 +109,12 @@ def _joined(starts: Spans, stops: Spans) -> Spans:
 
 SPLITS = ("train", "held_out", "all")
 PACKS = ("stream", "documents")
-"""Which tokens attention sees: all earlier ones of the sequence, or only those of the same document."""
+"""Whether tokens attend to the whole sequence ("stream"), or only to their own document ("documents")."""
 HELD_OUT_FRACTION = 0.05
 
 
 class PartOfCorpus(ABC):
-    """One part of a corpus in sequences of one length: its options, and the order of its samples in training."""
+    """One split of a corpus in sequences of fixed length: its options, and the order of its samples in training."""
 
     def __init__(
         self, token_file: TokenFile, split: str, sequence_length: int, held_out_fraction: float, pack: str
@@ -133,52 +134,52 @@ class PartOfCorpus(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples of an epoch."""
 
     @property
     def eos_id(self) -> int:
-        """The id of padding."""
+        """The end-of-document id, also used for padding."""
         return self.token_file.eos_id
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two corpora only if they hold the same tokens and answers in the same documents."""
+        """Equal for two corpora only if they have the same tokens and answers in the same documents."""
         return self.token_file.fingerprint
 
     def drawn(self, position: int, seed: int) -> int:
-        """Return which sample stands at `position` of the endless order of training."""
+        """Return the index of the sample at `position` of the infinite training order."""
         epoch, place = divmod(position, len(self))
         return permutation(len(self), seed, epoch)(place)
 
 
 class PackedSequences(PartOfCorpus):
-    """The documents of one part of a corpus, one after the other, cut into sequences.
+    """The documents of one split of a corpus, concatenated and cut into sequences.
 
-    The stream is an end-of-document id, then every document with its own after it. Sample i is
-    `stream[i * S : (i + 1) * S + 1]`, S + 1 ids: inputs are the first S, labels the last S. Neighbours share one id,
-    so every token of the part is a label exactly once, and the first of each document is predicted from an
-    end-of-document id. What is left at the end, fewer than S labels, is the partial sample: training leaves it out,
-    evaluation pads it.
+    The stream is an end-of-document id, then each document followed by its end-of-document id. Sample i is
+    `stream[i * S : (i + 1) * S + 1]`, S + 1 ids: inputs are the first S, labels the last S. Consecutive samples share
+    one id, so every token of the split is a label exactly once, and the first token of each document is predicted from
+    an end-of-document id. The remainder of fewer than S labels is the partial sample: training drops it, evaluation
+    pads it.
 
-    With documents kept apart the samples are the same, and `documents` says how they divide: into each document's
-    inputs, which are the end-of-document id before it and its text, and whose labels are its text and the
-    end-of-document id behind it. So no label is lost, and no token sees another document, except that where the end of
-    a document is held out, the next one in training begins with the last token kept of it. What a sample's border cuts
-    off of a document is a document of its own in the next sample, and begins with the token before the cut.
+    With pack "documents" the samples are the same, and `documents` returns the lengths of their documents. The inputs
+    of a document are the end-of-document id before it and its text; its labels are its text and the end-of-document id
+    after it. So no label is lost, and tokens attend only to their own document. There is one exception: if the end of a
+    document is held out, the next document in training starts with the last token kept of it. If a sample ends inside
+    a document, the rest is a separate document of the next sample and starts with the token before the cut.
 
     Args:
         token_file: The corpus.
         split: "train", "held_out" or "all".
-        sequence_length: S, tokens a sequence.
-        held_out_fraction: The share of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
-        pack: "stream", each sample is one text; or "documents", kept apart.
+        sequence_length: S, tokens per sequence.
+        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        pack: "stream": each sample is one text; "documents": attention is separate for each document.
 
     Attributes:
-        label_count: Tokens in the part, which is how many labels there are.
-        partial_labels: How many of them are in the partial sample; 0 if there is none.
+        label_count: Number of labels, equal to the number of tokens of the split.
+        partial_labels: Number of labels of the partial sample; 0 if there is none.
 
     Raises:
-        UserError: A value is out of range, or "train" has less than one whole sequence.
+        UserError: A value is out of range, or "train" has less than one full sequence.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class PackedSequences(PartOfCorpus):
             parts = split_documents(token_file, held_out_fraction)
             spans = parts.train if split == "train" else parts.held_out
         self._spans = spans
-        self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # of each span, counted in labels
+        self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # end of each span, in labels
         self.label_count = int(self._ends[-1])
         self.partial_labels = self.label_count % sequence_length
         if split == "train" and not len(self):
@@ -208,13 +209,13 @@ class PackedSequences(PartOfCorpus):
             )
 
     def __len__(self) -> int:
-        """Return how many whole samples there are."""
+        """Return the number of full samples."""
         return self.label_count // self.sequence_length
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return sample `index`, int64 `[sequence_length + 1]`; only its own tokens are read.
+        """Return sample `index`, int64 `[sequence_length + 1]`; only its tokens are read from the file.
 
-        The partial sample, where there is one, has the index `len(self)` and is shorter.
+        The partial sample, if there is one, has the index `len(self)` and is shorter.
 
         Raises:
             IndexError: There is no such sample.
@@ -222,14 +223,14 @@ class PackedSequences(PartOfCorpus):
         return self.read(index, range(self.labels_in(index) + 1))
 
     def read(self, index: int, places: range) -> npt.NDArray[np.int64]:
-        """Return the ids of sample `index` at some places, int64 `[len(places)]`; only these are read from the file.
+        """Return the ids of sample `index` at given positions, int64 `[len(places)]`; reads only these from the file.
 
         Args:
             index: See `__getitem__`.
-            places: Ascending, from 0 to the sample's labels, which is the place of its last id.
+            places: Positions in the sample, ascending, from 0 to `labels_in(index)` inclusive.
 
         Raises:
-            IndexError: There is no such sample, or no such place in it.
+            IndexError: There is no such sample or position.
         """
         start, stop = self._labels_of(index)
         ids = np.empty(len(places), np.int64)
@@ -237,10 +238,10 @@ class PackedSequences(PartOfCorpus):
             return ids
         if places.step < 1 or places[0] < 0 or places[-1] > stop - start:
             raise IndexError(f"no places {places} in sample {index} of {stop - start + 1} ids")
-        token = start + places[0] - 1  # of the part
-        filled = int(token < 0)  # before its first token stands an end-of-document id
+        token = start + places[0] - 1  # index in the split
+        filled = int(token < 0)  # an end-of-document id precedes the first token
         ids[:filled] = self.token_file.eos_id
-        skip = 0  # tokens of the next range before the first that is asked for
+        skip = 0  # tokens of the next range before the first requested one
         for begin, end in self._file_ranges(token + filled * places.step, start + places[-1]):
             picked = self.token_file.tokens[begin + skip : end : places.step]
             ids[filled : filled + len(picked)] = picked
@@ -249,29 +250,29 @@ class PackedSequences(PartOfCorpus):
         return ids
 
     def pairs(self, index: int, places: range) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return inputs and labels of sample `index` at some places below its labels, each int64 `[len(places)]`."""
+        """Return inputs and labels of sample `index` at positions below `labels_in`, each int64 `[len(places)]`."""
         first, stop, step = places.start, places.stop, places.step
-        if step == 1:  # a label is the next input: one read does for both
+        if step == 1:  # a label is the next input: one read serves both
             ids = self.read(index, range(first, stop + 1))
             return ids[:-1], ids[1:]
         return self.read(index, places), self.read(index, range(first + 1, stop + 1, step))
 
     def counted_in(self, index: int) -> int:
-        """Return how many labels of sample `index` count in the loss: all."""
+        """Return the number of labels of sample `index` that count in the loss: all."""
         return self.labels_in(index)
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
-        """Return the samples of an evaluation in order, the partial one at the end, and at most `count`."""
+        """Return the samples of an evaluation in order, the partial sample last; at most `count`."""
         whole = range(len(self) + (self.partial_labels > 0))
         return whole if count is None else whole[:count]
 
     def prompt(self, most: int) -> list[int]:
-        """Return the first tokens of the first document, at most so many, for a sample of what a model writes."""
+        """Return the first tokens of the first document, at most `most`: the prompt of a generated sample."""
         first, *_ = self.documents(0) or (most,)
         return [int(each) for each in self[0][: min(first, most)]]
 
     def labels_in(self, index: int) -> int:
-        """Return how many labels sample `index` has: `sequence_length`, but for the partial one.
+        """Return the number of labels of sample `index`: `sequence_length` except in the partial sample.
 
         Raises:
             IndexError: There is no such sample.
@@ -280,17 +281,17 @@ class PackedSequences(PartOfCorpus):
         return stop - start
 
     def text_bytes(self, index: int) -> int:
-        """Return how many bytes of text the labels of sample `index` stand for.
+        """Return the number of bytes of text that the labels of sample `index` encode.
 
-        Bits per byte is the sum of the labels' losses in nats / ln 2 / these bytes. The samples of a part add up to
-        the bytes of its documents; see `TokenFile.bytes_between` for what is exact within a document.
+        Bits per byte is the sum of the labels' losses in nats / ln 2 / these bytes. Summed over all samples, they are
+        the bytes of the split's documents; within a document they may be estimated, see `TokenFile.bytes_between`.
         """
         return sum(self.token_file.bytes_between(*r) for r in self._file_ranges(*self._labels_of(index)))
 
     def documents(self, index: int) -> tuple[int, ...] | None:
-        """Return how many inputs of sample `index` each of its documents has, in order; None in a stream.
+        """Return the number of inputs of each document of sample `index`, in order; None for pack "stream".
 
-        They add up to the sample's labels: to `sequence_length`, but for the partial sample.
+        Their sum is `labels_in(index)`.
 
         Raises:
             IndexError: There is no such sample.
@@ -311,7 +312,7 @@ class PackedSequences(PartOfCorpus):
         return start, min(start + self.sequence_length, self.label_count)
 
     def _file_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the file that hold the part's tokens [start, stop)."""
+        """Yield the ranges of the file that hold the split's tokens [start, stop)."""
         span = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             file_stop, end = int(self._spans[span, 1]), int(self._ends[span])
@@ -322,16 +323,16 @@ class PackedSequences(PartOfCorpus):
 
 
 class Permutation:
-    """A permutation of range(size), the same for the same key, in no memory: computed number by number.
+    """A pseudorandom permutation of range(size) for a key, computed element by element without a table.
 
-    A Feistel network permutes the numbers of 2b bits, for the smallest such range that holds `size`; a number that
-    falls outside `size` goes through it again until it is inside ("cycle walking", Black and Rogaway 2002,
-    doi:10.1007/3-540-45760-7_9). The range is less than four times `size`, so that takes less than four turns on
+    A Feistel network permutes the integers of 2b bits, for the smallest such range that contains `size`. A result
+    outside of range(size) is permuted again until it is inside ("cycle walking", Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9). The range is less than four times `size`, so this takes fewer than four iterations on
     average.
 
     Args:
-        size: How many things there are, at least 1.
-        key: What chooses the permutation; any numbers.
+        size: Number of elements, at least 1.
+        key: Integers that select the permutation.
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -341,7 +342,7 @@ class Permutation:
         self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
 
     def __call__(self, index: int) -> int:
-        """Return where `index` goes.
+        """Return the image of `index`.
 
         Raises:
             IndexError: `index` is not in range(size).
@@ -371,5 +372,5 @@ def _mix(value: int) -> int:
 
 @lru_cache(maxsize=64)
 def permutation(size: int, *key: int) -> Permutation:
-    """Return the permutation of a size and a key, made once."""
+    """Return the permutation of a size and a key, cached."""
     return Permutation(size, *key)

@@ -1,4 +1,4 @@
-"""Reads records to fine-tune on: conversations, prompts with answers, pairs, texts; each with the place it is from."""
+"""Reads fine-tuning records: conversations, prompts with completions, preference pairs, texts."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ _KEYS = (
     *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
     *({"chosen"}, {"rejected"}),
 )
-"""Keys by which a record is told from a line of text."""
+"""Keys that distinguish a record from a line of text."""
 PAIRS = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages'
 
 
@@ -21,7 +21,7 @@ _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "observation": "tool"},
 }
-"""Roles of messages by the names that ShareGPT's records have for them."""
+"""Roles of messages, by their names in ShareGPT's records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Record:
     """One record: messages, or a prompt and a completion as text, or a text.
 
     Attributes:
-        name: Where it comes from, "chats.jsonl:3".
-        messages: Of a conversation, each with its role; None for text.
-        answers_from: Messages before this one are no answers, whatever their role.
+        name: Its origin for error messages, "chats.jsonl:3".
+        messages: Messages of a conversation, each with its role; None for text.
+        answers_from: Index of the first message that can be an answer; earlier ones have no loss, whatever their role.
         prompt: Text before the completion; None for a text alone.
         text: The completion or the text; None for a conversation.
-        tools: What the template gets as `tools`.
-        template_options: Further variables of the template.
+        tools: Variable `tools` of the chat template.
+        template_options: Further variables of the chat template.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, of which the first is preferred.
+    """Two answers to one prompt; the first is preferred.
 
     Attributes:
         chosen: The prompt with the preferred answer.
@@ -61,18 +61,18 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Where it comes from, "pairs.jsonl:3"."""
+        """Its origin for error messages, "pairs.jsonl:3"."""
         return self.chosen.name
 
 
 def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
-    """Return whether files hold records, by the keys of the first one.
+    """Return whether files contain records, judged by the keys of the first line of the first file that is not text.
 
-    A file whose lines have the text field is text, as it always was.
+    Lines with the text field are text.
 
     Raises:
         UserError: That line is not valid JSON.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     for file in files:
         if file.kind == "text":
@@ -86,16 +86,16 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
 def read_records(
     files: Sequence[SourceFile], *, text_field: str = "text", on_read: Callable[[int], object] = lambda _: None
 ) -> Iterator[Record | Pair]:
-    """Yield the records of files in order, one line in memory at a time; either all of them are pairs, or none is.
+    """Yield the records of files in order, one line in memory at a time; either all are preference pairs, or none is.
 
     Args:
-        files: From `find_sources`, none of them plain text.
-        text_field: Where a line keeps its text.
-        on_read: Called with numbers of bytes, as they are read.
+        files: From `find_sources`; none is plain text.
+        text_field: Key of the text in a line.
+        on_read: Called with the number of bytes of each read.
 
     Raises:
-        UserError: A file cannot be read, a line is malformed, has neither of the keys, or is a pair among others or
-            the reverse; by file and line.
+        UserError: A file cannot be read, a line is malformed or has no known key, or pairs are mixed with other
+            records; the message names file and line.
     """
     first: Record | Pair | None = None
     for file in files:
@@ -125,7 +125,7 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
     if not isinstance(value, dict):
         raise UserError(f"{name}: the line is not a JSON object: {_short(value)}\nallowed: {KINDS}\nfix: correct it")
     tools, options = value.get("tools"), value.get("chat_template_kwargs") or {}
-    if isinstance(tools, str) and tools:  # a column of a data set has one type
+    if isinstance(tools, str) and tools:  # data sets store tools as JSON, since a column has one type
         try:
             tools = json.loads(tools)
         except ValueError:
@@ -155,7 +155,7 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
 
 
 def _conversation(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    """Return the messages of a line, whose keys may be those of ShareGPT or Alpaca; None if it has none."""
+    """Return the messages of a line with `messages` or the keys of ShareGPT or Alpaca; None if it has none of them."""
     if "messages" in value:
         return _messages(name, "messages", value["messages"])
     if "conversations" in value:
@@ -169,7 +169,7 @@ def _conversation(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...
 
 
 def _turn(name: str, number: int, turn: Any) -> Any:
-    """Return a message of ShareGPT, {"from": "human", "value": "..."}, with the keys of a message."""
+    """Convert a turn of ShareGPT, {"from": "human", "value": "..."}, to a message with role and content."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     if turn["from"] not in _ROLES:
@@ -178,7 +178,7 @@ def _turn(name: str, number: int, turn: Any) -> Any:
 
 
 def _system(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the message of the key `system`, if there is text in it."""
+    """Return the system message of the key `system`; empty without text."""
     text = value.get("system") or ""
     if not isinstance(text, str):
         raise _wrong(name, "system", text, "text")
@@ -186,7 +186,7 @@ def _system(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _instructed(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the messages of a line of Alpaca. Instruction and input are one message, as in LLaMA-Factory."""
+    """Return the messages of a line of Alpaca. Instruction and input form one message, as in LLaMA-Factory."""
     given = {key: value.get(key) or "" for key in ("instruction", "input", "output")}
     for key, text in given.items():
         if not isinstance(text, str):
@@ -204,7 +204,7 @@ def _instructed(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _answered(name: str, value: Any, key: str, tools: list[Any] | None, options: dict[str, Any]) -> Record:
-    """Return the prompt of a line with the answer under a key: both text, or both messages."""
+    """Return a record of the line's prompt and the answer of `key`: both text, or both lists of messages."""
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, list) and isinstance(answer, list):
         before = _messages(name, "prompt", prompt)
@@ -241,7 +241,7 @@ def _messages(name: str, key: str, value: Any) -> tuple[dict[str, Any], ...]:
             raise _wrong(name, f"{key}: content of message {number}", content, "text")
         if message["role"] == "assistant" and not content and not calls:
             raise _empty(name, f"answer in message {number}")
-    # transformers drops what is null in a message before it renders it
+    # as in transformers, null values of a message are dropped before rendering
     return tuple({k: v for k, v in message.items() if v is not None} for message in value)
 
 

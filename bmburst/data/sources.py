@@ -16,12 +16,12 @@ from bmburst.errors import UserError, first_line
 
 STANDARD_LIBRARY = "stdlib"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# What counts as text inside a directory. A file that is named itself is text whatever its suffix.
+# Suffixes of text files in a directory. A file that the user names is text, whatever its suffix.
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
 )
-# Installed packages are not the standard library; its tests are large and hold files that are broken on purpose.
+# Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
 KINDS = (
@@ -43,12 +43,12 @@ class SourceFile:
     """One file to read.
 
     Attributes:
-        path: Where it is.
-        name: What it is called in messages.
-        kind: "text" is one document; "jsonl" has one on each line, "json" is an array with one in each element,
-            "dataset" is a folder that `datasets` wrote, with one in each row.
-        named: The user named this very file, so not being able to read it is an error. One that was found in a
-            directory is left out instead, and reported.
+        path: Path of the file.
+        name: Its name in messages.
+        kind: "text": one document; "jsonl": one document per line; "json": an array with one document per element;
+            "dataset": a folder written by the package datasets, one document per row.
+        named: Whether the user named this file. If it is unreadable, that is an error; an unreadable file found in a
+            directory is skipped and reported.
     """
 
     path: Path
@@ -59,26 +59,26 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text, in pieces of about 1 MiB that end at line ends, so that a large file is never in memory whole."""
+    """One text, in pieces of about 1 MiB that end at line ends, so that a large file is never in memory as a whole."""
 
     name: str
     pieces: Iterable[str]
 
 
 def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
-    """Return every file that `inputs` stand for, in an order that depends on names alone.
+    """Return all files of `inputs`, in an order that depends only on names.
 
     Args:
-        inputs: Files, directories (searched to the bottom for `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, hidden ones
-            left out), or "stdlib" for the running Python's own sources.
+        inputs: Files, directories (searched recursively for `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, without hidden
+            files), or "stdlib" for the sources of the running Python.
 
     Raises:
-        UserError: Nothing is there, one may not look, or a directory holds no text.
+        UserError: A path does not exist or is not readable, or a directory contains no text.
     """
     found: list[SourceFile] = []
     for item in inputs:
         try:
-            # A Path, or ./stdlib, is what lies there.
+            # Only the string "stdlib" is special; Path("stdlib") and "./stdlib" are paths.
             found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item))
         except OSError as error:
             raise _unreadable(str(item), error) from error
@@ -92,13 +92,13 @@ def read_documents(
     on_read: Callable[[int], object] = lambda _: None,
     on_skip: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Document]:
-    """Yield the documents of `files` in order; a document's pieces must be used before the next is asked for.
+    """Yield the documents of `files` in order. Consume a document's pieces before requesting the next document.
 
     Args:
         files: From `find_sources`.
-        text_field: Where a line of JSONL keeps its text.
-        on_read: Called with numbers of bytes, as they are read.
-        on_skip: Called with a line of text about every file that is left out.
+        text_field: Key of the text in a line of JSONL.
+        on_read: Called with the number of bytes of each read.
+        on_skip: Called with a line about each skipped file.
 
     Raises:
         UserError: A named file cannot be read or is not text, or a line of JSONL is malformed.
@@ -123,11 +123,11 @@ def read_documents(
 
 
 def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
-    """Check how the named files begin, and the first JSONL file, named or found; the rest is checked as it is read.
+    """Check the beginning of the named text files and of the first JSONL file; the rest is checked while reading.
 
     Args:
         files: From `find_sources`.
-        text_field: Where a line of JSONL keeps its text.
+        text_field: Key of the text in a line of JSONL.
 
     Raises:
         UserError: A beginning cannot be read, is not text, or its line of JSONL is malformed.
@@ -189,7 +189,7 @@ def _named(path: Path) -> list[SourceFile]:
         return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
     if path.is_dir():
         return _directory(path)
-    if path.exists() and not path.is_file():  # it is read twice, and may never end
+    if path.exists() and not path.is_file():  # files are read twice, and a pipe may never end
         raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
     if path.exists():
         return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
@@ -201,7 +201,7 @@ def _named(path: Path) -> list[SourceFile]:
 
 
 def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files under `root`, sorted by their path relative to it, hidden ones and caches left out."""
+    """Yield the files under `root`, sorted by relative path, without hidden files and caches."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
@@ -237,11 +237,11 @@ def _standard_library() -> list[SourceFile]:
 
 
 def _why_not_text(path: Path, most: float = math.inf) -> str | None:
-    """Return why a file is not UTF-8 text, or None. Reads it once, so that a bad end never leaves half a document.
+    """Return why a file is not UTF-8 text, or None. Checks it before use, so that no document is cut by a bad end.
 
     Args:
         path: The file.
-        most: Bytes to look at.
+        most: Number of bytes to check, rounded up to blocks.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
@@ -253,7 +253,7 @@ def _why_not_text(path: Path, most: float = math.inf) -> str | None:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 return f"byte {done - waiting + error.start} is not UTF-8"
-            if (at := block.find(b"\0")) >= 0:  # a token file or an archive of small numbers can be valid UTF-8
+            if (at := block.find(b"\0")) >= 0:  # binary files with small numbers can be valid UTF-8
                 return f"byte {done + at} is zero"
             done += len(block)
             if not block or done >= most:
@@ -261,7 +261,7 @@ def _why_not_text(path: Path, most: float = math.inf) -> str | None:
 
 
 def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
-    """Yield the text of a file; only one that is longer than a piece is cut, after a line end where there is one."""
+    """Yield the text of a file in pieces, cut after a line end if possible; a file of at most one piece is not cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held = ""
     with path.open("rb") as file:
@@ -278,20 +278,20 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
 
 
 def is_dataset(path: Path) -> bool:
-    """Return whether a folder is what `save_to_disk` of Hugging Face's datasets writes."""
+    """Return whether a folder was written by `save_to_disk` of Hugging Face's datasets."""
     return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file that is no plain text, each with its name for messages.
+    """Yield (name for messages, value) for the lines, elements or rows of a file that is not plain text.
 
     Args:
-        file: Of the kind "jsonl", "json" or "dataset".
-        on_read: Called with numbers of bytes, as they are read; not for a data set.
+        file: A file of kind "jsonl", "json" or "dataset".
+        on_read: Called with the number of bytes of each read; not for a data set.
 
     Raises:
-        UserError: It cannot be read, or is not valid JSON.
-        OSError: It cannot be read.
+        UserError: A line or the file is not valid JSON, or a data set cannot be read.
+        OSError: A JSON or JSONL file cannot be read.
     """
     if file.kind == "dataset":
         return _dataset_rows(file)
@@ -311,10 +311,10 @@ def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[
 
 
 def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a data set that `datasets` wrote, each with its name; of several splits, those of "train".
+    """Yield the rows of a data set, each with its name; if there are several splits, those of "train".
 
     Raises:
-        UserError: The package is not installed, cannot read the folder, or the data set has no split "train".
+        UserError: The package datasets is not installed or cannot read the folder, or there is no split "train".
     """
     try:
         from datasets import load_from_disk
@@ -325,7 +325,7 @@ def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
         ) from error
     try:
         rows = load_from_disk(str(folder.path))  # memory-mapped
-    except Exception as error:  # of Arrow, of JSON, or of the package
+    except Exception as error:  # errors of Arrow, JSON or the package
         raise UserError(
             f"cannot read data set '{folder.name}': {first_line(error)}\nfix: write it again with save_to_disk"
         ) from error
@@ -341,7 +341,7 @@ def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
 
 
 def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSONL file, each with its name, "file:line". Empty lines are left out.
+    """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped.
 
     Raises:
         UserError: A line is not valid JSON.
@@ -387,7 +387,7 @@ def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
                 f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
                 "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
             )
-        # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
+        # "\ud800" is valid JSON, but an unpaired surrogate, which UTF-8 cannot encode.
         yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 
 

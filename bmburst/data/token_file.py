@@ -1,22 +1,22 @@
-"""Reads and writes token files: the token ids of a corpus in one memory-mapped file.
+"""Reads token files: the token ids of a corpus in one memory-mapped file (`bmburst.data.token_writer` writes them).
 
 Layout, little-endian:
 
-    64 bytes   magic (16), position of the JSON header (uint64), its length (uint64), zeros
-    tokens     uint16 or uint32, document after document, an end-of-document id after each; zeros up to 8 bytes
-    offsets    int64 [documents + 1]: where each document's tokens begin, and the end of the last
-    bytes      int64 [documents + 1]: the bytes of UTF-8 text before each document, and in all
-    keys       uint64 [documents]: a hash of each document's text
-    loss mask  versions 2 and 3: a bit a token, bit i % 8 of byte i // 8: whether the token is an answer; zeros up to 8
+    64 bytes   magic (16), offset of the JSON header (uint64), its length (uint64), zeros
+    tokens     uint16 or uint32: all documents, each followed by an end-of-document id; zeros up to a multiple of 8
                bytes
+    offsets    int64 [documents + 1]: index of the first token of each document, and the number of tokens
+    bytes      int64 [documents + 1]: bytes of UTF-8 text before each document, and in total
+    keys       uint64 [documents]: hash of each document's text
+    loss mask  versions 2 and 3: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
+               zeros up to a multiple of 8 bytes
     JSON       counts, types, the tokenizer, a fingerprint of tokens and documents; CRC-32 of the tokens with their
                zeros, of the tables, of the loss mask, and last of the JSON itself
 
-Version 1 holds text, on all of which there is loss; its earliest files have no checksums and are read without.
-Version 2 holds records (`bmburst.data.records`): documents are as the tokenizer wrote them, without an id after each,
-and bytes count the text of answers alone. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen
-and the rejected answer of pair i, each with its prompt, and have one key. A bmburst that knows only earlier versions
-refuses a later one by its number.
+Version 1 holds text, with loss on all tokens; its earliest files have no checksums and are not verified. Version 2
+holds records (`bmburst.data.records`): documents have no added end-of-document id, and `bytes` counts only the text of
+answers. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i,
+each with its prompt, and have the same key. An older bmburst rejects a later version by its number.
 """
 
 import shlex
@@ -37,9 +37,9 @@ MAGIC = b"bmburst tokens\n\0"
 VERSION, MASKED_VERSION, PAIRED_VERSION = 1, 2, 3
 _VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION
 CACHED = "corpus-"
-"""Prefix of the names of token files in the cache of `open_corpus`, which makes missing ones again."""
+"""Prefix of file names in the cache of `open_corpus`, which writes missing files again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
-_KEYS = frozenset(  # before there were checksums
+_KEYS = frozenset(  # keys of headers without checksums
     {"version", "dtype", "tokens", "documents", "text_bytes", "max_id", "fingerprint", "tokenizer"}
 )
 _LARGEST = 2**62
@@ -52,24 +52,24 @@ class TokenFile:
     """An open token file.
 
     Attributes:
-        path: Where it is.
-        tokenizer_name: What `load_tokenizer` takes to get its tokenizer again.
-        tokenizer_identity: That tokenizer's `identity`.
-        vocab_size: That tokenizer's number of ids.
-        eos_id: The id after every document of text.
+        path: Path of the file.
+        tokenizer_name: Name of its tokenizer, for `load_tokenizer`.
+        tokenizer_identity: `identity` of that tokenizer.
+        vocab_size: `vocab_size` of that tokenizer.
+        eos_id: End-of-document id.
         max_id: The largest id in the file.
-        text_bytes: Bytes of UTF-8 text in all documents.
-        fingerprint: Equal for two files only if they hold the same tokens in the same documents.
-        tokens: uint16 or uint32 `[tokens]`, a memory map: a slice reads only itself.
-        document_offsets: int64 `[documents + 1]`, a memory map: document d is tokens[offsets[d]:offsets[d + 1]], its
-            end-of-document id included.
-        byte_offsets: int64 `[documents + 1]`, a memory map: bytes of text before document d.
-        document_keys: uint64 `[documents]`, a memory map: equal for documents of equal text.
-        loss_mask: uint8 `[ceil(tokens / 8)]`, a memory map: a bit for each token that is an answer; None in a file of
-            text, where there is loss on all tokens.
-        pairs: Whether documents are preference pairs, two by two.
-        mask_checksum: Of the loss mask; None without one.
-        checksum: Of the tokens, as `bmburst.checkpoint.checksum.text_of` has it; None in files of earlier versions.
+        text_bytes: Bytes of UTF-8 text in all documents; of records, only their answers.
+        fingerprint: Equal for two files only if they have the same tokens in the same documents.
+        tokens: uint16 or uint32 `[tokens]`, memory-mapped.
+        document_offsets: int64 `[documents + 1]`, memory-mapped: document d is tokens[offsets[d]:offsets[d + 1]],
+            including its end-of-document id.
+        byte_offsets: int64 `[documents + 1]`, memory-mapped: bytes of text before document d.
+        document_keys: uint64 `[documents]`, memory-mapped: equal for documents of equal text.
+        loss_mask: uint8 `[ceil(tokens / 8)]`, memory-mapped: one bit per token, set if it is part of an answer; None in
+            a file of text, where all tokens have a loss.
+        pairs: Whether documents 2 i and 2 i + 1 are a preference pair.
+        mask_checksum: Checksum of the loss mask; None without one.
+        checksum: Checksum of the tokens (`bmburst.checkpoint.checksum.text_of`); None in the earliest files.
     """
 
     path: Path
@@ -91,10 +91,10 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenFile":
-        """Map a token file. Its header and its tables are compared with their checksums, its tokens are not: `verify`.
+        """Memory-map a token file and verify the checksums of header and tables; `verify` checks the tokens.
 
         Raises:
-            UserError: It is missing, was not written by this package, is not all there or is damaged.
+            UserError: The file is missing, not a token file, incomplete or damaged.
         """
         path = Path(path)
         header, header_at = _read_header(path)
@@ -145,13 +145,13 @@ class TokenFile:
             raise _damaged(path, f"its header does not describe it ({error})") from error
 
     def verify(self, beat: Callable[[], object] | None = None) -> None:
-        """Compare the tokens and the loss mask with their checksums, which reads all of them.
+        """Verify the checksums of the tokens and the loss mask. Reads the whole file.
 
         Args:
-            beat: Called now and then while it reads.
+            beat: Called regularly while reading.
 
         Raises:
-            UserError: They differ, or cannot be read.
+            UserError: A checksum differs, or the file cannot be read.
         """
         if self.checksum is None:
             return
@@ -171,19 +171,19 @@ class TokenFile:
 
     @property
     def token_count(self) -> int:
-        """Tokens in the file, end-of-document ids included."""
+        """Number of tokens in the file, including end-of-document ids."""
         return len(self.tokens)
 
     @property
     def document_count(self) -> int:
-        """Documents in the file."""
+        """Number of documents in the file."""
         return len(self.document_keys)
 
     def answers_in(self, places: range) -> npt.NDArray[np.bool_]:
-        """Return for some tokens whether there is loss on them, bool `[len(places)]`; only these are read.
+        """Return whether tokens have a loss, bool `[len(places)]`; only these bits are read.
 
         Args:
-            places: Of the file, ascending.
+            places: Indices of tokens in the file, ascending.
         """
         if self.loss_mask is None or not places:
             return np.ones(len(places), bool)
@@ -196,16 +196,16 @@ class TokenFile:
         return picked.astype(bool)
 
     def bytes_between(self, start: int, stop: int) -> int:
-        """Return how many bytes of text the tokens [start, stop) stand for; with a loss mask, those of answers.
+        """Return the number of bytes of text of the tokens [start, stop); with a loss mask, only those of answers.
 
-        Exact wherever `start` and `stop` are ends of documents, and everywhere for the byte tokenizer. Inside a
-        document of any other tokenizer, bytes are taken to be spread evenly over its tokens; the parts of a document
-        always add up to the whole. End-of-document ids stand for no text.
+        Exact if `start` and `stop` are ends of documents, and always for the byte tokenizer. Inside a document of
+        another tokenizer, bytes are assumed to be spread evenly over its tokens; the parts of a document always add up
+        to the whole. End-of-document ids have no bytes.
         """
         return self._bytes_before(stop) - self._bytes_before(start)
 
     def require_vocab(self, vocab_size: int) -> None:
-        """Refuse a model whose embedding has no row for some id in the file.
+        """Check that a model's vocabulary contains all ids of the file.
 
         Raises:
             UserError: `vocab_size` is not larger than the largest id.
@@ -236,7 +236,7 @@ def aligned_size(size: int) -> int:
 
 
 def is_token_file(path: Path) -> bool:
-    """Return whether a file begins as a token file does."""
+    """Return whether a file starts with the magic bytes of a token file."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -244,7 +244,7 @@ def is_token_file(path: Path) -> bool:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the JSON header and where it begins, having checked that the file is as long as it says."""
+    """Check the length of the file and the checksum of its header; return the JSON header and its offset."""
     try:
         with path.open("rb") as file:
             preamble = file.read(PREAMBLE.size)

@@ -1,4 +1,4 @@
-"""Writes token files: tokenizes documents, and keeps counts, a fingerprint and checksums meanwhile."""
+"""Writes token files: tokenizes documents, and computes counts, fingerprint and checksums on the way."""
 
 import hashlib
 import json
@@ -19,23 +19,23 @@ from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, amount, free_bytes, replacing
 
-BATCH_CHARACTERS = 4 << 20  # tokenized at a time: enough to keep every core busy, and little memory
-_COLUMNS = 3  # of the table of documents: end of its tokens, end of its bytes, key
+BATCH_CHARACTERS = 4 << 20  # tokenized at a time: keeps every core busy and needs little memory
+_COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key
 _ROWS_AT_A_TIME = 1 << 16
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked:
-    """A document that is tokenized already, and where there is loss in it.
+    """A tokenized document with its loss mask.
 
     Attributes:
         ids: int64 `[tokens]`, at least one.
-        answers: bool `[tokens]`.
+        answers: bool `[tokens]`: whether a token is part of an answer and has a loss.
         answer_bytes: Bytes of UTF-8 text in the answers.
-        key: 64 bits, equal for documents of equal text.
-        chosen: Of a pair, how many of the tokens and of the bytes are of its chosen answer, which comes first; the
-            others are a document of their own. None where it is no pair.
+        key: 64-bit hash, equal for documents of equal text.
+        chosen: For a preference pair, the number of tokens and of answer bytes of its chosen answer, which comes first;
+            the rest is the rejected answer, written as a separate document. None if it is not a pair.
     """
 
     ids: npt.NDArray[np.int64]
@@ -48,9 +48,9 @@ class Masked:
 def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFile:
     """Tokenize documents into a token file and open it.
 
-    Memory stays bounded: by a few MiB of text and, for JSONL, by its longest line. A document without text is left
-    out. Until the last byte is on disk the file has another name in the same directory, so any number of processes
-    may write the same file at once and a reader sees the old one or a new one.
+    Memory is bounded by a few MiB of text and, for JSONL, by the longest line. Documents without text are left out.
+    The file is written under a temporary name in the same directory and then renamed, so several processes may write
+    the same file at once, and a reader sees either the old or a new complete file.
 
     Raises:
         UserError: There is no text, or the file cannot be written.
@@ -72,7 +72,7 @@ def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], ob
     path = Path(path)
     if path.is_dir():
         raise UserError(f"'{path}' is a directory\nfix: give the path of the file to write")
-    if path.exists() and not path.is_file():  # the finished file takes the place of what is there
+    if path.exists() and not path.is_file():  # renaming the finished file would replace the device
         raise UserError(f"'{path}' is a device or a pipe\nfix: give the path of a new file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +95,11 @@ def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], ob
 
 
 class _Writer:
-    """Writes one token file, and keeps its counts, digest and checksums meanwhile."""
+    """Writes one token file, and computes its counts, digest and checksums on the way."""
 
     def __init__(self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer, mask: IO[bytes] | None) -> None:
         self._file, self._rows, self._tokenizer, self._mask = file, rows, tokenizer, mask
-        self._bits = np.empty(0, bool)  # of the mask, less than a byte of them
+        self._bits = np.empty(0, bool)  # the last bits of the mask, fewer than 8, not yet written
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self._digest = hashlib.blake2b(digest_size=16)
         self._tokens = self._documents = self._bytes = self._max_id = 0
@@ -180,7 +180,7 @@ class _Writer:
         self._documents += 1
 
     def _finish(self) -> None:
-        """Write the tables, the JSON header, and last where it is."""
+        """Write the tables, the JSON header, and last the preamble, which contains the header's offset."""
         used = self._tokens * self._dtype.itemsize
         self._put("tokens", bytes(aligned_size(used) - used))
         for column in range(_COLUMNS):
@@ -224,7 +224,7 @@ class _Writer:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, int | None]]]:
-    """Yield lists of (piece of text, key of the document if the piece is its last), a few MiB at a time."""
+    """Yield lists of (piece of text, key of the document if the piece is its last one), a few MiB per list."""
     batch: list[tuple[str, int | None]] = []
     size = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""Tokenizers: the protocol, the byte tokenizer, and those of Hugging Face from a file or the hub."""
+"""Tokenizers: the protocol, the byte tokenizer, and Hugging Face tokenizers from a file or the hub."""
 
 import contextlib
 import difflib
@@ -19,30 +19,30 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer.
+    """Interface of a tokenizer for the data pipeline.
 
-    Every id it gives is in [0, vocab_size). It adds no special token by itself, and text that spells a special
-    token is text: `</s>` in a file is four characters, not the end of a document.
+    All ids are in [0, vocab_size). `encode` adds no special tokens, and does not parse special tokens in the text:
+    `</s>` in a file is four characters, not the end of a document.
     """
 
     @property
     def name(self) -> str:
-        """What the user called it; `load_tokenizer(name)` gives it again."""
+        """Name given by the user; `load_tokenizer(name)` returns the tokenizer."""
         ...
 
     @property
     def identity(self) -> str:
-        """Equal for two tokenizers only if they give the same ids for every text, whatever they are called."""
+        """Equal for two tokenizers only if they return the same ids for every text. Independent of the name."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id it can give."""
+        """Largest possible id plus one."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document. It also stands before the first one, so it serves as the start of a text."""
+        """The end-of-document id. It also precedes the first document, so it serves as the start of a text."""
         ...
 
     def encode(self, text: str) -> TokenIds:
@@ -50,42 +50,41 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return `encode` of each text, on several cores where the tokenizer can."""
+        """Return `encode` of each text, in parallel if the tokenizer supports it."""
         ...
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text of `ids`; an id outside the vocabulary stands for no text."""
+        """Return the text of `ids`; ids outside the vocabulary are skipped."""
         ...
 
 
 class PromptTokenizer(Tokenizer, Protocol):
-    """What generation asks of a tokenizer in addition."""
+    """Additional interface of a tokenizer for generation."""
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizer does.
+        """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizers do.
 
-        Here text that spells a special token is that token.
+        Special tokens in the text are parsed.
 
         Args:
             text: The prompt.
-            add_special_tokens: Whether the tokens that the tokenizer puts around a text, such as its first one, are
-                added.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text, such as a start token.
         """
         ...
 
     def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """Return `encode_prompt` of a text and where each token ends in it, in characters, both int64 `[tokens]`.
+        """Return `encode_prompt` of a text and the end of each token in it, in characters, both int64 `[tokens]`.
 
-        A token that stands for no text ends at 0.
+        A token without text ends at 0.
         """
         ...
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of the text in UTF-8; 256 ends a document, 257 and 258 are kept for start and padding.
+    """UTF-8 bytes as ids 0 to 255; 256 ends a document, 257 and 258 are reserved for start and padding.
 
-    Packed text holds no start and no padding token. The two ids are there for what wants to name them, such as a
-    Hugging Face configuration.
+    Packed text has no start or padding tokens. The two ids exist for formats that must name them, such as a Hugging
+    Face configuration.
     """
 
     name = "bytes"
@@ -96,7 +95,7 @@ class ByteTokenizer:
     pad_id = 258
 
     def encode(self, text: str) -> TokenIds:
-        """Return one id a byte, int64 `[bytes]`; half of a surrogate pair, which is no character, becomes "?"."""
+        """Return one id per byte, int64 `[bytes]`; an unpaired surrogate becomes "?"."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -104,16 +103,16 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:  # noqa: ARG002
-        """Return `encode` of the text: nothing spells a special token, and none is added."""
+        """Return `encode` of the text: special tokens have no text form, and none are added."""
         return self.encode(text)
 
     def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """Return the bytes and the end of each one's character, both int64 `[bytes]`."""
+        """Return the bytes and the end of the character of each byte, both int64 `[bytes]`."""
         sizes = [len(character.encode("utf-8", "replace")) for character in text]
         return self.encode(text), np.repeat(np.arange(1, len(text) + 1), sizes)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text; bytes that are not UTF-8 become U+FFFD, ids that are no byte are left out."""
+        """Return the text; invalid UTF-8 becomes U+FFFD, ids above 255 are skipped."""
         values = np.asarray(ids, np.int64).reshape(-1)
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
@@ -122,8 +121,8 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """Return the tokenizer of that name.
 
     Args:
-        name_or_path: "bytes"; or a `tokenizer.json`, or a directory that holds one; or a name on the Hugging Face
-            hub, whose files are taken from the local cache or else fetched.
+        name_or_path: "bytes", a `tokenizer.json`, a directory with one, or a name on the Hugging Face hub, whose files
+            are read from the local cache or downloaded.
 
     Raises:
         UserError: There is no such tokenizer, or it cannot be read or fetched.
@@ -151,19 +150,19 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""What may lie in a tokenizer's directory and belongs to the model."""
-# What models call the end of a document, for a tokenizer.json that comes without tokenizer_config.json.
+"""Files of a tokenizer's directory that belong to the model."""
+# Common end-of-document tokens, for a tokenizer.json without tokenizer_config.json.
 END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eos|>", "<|end|>", "[EOS]", "[SEP]")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizers.Tokenizer` as the data pipeline wants it: no truncation, no padding, nothing added.
+    """Adapter of a `tokenizers.Tokenizer` to the data pipeline: no truncation, no padding, no added tokens.
 
     Args:
-        name: What the user called it.
-        tokenizer: The `tokenizers.Tokenizer`; its truncation and padding are switched off here.
-        eos_token: The token that ends a document; None looks for one of `END_TOKENS`.
+        name: Name given by the user.
+        tokenizer: The `tokenizers.Tokenizer`; its truncation and padding are disabled here.
+        eos_token: The end-of-document token; None: the first of `END_TOKENS` in the vocabulary.
 
     Raises:
         UserError: It has no end-of-document token.
@@ -172,7 +171,7 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str, tokenizer: Any, eos_token: str | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+        tokenizer.encode_special_tokens = True  # encode special tokens in the text as plain text
         candidates = END_TOKENS if eos_token is None else (eos_token,)
         eos_id = next((i for i in map(tokenizer.token_to_id, candidates) if i is not None), None)
         if eos_id is None:
@@ -192,16 +191,16 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the ids of each text; the package spreads them over the cores."""
+        """Return the ids of each text; the package tokenizes them in parallel."""
         encodings = self._tokenizer.encode_batch(list(map(_valid, texts)), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Return the ids of a prompt, int64 `[tokens]`; text that spells a special token is that token."""
+        """Return the ids of a prompt, int64 `[tokens]`; special tokens in the text are parsed."""
         return np.array(self._prompt(text, add_special_tokens=add_special_tokens).ids, np.int64)
 
     def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """Return the ids of a prompt and where each ends in its text, both int64 `[tokens]`."""
+        """Return the ids of a prompt and the end of each in the text, both int64 `[tokens]`."""
         encoding = self._prompt(text, add_special_tokens=True)
         return np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
 
@@ -213,7 +212,7 @@ class HuggingFaceTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text, without special tokens; ids outside the vocabulary are left out."""
+        """Return the text without special tokens; ids outside the vocabulary are skipped."""
         values = [i for i in np.asarray(ids, np.int64).reshape(-1).tolist() if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(values, skip_special_tokens=True))
 
@@ -244,7 +243,7 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
     """Return the tokenizer of a file, a directory or a hub name.
 
     Raises:
-        UserError: There is no such file, directory or name, no network to look it up, or it cannot be read.
+        UserError: There is no such file, directory or name, the hub cannot be reached, or a file cannot be read.
     """
     path = Path(name_or_path)
     if path.is_dir():
@@ -277,13 +276,13 @@ def require_tokenizer(file: Path) -> Any:
     """Return the `tokenizers.Tokenizer` of a tokenizer.json.
 
     Raises:
-        UserError: The file is no tokenizer.
+        UserError: The file is not a tokenizer.
     """
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
+    except Exception as error:  # the package raises bare Exception for every problem with the file
         raise UserError(
             f"cannot read tokenizer '{file}': {first_line(error)}\n"
             "fix: give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
@@ -299,11 +298,11 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
         cached = try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return Path(cached)
-        try:  # once: hf_hub_download asks again and again for half a minute where there is no network
+        try:  # first a single request: without network, hf_hub_download retries for half a minute
             get_hf_file_metadata(hf_hub_url(name, file))
         except (HfHubHTTPError, ValueError):
             raise
-        except Exception as error:  # those of whichever HTTP package the hub's uses
+        except Exception as error:  # errors of the HTTP package, which depends on the version of huggingface_hub
             raise LocalEntryNotFoundError(f"it cannot be reached: {first_line(error)}") from error
         return Path(hf_hub_download(name, file))
 
@@ -312,7 +311,7 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
             file = fetch(TOKENIZER_FILE)
             with contextlib.suppress(EntryNotFoundError):  # many tokenizers have no configuration
                 fetch(TOKENIZER_CONFIG)
-    except (OSError, ValueError) as error:  # what the package derives its errors from
+    except (OSError, ValueError) as error:  # base classes of the package's errors
         raise UserError(
             f"cannot get tokenizer '{name}' from the Hugging Face hub: {first_line(error)}\n"
             f"fix: without a network, give 'bytes', a {TOKENIZER_FILE} or a directory with one"
@@ -321,18 +320,18 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
 
 
 def _eos_token(config: Path) -> str | None:
-    """Return the end-of-document token that a tokenizer_config.json names, if there is one and it does."""
+    """Return the end-of-document token of a tokenizer_config.json; None without one."""
     if not config.is_file():
         return None
     token = read_json(config).get("eos_token")
-    if isinstance(token, dict):  # an AddedToken, written out
+    if isinstance(token, dict):  # a serialized AddedToken
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Keep a package's retries off the screen: the one error that follows says it."""
+    """Silence a package's log of retries: the error that follows describes the problem."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -343,5 +342,5 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def _valid(text: str) -> str:
-    """Return the text with "?" for halves of surrogate pairs, which are no characters."""
+    """Return the text with "?" for unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Packs records into sequences without cutting any, for training on their answers."""
+"""Packs whole records into sequences for fine-tuning: no record is cut, and only answers have a loss."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -16,32 +16,33 @@ Ids = npt.NDArray[np.int64]
 
 
 def pack_sequences(token_file: TokenFile, **options: Any) -> "PackedSequences | WholeDocuments":
-    """Return the sequences of a token file: of text, or of records where it has a loss mask.
+    """Return `WholeDocuments` for a token file with a loss mask (records), else `PackedSequences` (text).
 
     Args:
         token_file: The file.
-        options: Those of `PackedSequences`, which `WholeDocuments` takes too.
+        options: Keyword arguments of `PackedSequences`, which `WholeDocuments` accepts too.
     """
     return (PackedSequences if token_file.loss_mask is None else WholeDocuments)(token_file, **options)
 
 
 class WholeDocuments(PartOfCorpus):
-    """Records of one part of a corpus, put together into sequences, none of them cut.
+    """Whole records of one split of a corpus, packed into sequences.
 
-    A record longer than a sequence is left out. The others are taken from the longest to the shortest, and each goes
-    where it leaves the least room (best fit decreasing, Johnson 1973); what stays free is padding at the end. The
-    label of an input is the token after it in its record, if that is an answer. The samples depend on the file alone,
-    not on ranks. A preference pair is one record: both its documents stand in one sequence, the chosen one first.
+    Records longer than a sequence are left out. The others are placed from the longest to the shortest, each into the
+    sequence where it leaves the least room (best fit decreasing, Johnson 1973); the rest of a sequence is padding. The
+    label of an input is the next token of its record, if that token is part of an answer. The samples depend only on
+    the file, not on the number of ranks. A preference pair is one record: its two documents are in one sequence, the
+    chosen one first.
 
     Args:
-        token_file: With a loss mask.
+        token_file: A token file with a loss mask.
         split: "train", "held_out" or "all".
-        sequence_length: S, tokens a sequence.
-        held_out_fraction: The share of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
-        pack: "stream", a token sees all records before it in its sequence; or "documents", only its own.
+        sequence_length: S, tokens per sequence.
+        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        pack: "stream": tokens attend to all earlier records of the sequence; "documents": only to their own document.
 
     Attributes:
-        left_out: Records of the part that are longer than a sequence.
+        left_out: Number of records of the split that are longer than a sequence.
 
     Raises:
         UserError: A value is out of range, or no record is left.
@@ -65,7 +66,7 @@ class WholeDocuments(PartOfCorpus):
             part = held if split == "held_out" else ~held
         taken = np.flatnonzero(part & (sizes <= sequence_length))
         self.left_out = int(part.sum()) - len(taken)
-        if not len(taken) and split != "held_out":  # without one, an evaluation has no sequences
+        if not len(taken) and split != "held_out":  # an evaluation may be empty
             raise UserError(
                 f"data {token_file.path}: no record to train on is left, all {self.left_out} are longer than "
                 f"sequence_length {sequence_length}\nallowed: at least {int(sizes[part].min(initial=2**62))} tokens, "
@@ -74,11 +75,11 @@ class WholeDocuments(PartOfCorpus):
         self._records, self._ends = _best_fit(taken, sizes, sequence_length)
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         return len(self._ends)
 
     def records(self, index: int) -> Ids:
-        """Return which records of the file are in sample `index`, int64 `[records]`.
+        """Return the indices in the file of the records of sample `index`, int64 `[records]`.
 
         Raises:
             IndexError: There is no such sample.
@@ -88,30 +89,31 @@ class WholeDocuments(PartOfCorpus):
         return self._records[int(self._ends[index - 1]) if index else 0 : int(self._ends[index])]
 
     def labels_in(self, index: int) -> int:
-        """Return how many places of sample `index` have a token."""
+        """Return the number of tokens of sample `index`, without padding."""
         return sum(stop - start for start, stop in self._ranges(index))
 
     def counted_in(self, index: int) -> int:
-        """Return how many labels of sample `index` count in the loss."""
+        """Return the number of labels of sample `index` that count in the loss."""
         return sum(int(self.token_file.answers_in(range(start + 1, stop)).sum()) for start, stop in self._ranges(index))
 
     def text_bytes(self, index: int) -> int:
-        """Return how many bytes of text the answers in sample `index` have."""
+        """Return the number of bytes of text of the answers in sample `index`."""
         return sum(self.token_file.bytes_between(*each) for each in self._ranges(index))
 
     def documents(self, index: int) -> tuple[int, ...] | None:
-        """Return how many tokens each document of sample `index` has, in order; None in a stream."""
+        """Return the number of tokens of each document of sample `index`, in order; None for pack "stream"."""
         return None if self.pack == "stream" else tuple(stop - start for start, stop in self._ranges(index))
 
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
-        """Return inputs and labels of sample `index` at some real places, each int64 `[len(places)]`.
+        """Return inputs and labels of sample `index` at positions without padding, each int64 `[len(places)]`.
 
-        A label is `IGNORE_INDEX` where the next token is no answer, or there is none. Only these tokens are read.
+        A label is `IGNORE_INDEX` if the next token is not part of an answer, or there is none. Only these tokens are
+        read.
         """
         inputs, labels = np.empty(len(places), np.int64), np.full(len(places), IGNORE_INDEX, np.int64)
         before = filled = 0
         for start, stop in self._ranges(index):
-            skip = max(-(-(before - places.start) // places.step), 0)  # the first place that is in this document
+            skip = max(-(-(before - places.start) // places.step), 0)  # index of the first position in this document
             first = places.start + skip * places.step - before + start
             inside = range(first, min(stop, places.stop - before + start), places.step)
             before += stop - start
@@ -131,7 +133,7 @@ class WholeDocuments(PartOfCorpus):
         return range(len(self))[:count]
 
     def prompt(self, most: int) -> list[int]:
-        """Return a record up to its first answer, at most its last tokens, for a sample of what a model writes."""
+        """Return the last `most` tokens before the first answer of a record: the prompt of a generated sample."""
         if not len(self):
             return [self.eos_id]
         start, stop = next(iter(self._ranges(0)))
@@ -145,9 +147,9 @@ class WholeDocuments(PartOfCorpus):
 
 
 def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
-    """Return records in the order of their sequences, and where each sequence ends in it."""
+    """Return the records sorted by sequence, and the end of each sequence in this order."""
     order = taken[np.argsort(-sizes[taken], kind="stable")]
-    rooms: list[int] = []  # sizes of room that some sequence has, ascending
+    rooms: list[int] = []  # distinct free sizes of the sequences, ascending
     with_room: dict[int, list[int]] = {}
     of = np.empty(len(order), np.int64)
     count = 0

@@ -96,7 +96,7 @@ class GenerationBatch:
         self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self.logits: Tensor | None = None
-        """Logits of the next tokens, `[sequences, vocab_size]`, fp32 or wider; None before `prefill`, after `decode`."""
+        """Next logits, `[sequences, vocab_size]`, fp32 or wider; None before `prefill` and after `decode`."""
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], object] = lambda _: None) -> None:
