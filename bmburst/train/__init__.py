@@ -1,1 +1,1 @@
-"""Training: configuration, trainer, metrics, checkpoints. Modules are imported one by one, for some need no torch."""
+"""Training: configuration, trainer, metrics, checkpoints. Import the modules directly: some of them need no torch."""

@@ -1,4 +1,4 @@
-"""Measures of a training step: time of each phase, FLOPs utilization (MFU), and traces of torch's profiler."""
+"""Measures training steps: time of each phase, FLOPs utilization (MFU), and traces of torch's profiler."""
 
 import time
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ class StepTiming:
     """Seconds of a step on one rank.
 
     Attributes:
-        data: Until the batch was there.
+        data: Waiting for the batch.
         compute: Forward and backward, without waits.
-        waits: What forward and backward waited for other ranks, or weights from host memory: exposed communication.
-        optimizer: Clipping and the optimizer, of the step before.
+        waits: Exposed communication: waits of forward and backward for other ranks, or for weights from host memory.
+        optimizer: Clipping and optimizer of the previous step.
     """
 
     data: float = 0.0
@@ -39,14 +39,14 @@ class StepTiming:
 
 
 class StepClock:
-    """Times the parts of a step. On a GPU by events, read after the one point at which the host waits for it anyway.
+    """Times the parts of a step. On a GPU it uses events, which are read after the host has waited for the GPU anyway.
 
     Args:
-        on_gpu: Whether a stream does the work; else the host.
+        on_gpu: Whether to use CUDA events; else the host's clock.
 
     Attributes:
-        meter: To be given to all that communicates in forward and backward.
-        last: The newest step that is known.
+        meter: Measures waits; give it to everything that communicates in forward and backward.
+        last: Timing of the latest measured step.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
@@ -57,14 +57,14 @@ class StepClock:
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Time the host in the block, which gets the batch."""
+        """Time the block on the host; it loads the batch."""
         began = time.perf_counter()
         yield
         self._data = time.perf_counter() - began
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Time forward and backward, and what they wait for."""
+        """Time forward and backward, and their waits."""
         self.meter.running = True
         try:
             with self._work.measured():
@@ -80,9 +80,9 @@ class StepClock:
             yield
 
     def settle(self) -> None:
-        """Make this step the `last` one. The host must have waited for what `work` launched.
+        """Set `last` to this step. The host must have waited for the kernels of `work`.
 
-        It asks for two events of each wait, milliseconds in all: call it once the optimizer keeps the GPU busy.
+        It reads two events per wait, which takes milliseconds: call it while the optimizer keeps the GPU busy.
         """
         waits = self.meter.read()
         self.last = StepTiming(
@@ -102,12 +102,12 @@ def measure_waits(meter: WaitMeter, mesh: Mesh, *, on_host: bool) -> None:
     if on_host:
         host.wrap_communication(meter.waiting)
     else:
-        # BMTrain lets the stream of the computation wait for this one, before every block and after backward.
+        # BMTrain makes the compute stream wait for this stream before every block and after backward.
         bmt.config["load_stream"] = meter.of_stream(bmt.config["load_stream"])
 
 
 class _Span:
-    """The time from one mark to another: events of the current stream, or the host's clock."""
+    """The duration of a block, by events of the current stream or by the host's clock."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
@@ -133,13 +133,13 @@ class _Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilisation:
-    """Utilisation of the GPUs in one step.
+    """Utilization of the GPUs in one step.
 
     Attributes:
-        mfu: Model FLOPs over the peak: causal attention halved, backward twice the forward, recomputation not counted;
-            None where no peak is known.
-        mfu_kernel: The same with attention's backward 2.5 times its forward.
-        tflops: TFLOP/s of a rank that were computed, recomputation counted.
+        mfu: Model FLOPs utilization: causal attention counted half, backward twice the forward, recompute not counted;
+            None if the peak is unknown.
+        mfu_kernel: The same with attention's backward counted 2.5 times its forward.
+        tflops: Computed TFLOP/s of a rank, including recompute.
     """
 
     mfu: float | None
@@ -149,17 +149,17 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsMeter:
-    """Computes utilisation from the facts that stay the same over a run.
+    """Computes utilization of the steps of a run.
 
     Attributes:
-        model: The shape.
+        model: The model's configuration.
         recompute: Policy of `bmburst.recompute`.
-        ranks: In all.
-        peak: FLOP/s of a rank; None where it is not known.
-        adapters: Parameters of low-rank adapters, where they are trained in place of the weights. No gradient of a
-            weight is computed then, and none is counted.
-        pairs: Whether a reference computes each step's answers too (DPO): its forward pass is counted, and in what is
-            computed also the logits that backward makes again.
+        ranks: Number of ranks in total.
+        peak: Peak FLOP/s of a rank; None if unknown.
+        adapters: Number of parameters of low-rank adapters if they are trained instead of the weights, else 0. Weight
+            gradients are then neither computed nor counted.
+        pairs: Whether the run is DPO. The forward pass of the reference is then counted, and in `tflops` also the
+            logits that backward recomputes.
     """
 
     model: LlamaConfig
@@ -170,7 +170,7 @@ class FlopsMeter:
     pairs: bool = False
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
-        """Return what a step of so many tokens and query-key pairs (`bmburst.plan.counts.causal_pairs`) achieves."""
+        """Return the utilization of a step, given its tokens, `bmburst.plan.counts.causal_pairs` and duration."""
         frozen = frozen_flops(self.model, tokens, self.adapters)
         reference = forward_flops(self.model, tokens, query_key_pairs) if self.pairs else 0.0
         usual, kernel, done = (
@@ -191,12 +191,12 @@ class FlopsMeter:
 
 
 def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[FlopsMeter, str]:
-    """Return the meter of a run, and why it does not know utilisation, empty where it does.
+    """Return the meter of a run, and why MFU is unknown (empty if it is known).
 
     Args:
         config: The run, with a recompute policy.
-        ranks: In all.
-        device: The GPU's name; None on a CPU.
+        ranks: Number of ranks in total.
+        device: Name of the GPU; None on a CPU.
     """
     peak, no_peak = known_peak(device, config.dtype)
     adapters = config.lora.parameters(config.model)
@@ -212,11 +212,11 @@ def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[Fl
 
 
 def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
-    """Return the peak FLOP/s of a GPU, of which utilisation is a fraction, or None and the reason.
+    """Return the peak FLOP/s of a GPU and an empty text, or None and the reason why it is unknown.
 
     Args:
-        device: The GPU's name; None on a CPU.
-        dtype: Of weights and activations.
+        device: Name of the GPU; None on a CPU.
+        dtype: dtype of weights and activations.
     """
     if device is None:
         return None, "MFU is left out: there is no GPU"
@@ -230,14 +230,14 @@ def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
 
 @dataclass(slots=True)
 class Timeline:
-    """Records the profiled steps of one rank; the file appears after the last of them.
+    """Records the profiled steps of one rank with torch's profiler; writes the trace after the last of them.
 
     Attributes:
-        steps: Which; empty for none.
+        steps: The steps to record; may be empty.
         folder: The run folder.
         rank: This rank.
-        on_gpu: Whether there is a GPU to record.
-        written: The file, when it is there.
+        on_gpu: Whether to record GPU activity.
+        written: Path of the trace, once it is written.
     """
 
     steps: range
@@ -249,7 +249,7 @@ class Timeline:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Do a step inside. A run that is resumed within the range records the rest of it."""
+        """Context of step `number`. A run that is resumed within the range records the rest of it."""
         if number not in self.steps:
             yield
             return
@@ -265,7 +265,7 @@ class Timeline:
             self.close()
 
     def close(self) -> None:
-        """Write what is recorded; a second time does nothing."""
+        """Write the recorded steps. A second call has no effect."""
         if self._profiler is None:
             return
         if self.on_gpu:

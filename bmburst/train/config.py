@@ -30,13 +30,17 @@ __all__ = [
     "profiled_steps",
 ]
 
-# 256 bytes and 3 special ids: end of document, start of text, padding.
+# 256 bytes and 3 special ids: end of document, start, padding.
 BYTE_IDS = 259
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. The defaults are the main job: llama-tiny on the standard library's sources."""
+    """Configuration of a training run. By default, llama-tiny is trained on the sources of Python's standard library.
+
+    Raises:
+        UserError: A field is out of range, or fields contradict each other.
+    """
 
     preset: str | None = field(
         f"Named model shape, which model.* options override: {', '.join(PRESETS)}.", default="llama-tiny"
@@ -135,7 +139,7 @@ class TrainConfig:
         unit="processes",
         minimum=1,
     )
-    # DEVIATION from keeping what was given: None is replaced at once by the preset's shape.
+    # DEVIATION from keeping the given value: __post_init__ replaces None by the preset's shape.
     model: LlamaConfig = field("Shape of the model.", default=None)  # noqa: RUF009
     data: DataConfig = field("The text.", factory=DataConfig)  # noqa: RUF009
     optimizer: OptimizerConfig = field("AdamW.", factory=OptimizerConfig)  # noqa: RUF009
@@ -217,7 +221,7 @@ class TrainConfig:
 
     @property
     def reference(self) -> Path | None:
-        """Directory of the reference model of preference training; None where the model without adapters is it."""
+        """Directory of the reference model of preference training; None: the model without its adapters, or no DPO."""
         if not self.dpo.is_on:
             return None
         return self.dpo.reference or (None if self.lora.is_on else self.init_from)
@@ -226,7 +230,7 @@ class TrainConfig:
         """Return the mesh of `world_size` ranks.
 
         Raises:
-            UserError: They do not make up the ranks.
+            UserError: The parallel degrees do not fit the number of ranks.
         """
         data, sequence = self.parallel.data_parallel, self.parallel.sequence_parallel
         tensor = self.parallel.tensor_parallel
@@ -257,11 +261,11 @@ class TrainConfig:
         return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
-        """Check what depends on the number of ranks. Other values were checked when the configuration was made.
+        """Check what depends on the number of ranks. The constructor has checked everything else.
 
         Raises:
-            UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, a rank
-                would have no token, or the layout cannot keep a part of attention.
+            UserError: The parallel degrees fit neither ranks nor model, the batch size is not divisible, a rank would
+                have no token, or the layout does not allow saving a fraction of attention.
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
@@ -290,12 +294,12 @@ class TrainConfig:
             )
 
     def replace(self, **changes: object) -> "TrainConfig":
-        """Return a copy with some fields changed, checked again."""
+        """Return a copy with some fields changed. The copy is checked."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshShape) -> None:
-    """Check that model, strategy and layout allow as many ranks to exchange heads as is asked for.
+    """Check that model, strategy and layout allow the configured Ulysses degree.
 
     Raises:
         UserError: They do not.
@@ -322,10 +326,10 @@ def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshS
 
 
 def profiled_steps(text: str | None) -> range:
-    """Return the steps that "3" or "3-5" names; none for None.
+    """Return the steps of a text such as "3" or "3-5"; empty for None.
 
     Raises:
-        UserError: Text names none.
+        UserError: The text is not a step or a range of steps.
     """
     if text is None:
         return range(0)
@@ -337,7 +341,7 @@ def profiled_steps(text: str | None) -> range:
 
 
 def check_packing(pack: str, model: LlamaConfig) -> None:
-    """Check that a model can tell packed documents apart.
+    """Check that a model supports packed documents.
 
     Raises:
         UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).

@@ -1,4 +1,4 @@
-"""Checks the paths of a run's data, and the defaults that follow from what lies there. Does not import torch."""
+"""Checks the paths of a run's data, and sets defaults that depend on the data. Does not import torch."""
 
 import os
 from pathlib import Path
@@ -8,19 +8,19 @@ from bmburst.errors import UserError
 from bmburst.train.sections import STANDARD_LIBRARY
 
 PLACEHOLDER = "PATH/TO/"
-"""How a recipe names a path that is the user's."""
+"""Prefix of paths in recipes that the user must replace."""
 
 
 def require_filled(name: str, value: object, option: str) -> None:
     """Check that a path is not a recipe's placeholder.
 
     Args:
-        name: The field.
+        name: Name of the field.
         value: Its value.
-        option: The option that gives it.
+        option: Command line option of the field.
 
     Raises:
-        UserError: It is.
+        UserError: The path is a placeholder.
     """
     if str(value).startswith(PLACEHOLDER):
         raise UserError(
@@ -30,21 +30,21 @@ def require_filled(name: str, value: object, option: str) -> None:
 
 
 def check_sources(source: str, text_field: str) -> None:
-    """Check a source, or all sources of a mixture, by `check_data_path`."""
+    """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in _sources(source):
         check_data_path(each, text_field)
 
 
 def check_data_path(source: str, text_field: str) -> None:
-    """Check that a text source exists, may be read and begins as text; "stdlib" always passes.
+    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
 
     Raises:
-        UserError: It is missing, unreadable, empty or no text, a directory without text files, or JSONL whose first
-            line has no such field.
+        UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
+            first line has no such field.
     """
     if source == STANDARD_LIBRARY:
         return
@@ -70,7 +70,7 @@ def check_data_path(source: str, text_field: str) -> None:
         )
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
-    # numpy comes with it, and the command line's help does without.
+    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import records
     from bmburst.data.sources import check_beginnings, find_sources
     from bmburst.data.token_file import is_token_file
@@ -80,25 +80,25 @@ def check_data_path(source: str, text_field: str) -> None:
 
 
 def set_defaults_of_data(given: dict[str, Any]) -> None:
-    """Read text with the tokenizer of the model that a run starts from, and keep records apart, unless given otherwise.
+    """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
 
-    Preference pairs are always kept apart: other data are then refused for what they are, not for their packing. A
-    token file of text has a tokenizer already.
+    With dpo.beta the default is always pack "documents", so that data without pairs are rejected for that reason and
+    not for their packing. A token file of text keeps its tokenizer.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
         given.setdefault("pack", "documents")
     values = given.get("data") or {}
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
-        return  # refused where the fields are checked
-    # numpy comes with it, and the command line's help does without.
+        return  # the check of the fields raises
+    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.token_file import is_token_file
 
     try:
         sources = _sources(str(source))
         are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
     except (OSError, UserError):
-        return  # refused where the paths are checked
+        return  # the check of the paths raises
     text_field = str(values.get("text_field", "text"))
     have_records = hold_records(str(source), text_field)
     if have_records:
@@ -116,24 +116,24 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
 
 
 def hold_records(source: str, text_field: str) -> bool:
-    """Return whether a source, or one of a mixture, is records or a token file of them; False for what cannot be read.
+    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
     """
-    # numpy comes with it, and the command line's help does without.
+    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.corpus import are_records
 
     try:
         return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
     except (OSError, UserError):
-        return False  # refused where the paths are checked
+        return False  # the check of the paths raises
 
 
 def _sources(source: str) -> list[str]:
     """Return the sources of a mixture, or the one source itself."""
-    # numpy comes with it, and the command line's help does without.
+    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import read_mixture
 
     found = None if source == STANDARD_LIBRARY else read_mixture(source)

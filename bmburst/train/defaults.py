@@ -1,16 +1,16 @@
-"""Learning rate, warm-up, beta2 and weight decay where none are given: by model, and by what is trained. No torch.
+"""Defaults of learning rate, warm-up, beta2 and weight decay, by model and kind of training. Imports no torch.
 
-From scratch, published values hold for presets and `2e-3 * (1e6 / parameters) ** 0.21` for other models. The rule gives
+From scratch, presets use published learning rates, other models `2e-3 * (1e6 / parameters) ** 0.21`. The rule gives
 3.0e-4 for LLaMA-3-8B (published 3e-4), 1.9e-4 for 70B (1.5e-4), 7.3e-4 for 125M (GPT-3 6e-4) and 2e-3 for the tiny
 preset, for which it was tuned.
 
-From scratch the warm-up is `10 * (parameters / 1e6) ** 0.59` steps, at most LLaMA 2's 2,000, for any number of steps:
-Adam's first steps move all weights one way, by the learning rate each. llama-3-8b's loss rose from 12.5 to 19.1 after a
-first step of 3e-5, a tenth of the peak.
+From scratch, the warm-up is `10 * (parameters / 1e6) ** 0.59` steps, at most LLaMA 2's 2,000, independent of the number
+of steps. It is needed because Adam's first steps change every weight by about the learning rate: llama-3-8b's loss rose
+from 12.5 to 19.1 after a first step of 3e-5, a tenth of the peak.
 
-Weights of `init_from` begin at a fifteenth of that: LLaMA 2 was fine-tuned with 2e-5 after 3e-4 (arXiv:2307.09288,
-section 3.1). Adapters begin at two thirds: 2e-4 up to 13B, 1e-4 at 65B, beta2 0.999 (QLoRA, arXiv:2305.14314, B.2).
-Preference training takes a twentieth of either: 1e-6 of 2e-5 (DPO, arXiv:2305.18290, appendix B).
+Fine-tuning of `init_from` uses a fifteenth of that rate: LLaMA 2 was fine-tuned with 2e-5 after 3e-4 (arXiv:2307.09288,
+section 3.1). Adapters use two thirds: 2e-4 up to 13B, 1e-4 at 65B, beta2 0.999 (QLoRA, arXiv:2305.14314, B.2).
+Preference training uses a twentieth of either: 1e-6 instead of 2e-5 (DPO, arXiv:2305.18290, appendix B).
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.train.sections import OptimizerConfig, ScheduleConfig
 
 Number = TypeVar("Number", int, float)
-FINE_TUNING, ADAPTERS = 1 / 15, 2 / 3  # of the learning rate from scratch
-PREFERENCE = 1 / 20  # of that
+FINE_TUNING, ADAPTERS = 1 / 15, 2 / 3  # factors on the learning rate from scratch
+PREFERENCE = 1 / 20  # further factor
 FEWEST_WARMUP, MOST_WARMUP = 10, 2000  # steps; 2,000 are LLaMA 2's
 _TINY, _TINY_LR, _EXPONENT, _WARMUP_EXPONENT = 1e6, 2e-3, 0.21, 0.59
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a model was trained with from scratch.
+    """Published hyperparameters of training from scratch.
 
     Attributes:
         lr: Peak learning rate.
-        warmup_steps: Steps of linear warm-up; None follows the model's size.
+        warmup_steps: Steps of linear warm-up; None: `warmup_by_size`.
     """
 
     lr: float
@@ -61,19 +61,19 @@ PUBLISHED: Mapping[str, Published] = MappingProxyType(
 
 
 def rate_by_size(parameters: int) -> float:
-    """Return the peak learning rate from scratch of a model without a published one, to two digits."""
+    """Return the peak learning rate from scratch for a model without a published one, rounded to two digits."""
     return float(f"{_TINY_LR * min(1.0, (_TINY / max(1, parameters)) ** _EXPONENT):.2g}")
 
 
 def warmup_by_size(parameters: int) -> int:
-    """Return the steps of warm-up from scratch of a model without published ones."""
+    """Return the warm-up steps from scratch for a model without a published number."""
     return min(MOST_WARMUP, max(FEWEST_WARMUP, round(10 * math.pow(parameters / _TINY, _WARMUP_EXPONENT))))
 
 
 def published(model: LlamaConfig) -> Published:
-    """Return what a model is trained with from scratch: the values of the preset of its shape, else by size.
+    """Return the hyperparameters for training from scratch: those of the preset with the same shape, else by size.
 
-    The context may be longer than the preset's.
+    Context length, rope_theta and rope_scaling may differ from the preset.
     """
     for name, values in PUBLISHED.items():
         known = PRESETS[name]
@@ -93,15 +93,15 @@ def filled(
     has_adapters: bool,
     has_pairs: bool = False,
 ) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """Return both sections with numbers in place of None.
+    """Return both sections with None replaced by defaults.
 
     Args:
-        model: What is trained.
-        steps: Steps of the run.
-        optimizer: As given.
-        schedule: As given.
-        is_started: Whether the weights are those of a trained model.
-        has_adapters: Whether adapters are trained in place of the weights.
+        model: The model.
+        steps: Number of steps of the run.
+        optimizer: The optimizer section as given.
+        schedule: The schedule section as given.
+        is_started: Whether training starts from the weights of a trained model.
+        has_adapters: Whether adapters are trained instead of the weights.
         has_pairs: Whether training is on preference pairs.
     """
     known = published(model)

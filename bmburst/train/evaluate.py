@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from bmburst.checkpoint.adapter import Adapter
     from bmburst.inference.sampling import Sampled
 
-_TEMPERATURE = 0.7  # divides the logits
+_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a model gives on a text.
+    """Result of an evaluation.
 
     Attributes:
-        loss: Mean over the labels, in nats per token; of preference pairs the mean over pairs, in nats.
-        tokens: Labels it was measured on.
+        loss: Mean over the labels, in nats per token; for preference pairs the mean over pairs, in nats.
+        tokens: Number of evaluated labels.
         bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
         perplexity: exp(loss); None for pairs.
-        reward_margin: Mean over pairs of the chosen answer's reward less the rejected one's; None without pairs.
-        reward_accuracy: Part of the pairs with a positive margin; None without pairs.
+        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; None without pairs.
+        reward_accuracy: Fraction of the pairs with a positive margin; None without pairs.
     """
 
     loss: float
@@ -67,15 +67,15 @@ def measure(
     device: torch.device,
     positions: LossByPosition | None = None,
 ) -> Measurement:
-    """Return what the model gives on batches; every rank calls it with its own part of the same ones.
+    """Evaluate the model on batches; every rank calls it with its part of the same batches.
 
     Args:
-        model: On all ranks.
+        model: The model, sharded over all ranks.
         mesh: The ranks.
-        cut: This rank's part of a sequence.
+        cut: This rank's shard of a sequence.
         batches: The text.
-        device: Of this rank.
-        positions: Takes the losses of this rank's tokens, if they are asked for.
+        device: Device of this rank.
+        positions: Collects the losses of this rank's tokens by position; None: not collected.
     """
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = text_bytes = 0
@@ -101,17 +101,17 @@ def measure(
 
 def perplexity(loss: float) -> float:
     """Return exp of a loss in nats."""
-    return math.exp(min(loss, 700.0))  # beyond that it is no float any more
+    return math.exp(min(loss, 700.0))  # a larger argument overflows a float
 
 
 def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionBin]]:
-    """Evaluate a checkpoint as `bmburst eval` does: every rank calls it, and all share every sequence.
+    """Evaluate a checkpoint: the work of `bmburst eval`. Every rank calls it; all ranks share each sequence.
 
     Returns:
-        The measurement, and the loss by position: empty unless `config.by_position` asks for it.
+        The measurement, and the loss by position, which is empty without `config.by_position`.
 
     Raises:
-        UserError: The checkpoint or the text cannot be read, or they do not go together.
+        UserError: The checkpoint or the text cannot be read, or they do not match.
     """
     runtime = start()
     from bmburst.attention.module import BurstAttention
@@ -138,7 +138,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     if tuned is not None:
         adapter.load(model, tuned.directory)
     model.eval()
-    # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
+    # A sequence longer than the text would waste time and memory on padding. Each rank needs at least one token.
     length = max(min(config.sequence_length, max(file.token_count for file in corpus.files)), runtime.world_size)
     cut = causal_cut(mesh, length, config.layout)
 
@@ -156,14 +156,14 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
 
 
 def check_inputs(config: EvalConfig) -> Path:
-    """Check, before ranks start, what they will read: the model, the tokenizer and a place for the text's tokens.
+    """Check the inputs of an evaluation before ranks start: the model, the tokenizer, the text and the token cache.
 
     Returns:
         The directory with the weights, verified if it is a checkpoint.
 
     Raises:
-        UserError: `read_model` refuses the checkpoint, there is no such tokenizer, tokens cannot be kept, or a source
-            cannot be read or holds preference pairs.
+        UserError: `read_model` rejects the checkpoint, there is no such tokenizer, the cache is not writable, or a
+            source cannot be read or contains preference pairs.
     """
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
@@ -174,13 +174,13 @@ def check_inputs(config: EvalConfig) -> Path:
             _require_text(source, text)
         else:
             require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
-            if text.encoder is not None:  # all lines are read before a rank starts: one may be refused
+            if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
                 _open_one(source, tokenizer, config)
     return directory
 
 
 def _sources(config: EvalConfig) -> tuple[Source, ...]:
-    """Return the sources of a mixture, or the one source alone."""
+    """Return the sources of a mixture, or the single source."""
     return read_mixture(config.data) or (Source(config.data, 1.0),)
 
 
@@ -202,10 +202,10 @@ def _require_text(source: Source, file: TokenFile) -> TokenFile:
 
 
 def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
-    """Return the tokens of all sources, made where they are not kept yet.
+    """Return the token files of all sources; tokenize those that are not cached.
 
     Raises:
-        UserError: A source cannot be read or holds preference pairs, or they are of several tokenizers.
+        UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.
     """
     sources = _sources(config)
     files = tuple(_open_one(source, tokenizer, config) for source in sources)
@@ -213,15 +213,15 @@ def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
 
 
 def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], Path]) -> "Adapter | None":
-    """Return the adapter that is named, or that `directory` is itself.
+    """Return the adapter of `config.adapter`, or of `directory` if it is an adapter's directory; else None.
 
     Args:
-        config: What is to be evaluated.
+        config: The evaluation.
         directory: See `read_model`.
         verify: `checkpoint.verified`, or `verified_together` in ranks.
 
     Raises:
-        UserError: What is named is none.
+        UserError: `config.adapter` is not an adapter.
     """
     from bmburst.checkpoint.adapter import is_adapter_directory, open_adapter
 
@@ -233,16 +233,16 @@ def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], P
 def read_model(
     config: EvalConfig, directory: Path, tuned: "Adapter | None" = None
 ) -> "tuple[Path, str | None, LlamaConfig]":
-    """Return the directory with the weights, the tokenizer to read text with, and the model's shape.
+    """Return the directory with the weights, the name of the text's tokenizer, and the model's configuration.
 
     Args:
-        config: What is to be evaluated.
-        directory: What `checkpoint.verified` makes of its checkpoint.
-        tuned: What `find_adapter` found.
+        config: The evaluation.
+        directory: Result of `checkpoint.verified` for its checkpoint.
+        tuned: Result of `find_adapter`.
 
     Raises:
-        UserError: There are no weights of a model that is known, they do not fit it or the adapter, or the model
-            cannot tell packed documents apart.
+        UserError: There are no weights of a supported model, they do not fit the configuration or the adapter, or the
+            model does not support packed documents.
     """
     from bmburst.checkpoint import adapter, hugging_face
 
@@ -262,7 +262,7 @@ def read_model(
 
 
 def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
-    """Return the directory with the weights, and the tokenizer to read text with; None leaves it to the text.
+    """Return the directory with the weights, and the name of the text's tokenizer; None: the default of the text.
 
     Raises:
         UserError: The run folder has no complete checkpoint.
@@ -277,11 +277,11 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
 
 
 def _nothing() -> None:
-    """Take part in what another rank does."""
+    """Do nothing: the argument of `together` on ranks that only wait."""
 
 
 def user_cache() -> Path:
-    """Return the folder where this user's tokenized texts are kept."""
+    """Return the folder of this user's cache of tokenized texts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
 
 
@@ -294,23 +294,23 @@ def generate(
     seed: int,
     show: Callable[[str], object] = lambda _: None,
 ) -> list[int]:
-    """Return `count` token ids that follow `prompt`; every rank calls it and gets the same ones.
+    """Return `count` sampled token ids that follow `prompt`; every rank calls it and gets the same ids.
 
     Args:
-        model: On all ranks.
+        model: The model, sharded over all ranks.
         mesh: The ranks; each sequence group computes the same text.
         prompt: At least one token.
-        count: Tokens to generate.
-        tokenizer: Only ids below its size are drawn: a model may have more rows than its tokenizer has tokens.
-        seed: Of the draw.
-        show: Called with each piece of text as it comes.
+        count: Number of tokens to generate.
+        tokenizer: Only ids below its vocab_size are sampled, because a model's vocabulary may be padded.
+        seed: Seed of the sampling.
+        show: Called with each piece of text as soon as it is generated.
     """
     from bmburst.inference.batch import Engine, GenerationBatch
     from bmburst.inference.text import TextStream
     from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 
     weights: ModelWeights = GatheredWeights(model)
-    if weights.device.type == "cpu":  # the model is small, and gathering it takes longer than a token
+    if weights.device.type == "cpu":  # the model is small, and gathering it takes longer than computing a token
         weights = ResidentWeights.of(model)
     engine = Engine.over(weights, mesh.sequence)
     batch = GenerationBatch(engine, engine.new_cache(1, len(prompt) + count))
@@ -325,16 +325,16 @@ def generate(
 
 
 class _Drawing:
-    """Draws tokens at a fixed temperature, on the host."""
+    """Samples tokens at a fixed temperature, on the host."""
 
     def __init__(self, allowed: int, seed: int) -> None:
         self._allowed, self._generator = allowed, torch.Generator().manual_seed(seed)
 
     def step(self, logits: torch.Tensor) -> "Sampled":
-        """Draw the next token of each row; see `bmburst.inference.batch.Chooser`."""
+        """Sample the next token of each row; see `bmburst.inference.batch.Chooser`."""
         from bmburst.inference.sampling import Sampled
 
-        # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
+        # multinomial raises on NaN; with nan_to_num, a diverged model samples at random.
         known = logits[:, : self._allowed].float().cpu().nan_to_num()
         drawn = torch.multinomial(torch.softmax(known / _TEMPERATURE, 1), 1, generator=self._generator)
         return Sampled(drawn[:, 0].to(logits.device))

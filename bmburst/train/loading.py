@@ -1,4 +1,4 @@
-"""This rank's part of each batch, and prefetching of the next step's batch."""
+"""Loads this rank's part of each batch, and prefetches the batch of the next step."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
-    """Return this rank's part of sequences in which a token sees what is before it.
+    """Return this rank's shard of sequences with causal attention.
 
     Raises:
         UserError: The layout is unknown, or there are fewer tokens than ranks that share a sequence.
@@ -30,27 +30,27 @@ def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
 
 
 class SequenceSource(Protocol):
-    """Sequences that are read a part at a time, as `bmburst.data.Samples`."""
+    """Interface of sequences that can be read in part, such as `bmburst.data.Samples`."""
 
     @property
     def documents(self) -> tuple[tuple[int, ...], ...] | None:
-        """Tokens of each document of each row; what lies behind them is padding. None: a row is one text."""
+        """Number of tokens of each document of each row, without padding; None: a row is one text."""
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
 
     def read(self, row: int, places: range) -> tuple[Ids, Ids]:
-        """Return inputs and labels of a row at some places; `IGNORE_INDEX` is no label."""
+        """Return inputs and labels of a row at given positions; `IGNORE_INDEX`: no label."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """What the model is given of some sequences on one rank.
+    """Input of the model on one rank.
 
     Attributes:
-        ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which count from 0 in each document.
-        length: Real tokens of each whole sequence.
-        masks: The documents of each row, of which a token sees only its own; None where a row is one text.
+        ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which start at 0 in each document.
+        length: Tokens of each whole sequence, without padding.
+        masks: Document mask of each row; None: each row is one text.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class LocalBatch:
 
     @classmethod
     def read(cls, cut: SequenceShard, rows: SequenceSource) -> "LocalBatch":
-        """Return this rank's part of sequences, on the CPU. No more of them is read.
+        """Read this rank's part of sequences to the CPU; only this part is read.
 
         Raises:
             UserError: The documents do not fit the sequences.
@@ -77,11 +77,11 @@ class LocalBatch:
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
-        """Of each row, the tokens of each text in it."""
+        """Number of tokens of each text of each row."""
         return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
 
     def on(self, ids: Tensor) -> "LocalBatch":
-        """Return the same with its numbers in another place."""
+        """Return a copy with other `ids`, such as those on the GPU."""
         return replace(self, ids=ids)
 
     def micro_batches(self, size: int) -> Iterator["LocalBatch"]:
@@ -95,9 +95,9 @@ def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) 
     """Return the sum of the token losses of this rank's part of sequences, in nats.
 
     Args:
-        model: On all ranks.
-        batch: Of this rank, on its device; every rank has its part of the same sequences.
-        per_token: Whether losses are returned for each token, `[rows, local_tokens]`, in place of their sum.
+        model: The model, sharded over all ranks.
+        batch: Batch on this rank's device; every rank has its part of the same sequences.
+        per_token: Whether to return the loss of each token, `[rows, local_tokens]`, instead of the sum.
 
     Raises:
         UserError: Layout "balanced" gets several sequences with documents.
@@ -107,7 +107,7 @@ def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) 
     if batch.masks is None:
         return loss(tokens, positions, labels, batch.length)
     mask = batch.masks[0] if len(batch.masks) == 1 else batch.masks
-    # The masks know how many tokens are real.
+    # No length: the masks define it.
     return loss(tokens, positions, labels, None, mask)
 
 
@@ -119,9 +119,9 @@ _LAST_SECONDS = 5.0
 class Prefetch(Generic[_Key, _Made]):
     """Calls a function in a background thread for the key that will be requested next.
 
-    Each call runs in a thread of its own, which ends with the call, so there is nothing to close. The thread does not
-    keep the process alive. At exit it gets a few seconds, because a thread inside torch must not outlive the
-    interpreter, and is then abandoned.
+    Each call runs in a separate thread, which ends with the call, so there is nothing to close. The thread does not
+    keep the process alive. At exit the process waits a few seconds for it, because a thread inside torch must not
+    outlive the interpreter; then it is abandoned.
 
     Args:
         make: The function. It runs in a thread other than the caller's.
@@ -136,10 +136,10 @@ class Prefetch(Generic[_Key, _Made]):
     def take(self, key: _Key, following: _Key | None = None) -> _Made:
         """Return `make(key)`, and start `make(following)` in the background if `following` is given.
 
-        If `key` is not the announced one, it is computed now and the announced result is dropped.
+        If `key` is not the previous `following`, `make(key)` is called now and the prefetched result is dropped.
 
         Raises:
-            Exception: Whatever `make` raised for `key`. The next request calls it again.
+            Exception: Any exception of `make(key)`. The next request calls it again.
         """
         coming, self._coming = self._coming, None
         made = coming[1] if coming is not None and coming[0] == key else self._begin(key)
@@ -154,7 +154,7 @@ class Prefetch(Generic[_Key, _Made]):
         def work() -> None:
             try:
                 future.set_result(self._make(key))
-            except BaseException as error:  # the waiting caller gets any exception
+            except BaseException as error:  # `take` raises it
                 future.set_exception(error)
 
         thread = Thread(target=work, name="bmburst-prefetch", daemon=True)
@@ -169,11 +169,11 @@ def _wait(threads: list[Thread]) -> None:
 
 
 class Loader:
-    """Reads one step ahead. On a GPU it copies from pinned memory on a separate stream, so that no kernel waits.
+    """Loads batches one step ahead. Copies to a GPU from pinned memory on a separate stream, so that no kernel waits.
 
     Args:
-        cut: This rank's part of a sequence.
-        device: Where batches are used.
+        cut: This rank's shard of a sequence.
+        device: Device of the batches.
     """
 
     def __init__(self, cut: SequenceShard, device: torch.device) -> None:
@@ -183,10 +183,10 @@ class Loader:
         self._prefetch = Prefetch(self._prepare)
 
     def load(self, samples: SequenceSource, following: SequenceSource | None = None) -> LocalBatch:
-        """Return this rank's part of the samples on its device, and start reading those of the next step.
+        """Return this rank's part of the samples on its device, and start to load `following`.
 
         Raises:
-            UserError: The samples' documents do not fit the cut.
+            UserError: The samples' documents do not fit the sequences.
         """
         batch, copied = self._prefetch.take(samples, following)
         if copied is not None:
@@ -200,7 +200,7 @@ class Loader:
         batch = LocalBatch.read(self._cut, samples)
         if self._stream is None:
             return batch.on(batch.ids.to(self._device)), None
-        with torch.cuda.stream(self._stream):  # of the right GPU: a new thread would be on the first
-            # The allocator of pinned memory does not give it to another before the copy is done.
+        with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0
+            # torch's pinned allocator does not reuse the memory before the copy is done.
             ids: Tensor = batch.ids.pin_memory().to(self._device, non_blocking=True)
             return batch.on(ids), self._stream.record_event()

@@ -1,4 +1,4 @@
-"""Memory of a run: `recompute auto`, the check of host memory, and the advice of an out-of-memory error."""
+"""Memory of a run: `recompute auto`, the check of host memory, and the message of an out-of-memory error."""
 
 import contextlib
 import dataclasses
@@ -28,9 +28,9 @@ from bmburst.train.planning import HostMemory, available_bytes, planned
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
-    """Return the policy of a run, the same on all ranks; every rank must call it, before the model is made.
+    """Return the recompute policy of a run, the same on all ranks. Every rank calls it before the model is created.
 
-    For "auto" rank 0 says in a line what was taken.
+    For "auto", rank 0 prints the chosen policy.
 
     Args:
         config: The run.
@@ -38,7 +38,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         local_size: Ranks on this host.
 
     Raises:
-        UserError: A host has less memory than the policy moves there.
+        UserError: A host has less memory than the policy offloads.
     """
     is_auto = config.recompute == AUTO
     if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
@@ -47,7 +47,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size, _taken()])
     free = min(float(each[0]) for each in everywhere)
     memory = HostMemory.of(config, [each[1] for each in everywhere])
-    # Of the first rank: GPUs and hosts may differ, and then each rank would decide by its own.
+    # Use those of the first rank: GPUs and hosts may differ, but all ranks must decide alike.
     _, _, device, per_host, _ = everywhere[0]
     hardware = hardware_like(device)
     hardware = replace(hardware, host_memory=memory.has) if memory else hardware
@@ -67,15 +67,15 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
 
 
 def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | None:
-    """Return what the planner expects a rank to take of this host's GPUs; None where it cannot say.
+    """Return the planner's estimate of a rank's memory on this host; None if the planner cannot estimate it.
 
-    Without GPUs: what the process takes so far, with its weights, and the planner's tensors beside them. What operators
-    on CPUs take for themselves is not counted.
+    Without GPUs, it is the current memory of the process, including its weights, plus the planner's other tensors.
+    Temporary memory of CPU operators is not counted.
 
     Args:
         config: The run, with a recompute policy.
-        ranks: In all.
-        per_host: Ranks on a host.
+        ranks: Number of ranks in total.
+        per_host: Ranks per host.
     """
     on_gpu = torch.cuda.is_available()
     hardware = hardware_like(torch.cuda.get_device_name() if on_gpu else HOST)
@@ -87,11 +87,11 @@ def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | 
 
 
 def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
-    """Return the sizes of the blocks of pinned memory that a rank's store will take, in bytes.
+    """Return the sizes in bytes of the pinned allocations of a rank's `HostStore`.
 
     Args:
         config: The run, with a recompute policy.
-        ranks: In all.
+        ranks: Number of ranks in total.
     """
     hardware = hardware_like(HOST)
     hosted = memory_of(planned(config, ranks, 1, hardware), hardware).host.get(KEPT, 0.0) / ranks
@@ -99,14 +99,14 @@ def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
 
 
 def _free(local_size: int) -> float:
-    """Return the bytes that tensors to come can have on this rank's device."""
+    """Return the bytes available for new tensors on this rank's device."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (available_bytes() or 2**40) / local_size
 
 
 def _taken() -> float:
-    """Return the bytes of this rank's GPU that other programs have, such as one that is about to end; 0 for little."""
+    """Return the bytes of this rank's GPU used by other programs, such as one that is just exiting; 0 if it is little."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -114,12 +114,12 @@ def _taken() -> float:
     return float(others) if others > _LIBRARIES else 0.0
 
 
-_LIBRARIES = 4 << 30  # bytes beside torch's allocator that may be this program's own
-_MOST = 8  # settings that are shown
+_LIBRARIES = 4 << 30  # bytes outside torch's allocator that can belong to libraries of this program
+_MOST = 8  # settings to show
 _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)
-_FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
-_LESS = 0.95  # of what is predicted for the settings that did not fit
+_FRAGMENTS = 0.05  # fraction of the GPU that is reserved but not allocated
+_LESS = 0.95  # times the prediction for the settings that did not fit
 _HOST_IS_FULL = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
 _FRUGAL, _DEFAULT = "block", "block-keep-attention"
 _STREAMED = "--optimizer.offload --optimizer.offload_weights"
@@ -127,16 +127,16 @@ _STREAMED = "--optimizer.offload --optimizer.offload_weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """A GPU when its memory was over, in bytes.
+    """Memory of a GPU when an allocation failed, in bytes.
 
     Attributes:
-        device: Its name.
-        total: What it has.
-        allocated: Of tensors.
-        peak: Most of them at a time, in this step.
-        reserved: What torch's allocator has taken.
-        host: What the memory of its host still has; None where it is not known.
-        expands: Whether torch's allocator has segments that grow already, as the launcher sets it.
+        device: Name of the GPU.
+        total: Memory of the GPU.
+        allocated: Memory of tensors.
+        peak: Peak memory of tensors in this step.
+        reserved: Memory reserved by torch's allocator.
+        host: Free memory of its host; None if unknown.
+        expands: Whether torch's allocator uses expandable segments, as set by the launcher.
     """
 
     device: str
@@ -149,7 +149,7 @@ class DeviceMemory:
 
     @classmethod
     def now(cls) -> "DeviceMemory":
-        """Return the current GPU's; zeros where there is none."""
+        """Return the memory of the current GPU; zeros without a GPU."""
         if not torch.cuda.is_available():
             return cls(device=HOST, total=0, allocated=0, peak=0, reserved=0)
         return cls(
@@ -165,10 +165,10 @@ class DeviceMemory:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Turn torch's out-of-memory errors into `RunError`; that of a GPU lists the memory of each part.
+    """Convert torch's out-of-memory errors to `RunError`; for a GPU, the message lists the memory of each part.
 
     Raises:
-        RunError: Memory ran out.
+        RunError: Out of memory.
     """
     try:
         yield
@@ -192,13 +192,13 @@ def _here() -> str:
 
 
 def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, where: str, error: str) -> str:
-    """Return the message.
+    """Return the message of an out-of-memory error.
 
     Args:
         config: The run.
-        ranks: In all.
-        nodes: On which they are.
-        memory: Of the GPU.
+        ranks: Number of ranks in total.
+        nodes: Number of hosts.
+        memory: Memory of the GPU.
         where: Rank and host.
         error: torch's message.
     """
@@ -222,7 +222,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
 
 def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, now: float) -> list[str]:
     fitting = []
-    limit = min(hardware.memory, _LESS * now)  # where the prediction is too low, it is so for all
+    limit = min(hardware.memory, _LESS * now)  # if the prediction is too low, it is too low for all settings
     for words, changed, times in chain(_first_layers(config, ranks, nodes, hardware, limit), _changes(config)):
         memory = _memory(changed, ranks * times, nodes * times, hardware)
         if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
@@ -238,9 +238,9 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
 def _first_layers(
     config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, limit: float
 ) -> Iterator[tuple[str, TrainConfig, int]]:
-    """Yield the default policy for the fewest first layers that take no more than a limit, as `_changes` does.
+    """Yield the default policy for the smallest number of first layers that fits a limit, in the form of `_changes`.
 
-    It computes less again than any policy that holds for all layers.
+    It recomputes less than a policy for all layers.
     """
     try:
         way = planned(config, ranks, nodes, hardware)
@@ -251,7 +251,7 @@ def _first_layers(
 
 
 def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
-    """Yield options, the configuration with them, and the multiple of the ranks: what costs least comes first."""
+    """Yield (options, configuration with them, factor on the number of ranks), the cheapest changes first."""
     single: list[tuple[str, TrainConfig]] = []
     for policy in sorted(POLICIES, key=lambda name: -Policy.parse(name).attention):
         if policy not in ("none", config.recompute):
@@ -294,13 +294,13 @@ def _spread(config: TrainConfig, times: int) -> TrainConfig:
 def _hardware(memory: DeviceMemory, host_memory: float | None) -> Hardware:
     known = hardware_like(memory.device)
     host = known.host_memory if memory.host is None else float(memory.host)
-    if host_memory is not None:  # what is free may be less, on a machine whose memory grows
+    if host_memory is not None:  # on a virtual machine whose memory grows, the free memory may be less
         host = host_memory * GIB
     return dataclasses.replace(known, memory=float(memory.total) or known.memory, host_memory=host)
 
 
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
-    """Return the memory of a step, or None if the configuration is refused."""
+    """Return the memory of a step, or None if the configuration is not possible."""
     try:
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
+"""Writes metrics of a run on rank 0: metrics.jsonl and evals.jsonl, flushed per line, and TensorBoard events."""
 
 import dataclasses
 import json
@@ -19,29 +19,29 @@ _NOT_ALWAYS = ("reward_", "loss_scale")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, as metrics.jsonl has it. None, in the file null, is what is not known here.
+    """One optimizer step: a line of metrics.jsonl. None (null in the file) means unknown.
 
     Attributes:
         step: Number of the step, from 1.
         loss: Mean over the step's tokens, in nats per token; in preference training over its pairs, in nats.
-        bits_per_byte: The same in bits per byte of text; None in preference training.
+        bits_per_byte: The loss in bits per byte of text; None in preference training.
         lr: Learning rate of the step.
         grad_norm: Norm of the gradient before clipping.
         tokens_per_second: Trained tokens of all ranks per second of this step.
-        seconds: Time that the step took, in seconds.
-        memory_gib: Peak memory, the largest of all ranks: of the GPU, allocated in this step; on a CPU of the process,
-            so far. In GiB.
-        tokens_per_second_per_gpu: The same of a rank.
-        mfu: Model FLOPs utilisation: causal attention halved, backward twice the forward, recomputation not counted.
-        mfu_kernel: The same with attention's backward 2.5 times its forward, as kernels count.
-        hardware_tflops: TFLOP/s of a rank that were computed, recomputation counted.
-        exposed_seconds: Time that forward and backward of rank 0 waited for other ranks or weights of the host.
-        data_seconds: Time until rank 0 had its batch.
-        reserved_gib: Peak that torch's allocator took from the GPU in this step, the largest of all ranks, in GiB.
-        skipped_steps: Steps of the run so far that changed nothing, for loss or gradient were not finite.
-        loss_scale: That the step's gradient was multiplied by; left out unless weights are fp16.
-        reward_margin: Mean over pairs of the chosen answer's reward less the rejected one's; left out without pairs.
-        reward_accuracy: Part of the pairs with a positive margin; left out without pairs.
+        seconds: Duration of the step, in seconds.
+        memory_gib: Peak memory in GiB, maximum over the ranks: on a GPU, allocated in this step; on a CPU, of the
+            process so far.
+        tokens_per_second_per_gpu: `tokens_per_second` divided by the number of ranks.
+        mfu: Model FLOPs utilization: causal attention counted half, backward twice the forward, recompute not counted.
+        mfu_kernel: The same with attention's backward counted 2.5 times its forward, as in attention kernels.
+        hardware_tflops: Computed TFLOP/s of a rank, including recompute.
+        exposed_seconds: Time that forward and backward of rank 0 waited for other ranks or for weights from the host.
+        data_seconds: Time that rank 0 waited for its batch.
+        reserved_gib: Peak memory in GiB reserved by torch's allocator in this step, maximum over the ranks.
+        skipped_steps: Number of skipped steps of the run so far (loss or gradient not finite).
+        loss_scale: Loss scale of the step; left out unless weights are fp16.
+        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; left out without pairs.
+        reward_accuracy: Fraction of the pairs with a positive margin; left out without pairs.
     """
 
     step: int
@@ -67,14 +67,14 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalMetrics:
-    """One evaluation on held-out text, as evals.jsonl has it.
+    """One evaluation on held-out text: a line of evals.jsonl.
 
     Attributes:
-        step: Steps trained before it.
+        step: Number of optimizer steps before the evaluation.
         loss: Mean over the tokens, in nats per token; in preference training over the pairs, in nats.
-        bits_per_byte: The same in bits per byte of text; None in preference training.
+        bits_per_byte: The loss in bits per byte of text; None in preference training.
         perplexity: exp(loss); None in preference training.
-        tokens: Tokens it was measured on.
+        tokens: Number of evaluated tokens.
         reward_margin: As in `StepMetrics`.
         reward_accuracy: As in `StepMetrics`.
     """
@@ -101,15 +101,15 @@ class MetricsLogger(Protocol):
 
 
 class MetricsWriter:
-    """Writes a run's metrics into its folder.
+    """Writes a run's metrics to its folder.
 
-    A resumed run drops what was written after the checkpoint it continues from, and a line that was torn when the run
-    was killed, so that the files read as if it had never stopped.
+    A resumed run removes the lines after the checkpoint that it continues from, and an incomplete last line, so that
+    the files are those of an uninterrupted run.
 
     Args:
-        folder: Run folder; made where it is missing.
-        first_step: First step that will be written; 1 for a fresh run.
-        online: What also takes every line, for example Weights & Biases.
+        folder: Run folder; created if missing.
+        first_step: First step that will be written; 1 for a new run.
+        online: Logger that also gets every line, for example Weights & Biases.
     """
 
     def __init__(self, folder: Path, first_step: int = 1, online: "MetricsLogger | None" = None) -> None:
@@ -132,7 +132,7 @@ class MetricsWriter:
         self._add_scalars("held_out", values)
 
     def close(self) -> None:
-        """Close the files; a second time does nothing."""
+        """Close the files. A second call has no effect."""
         self._metrics.close()
         self._evals.close()
         if self._events is not None:
@@ -160,15 +160,15 @@ class MetricsWriter:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file, a missing file being empty; a torn last line is left out.
+    """Return the objects of a metrics file; empty if it is missing. An incomplete last line is skipped.
 
     Raises:
-        UserError: A line before the last is not an object with a step: something else wrote the file.
+        UserError: A complete line is not a JSON object with a step.
     """
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
-    # What follows the last line end was never finished, even where it happens to parse.
+    # The part after the last newline is incomplete, even if it is valid JSON.
     found = []
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -180,9 +180,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def peak_bytes() -> tuple[int, int]:
-    """Return the peak memory of this rank and what of it torch reserved, in bytes.
+    """Return the peak allocated and the peak reserved memory of this rank in bytes.
 
-    Of its GPU since `forget_peak`; without CUDA of the process so far (resident set), and 0.
+    On a GPU, since `forget_peak`; without CUDA, the peak resident set of the process so far, and 0.
     """
     import torch
 
@@ -204,7 +204,7 @@ def forget_peak() -> None:
 
 
 def _open_lines(path: Path, first_step: int) -> TextIO:
-    """Open a metrics file for adding lines, without those of `first_step` and later."""
+    """Open a metrics file for appending, after removing the lines of `first_step` and later."""
     if path.exists():
         kept = [values for values in read_lines(path) if values["step"] < first_step]
         with replacing(path) as partial:
@@ -213,23 +213,23 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 
 
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """Return a line's values; those of pairs are in lines of preference training only, the scale in those of fp16."""
+    """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
     values = dataclasses.asdict(metrics)
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 
 
 def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
-    # NaN is no JSON; a run that diverged must still leave a file that every reader takes.
+    # NaN is not valid JSON, but a diverged run must still leave a readable file.
     file.write(json.dumps(finite(dict(values)), allow_nan=False) + "\n")
     file.flush()
 
 
 def _open_events(folder: Path, first_step: int) -> Any:
-    """Return a TensorBoard writer, or print a note and return None where the package is missing."""
+    """Return a TensorBoard writer; if the package is missing, print a note and return None."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         print("TensorBoard events are left out: the package tensorboard is not installed", file=sys.stderr)  # noqa: T201
         return None
-    # TensorBoard drops points of earlier events from this step on.
+    # purge_step: TensorBoard drops earlier events from this step on.
     return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)

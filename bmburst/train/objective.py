@@ -1,4 +1,4 @@
-"""What a step minimises: the mean loss of tokens, or the preference loss (DPO) of pairs of answers."""
+"""Training objectives: the mean loss over tokens, or the preference loss (DPO) over pairs of answers."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 
 class StepObjective(Protocol):
-    """The objective of one step, to which the microbatches of a rank are given one after another.
+    """The objective of one step. It gets the micro-batches of a rank one after another.
 
     Attributes:
-        tokens: Labels of all ranks that count, a scalar int64 tensor.
+        tokens: Number of labels of all ranks that count, a scalar int64 tensor.
     """
 
     tokens: Tensor
 
     @property
     def share(self) -> Tensor:
-        """This rank's share of the loss so far; the mean over ranks is the loss."""
+        """This rank's contribution to the loss so far, a scalar; the mean over ranks is the loss."""
 
     @property
     def rewards(self) -> Tensor | None:
-        """This rank's shares of the mean reward margin and of the accuracy, `[2]`; None without pairs."""
+        """This rank's contributions to the mean reward margin and the accuracy, `[2]`; None without pairs."""
 
     def forward(self, part: LocalBatch) -> Tensor:
-        """Return what `OptimManager.backward` gets for a microbatch."""
+        """Return the scalar of a micro-batch for `OptimManager.backward`."""
 
 
 class Objective(Protocol):
-    """What a run minimises. Every rank makes the same calls with its part of the same sequences."""
+    """The objective of a run. Every rank makes the same calls with its part of the same sequences."""
 
     def begin(self, batch: LocalBatch) -> StepObjective:
         """Return the objective of a step on a batch."""
 
     def measure(self, batches: Iterable[Samples]) -> Measurement:
-        """Return what the model gives on held-out batches."""
+        """Evaluate the model on held-out batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class TokenObjective:
     """The mean loss over the labels of all ranks.
 
     Attributes:
-        model: Trained.
+        model: The trained model.
         mesh: The ranks.
-        cut: This rank's part of a sequence.
-        device: Of this rank.
+        cut: This rank's shard of a sequence.
+        device: Device of this rank.
     """
 
     model: "Llama"
@@ -82,9 +82,9 @@ class TokenObjective:
 class _TokenStep:
     def __init__(self, objective: TokenObjective, batch: LocalBatch) -> None:
         self._model, shape = objective.model, objective.mesh.shape
-        # Counted over all: the mean must not depend on how ranks and microbatches share the labels.
+        # Counted globally: the mean must not depend on the distribution of labels over ranks and micro-batches.
         (counted,) = objective.mesh.world.all_reduce(count_valid(batch.labels)).wait()
-        self.tokens = counted // shape.tensor  # a tensor group's ranks have the same part
+        self.tokens = counted // shape.tensor  # the ranks of a tensor group have the same labels
         self.share = torch.zeros((), dtype=torch.float64, device=objective.device)
         self.rewards = None
         self._ranks = shape.size
@@ -103,15 +103,15 @@ def make_objective(
     cut: SequenceShard,
     device: torch.device,
 ) -> Objective:
-    """Return the objective of a run; every rank calls it. A reference model of its own is read here.
+    """Return the objective of a run; every rank calls it. Loads the reference model if the run has a separate one.
 
     Args:
         config: The run.
-        model: Trained.
-        make_model: Returns another one like it, without adapters and without initial weights for `seed=None`.
+        model: The trained model.
+        make_model: Returns a model of the same configuration without adapters; uninitialized for `seed=None`.
         mesh: The ranks.
-        cut: This rank's part of a sequence.
-        device: Of this rank.
+        cut: This rank's shard of a sequence.
+        device: Device of this rank.
 
     Raises:
         UserError: The reference cannot be read.
@@ -129,12 +129,12 @@ def make_objective(
 
 
 class PairLosses(NamedTuple):
-    """Of pairs of answers, `[pairs]` in fp64, alike on the ranks that share a sequence.
+    """Losses and margins of pairs of answers, fp64 `[pairs]`, equal on the ranks that share a sequence.
 
     Attributes:
         losses: `-log sigmoid(margin)`, in nats.
-        margins: beta times the log-probability ratio of the chosen answer less that of the rejected one; a ratio is
-            the log-probability of an answer in the model less that in the reference.
+        margins: beta times (log ratio of the chosen answer - log ratio of the rejected answer); a log ratio is the
+            log-probability of an answer in the model minus that in the reference.
     """
 
     losses: Tensor
@@ -149,17 +149,18 @@ class PairLosses(NamedTuple):
 class PairObjective:
     """DPO (arXiv:2305.18290): the mean over pairs of `-log sigmoid(margin)`.
 
-    An answer is a document of a packed sequence, and its tokens may lie on any ranks: each rank adds up the
-    log-probabilities of its own tokens, and the sums of documents are reduced over the ranks that share the sequence.
-    The gradient of a token's log-probability is that of its document's sum, so each rank needs only its own tokens.
+    An answer is a document of a packed sequence, and its tokens can be on any ranks: each rank sums the
+    log-probabilities of its own tokens, and an all-reduce sums them per document over the ranks that share the
+    sequence. The gradient with respect to a token's log-probability equals that of its document's sum, so the backward
+    of each rank needs only its own tokens.
 
     Attributes:
-        model: Trained.
+        model: The trained model.
         mesh: The ranks.
-        cut: This rank's part of a sequence.
-        device: Of this rank.
-        beta: Above 0.
-        reference: A model of the same shape; None: `model` without its adapters.
+        cut: This rank's shard of a sequence.
+        device: Device of this rank.
+        beta: Weight of the log ratios, above 0.
+        reference: The reference, a model of the same shape; None: `model` without its adapters.
     """
 
     model: "Llama"
@@ -191,18 +192,19 @@ class PairObjective:
         return Measurement(loss=loss, tokens=tokens, reward_margin=margin, reward_accuracy=accuracy)
 
     def compare(self, part: LocalBatch) -> tuple[PairLosses, Tensor]:
-        """Return what pairs give, and a scalar with the gradient of the sum of their losses, but not its value.
+        """Return losses and margins of pairs, and a surrogate: a scalar with the gradient of the sum of the losses.
 
-        Over all ranks that share the sequences, the gradients add up to that of the sum.
+        The value of the surrogate is meaningless. Its gradients, summed over the ranks that share the sequences, are
+        the gradient of the sum of the losses.
         """
-        from bmburst.blocks.layers import without_adapters  # it defines BMTrain classes: BMTrain must have been started
+        from bmburst.blocks.layers import without_adapters  # imports BMTrain: only after `bmburst.start`
 
         pieces = _Pieces(self, part)
         is_other = self.reference is not None
         with torch.no_grad(), nullcontext() if is_other else without_adapters(self.model):
             before = pieces.sums(token_losses(self.reference or self.model, part, per_token=True))
         losses = token_losses(self.model, part, per_token=True)
-        ratios = before - pieces.sums(losses.detach())  # of losses: minus log-probabilities
+        ratios = before - pieces.sums(losses.detach())  # losses are negative log-probabilities
         chosen = torch.tensor(pieces.chosen, dtype=torch.int64).to(self.device)
         margins = self.beta * (ratios[chosen] - ratios[chosen + 1])
         slopes = self.beta * torch.sigmoid(-margins)
@@ -240,18 +242,18 @@ class _PairStep:
 
 
 def pairs_of(batch: LocalBatch) -> int:
-    """Return how many pairs the whole sequences of a batch hold; a row without text has one document, and no pair."""
+    """Return the number of pairs in the whole sequences of a batch; a row of padding has one document, so no pair."""
     return sum(len(lengths) // 2 for lengths in batch.texts)
 
 
 class _Pieces:
-    """Runs of a rank's tokens that are of one document, in the order of its tokens.
+    """Pieces: runs of consecutive tokens of a rank that belong to the same document.
 
-    Documents of all rows are numbered one after another. Sums are made piece by piece, so that repeated runs give the
-    same bits: adding to documents by number would add in any order on a GPU.
+    Documents of all rows are numbered consecutively. Sums are computed per piece, so that they are deterministic: a
+    scatter-add by document has no fixed order on a GPU.
 
     Attributes:
-        chosen: Numbers of the chosen answers; each is followed by the rejected one.
+        chosen: Numbers of the chosen answers; the next number is the rejected answer.
     """
 
     def __init__(self, objective: PairObjective, part: LocalBatch) -> None:
@@ -262,7 +264,7 @@ class _Pieces:
         for mask in part.masks or ():
             places, starts = objective.cut.under(mask).positions(), torch.tensor(mask.starts)
             at = torch.searchsorted(starts, places, right=True) - 1 + first
-            numbers.append(own(at[None], pad_value=first + len(starts) - 1))  # padding has no label, and adds zero
+            numbers.append(own(at[None], pad_value=first + len(starts) - 1))  # padding has no label, so it adds zero
             self.chosen += range(first, first + len(starts) - 1, 2)
             first += len(starts)
         self._numbers = torch.cat(numbers)
@@ -270,12 +272,12 @@ class _Pieces:
 
     @cached_property
     def _of_pieces(self) -> tuple[Tensor, Tensor]:
-        """Document and size of each piece, int64 `[pieces]`, on the CPU. A piece may be of two rows' equal numbers."""
+        """Document and size of each piece, int64 `[pieces]`, on the CPU."""
         found: tuple[Tensor, Tensor] = torch.unique_consecutive(self._numbers.flatten(), return_counts=True)
         return found
 
     def sums(self, of_tokens: Tensor) -> Tensor:
-        """Return of each document the sum over all ranks, fp64 `[documents]`, of numbers of this rank's tokens."""
+        """Sum values of tokens per document, over all ranks that share the sequence: `[documents]` fp64."""
         documents, sizes = self._of_pieces
         sums = torch.stack([each.sum() for each in of_tokens.flatten().double().split(sizes.tolist())])
         belongs = (torch.arange(self._documents)[:, None] == documents).double().to(self._device)
@@ -284,5 +286,5 @@ class _Pieces:
         return total
 
     def spread(self, of_documents: Tensor) -> Tensor:
-        """Return for each of this rank's tokens the number of its document, `[rows, tokens]`."""
+        """Return for each of this rank's tokens the value of its document, `[rows, tokens]`."""
         return of_documents[self._numbers.to(self._device)]

@@ -1,4 +1,4 @@
-"""A run as the planner sees it, and the host memory that it needs and may use. Does not import torch."""
+"""Converts a run to a `Candidate` of the planner, and checks its host memory. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,32 +17,32 @@ from bmburst.train.sections import OptimizerConfig
 _MEMORY = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
-"""Devices that give memory to a virtual machine as it is used: the total then begins at a fraction."""
+"""Devices that add memory to a virtual machine on demand: MemTotal then starts at a fraction of the total."""
 _UNDECIDED = "block-keep-attention"
 
 
 def available_bytes() -> int | None:
-    """Return the free bytes of this host, at most its container's limit; None where Linux does not tell."""
-    return _least(_line("MemAvailable:"))  # not less what the container uses: that counts the cache of files
+    """Return the free bytes of this host, at most its container's limit; None if Linux does not report them."""
+    return _least(_line("MemAvailable:"))  # the container's usage is not subtracted: it includes the page cache
 
 
 def total_bytes() -> int | None:
-    """Return the bytes of this host, at most its container's limit; None where they may grow or Linux does not tell."""
+    """Return the bytes of this host, at most its container's limit; None if they can grow or Linux reports none."""
     grows = any(any(Path("/").glob(pattern[1:])) for pattern in _GROWS)
     return None if grows else _least(_line("MemTotal:"))
 
 
 def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Candidate:
-    """Return the way in which a run trains; packed documents are taken for whole sequences.
+    """Return the planner's description of a run. Packed documents are treated as whole sequences.
 
     Args:
-        config: The run. Where its recompute policy is "auto", the way has the trainer's default.
-        ranks: In all.
-        nodes: On which they are.
-        hardware: By which an attention strategy that is not named is the fastest.
+        config: The run. Recompute policy "auto" becomes "block-keep-attention".
+        ranks: Number of ranks in total.
+        nodes: Number of hosts.
+        hardware: Used to choose the fastest attention strategy for strategy "auto".
 
     Raises:
-        UserError: The ranks cannot run it.
+        UserError: The configuration does not fit the ranks.
     """
     config.validate(ranks)
     shape, parallel = config.mesh_shape(ranks), config.parallel
@@ -79,7 +79,7 @@ def _offload(optimizer: OptimizerConfig) -> Offload:
 
 
 def _transport(asked: str, hardware: Hardware) -> str:
-    """Return what moves blocks inside a node where a run asks for a transport, as attention finds it."""
+    """Return the transport inside a node that attention will use for the configured transport."""
     if hardware.name == hardware_like(HOST).name:
         return "gloo"
     return "nccl" if asked in ("nccl", "gloo") else "peer"
@@ -90,8 +90,8 @@ class HostMemory:
     """The memory of a host for a run, in bytes.
 
     Attributes:
-        has: What is free, or what `host_memory` of the configuration says.
-        is_given: Whether the configuration says it.
+        has: The free memory, or `host_memory` of the configuration.
+        is_given: Whether the configuration sets it.
     """
 
     has: float
@@ -99,7 +99,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, config: TrainConfig, available: Sequence[int | None]) -> "HostMemory | None":
-        """Return the memory of the host that has least; None where nobody knows.
+        """Return the smallest memory of all hosts; None if unknown.
 
         Args:
             config: The run.
@@ -111,10 +111,10 @@ class HostMemory:
         return cls(min(known), is_given=False) if known else None
 
     def require(self, way: Candidate, hardware: Hardware) -> None:
-        """Check that it is enough for a run.
+        """Check that the memory is sufficient for a run.
 
         Raises:
-            UserError: It is not.
+            UserError: It is not sufficient.
         """
         needed, most = memory_of(way, hardware).in_host, HOST_SHARE * self.has
         if needed <= most:
@@ -132,10 +132,10 @@ class HostMemory:
 
 
 def check_host_memory(config: TrainConfig, ranks: int) -> None:
-    """Check, before ranks start on this host alone, that it has the memory that a run gives and needs.
+    """Check the host memory of a run on this host alone, before ranks start.
 
     Raises:
-        UserError: It has not.
+        UserError: `host_memory` exceeds the memory of this host, or the run needs more than is available.
     """
     total = total_bytes()
     if config.host_memory is not None and total is not None and config.host_memory * GIB > total:
@@ -154,7 +154,7 @@ def _gib(nbytes: float) -> str:
 
 
 def _fix(way: Candidate, most: float) -> str:
-    """Return what to do where a way needs more host memory than there is."""
+    """Return the fix of a run that needs more host memory than is available."""
     if sum(host_state(way).values()) > most:
         out = "--optimizer.offload_weights" if way.offload is Offload.WEIGHTS else "--optimizer.offload"
         return f"fix: leave {out} out, use more hosts, or train a smaller model"
@@ -174,5 +174,5 @@ def _least(nbytes: int | None) -> int | None:
         return None
     try:
         return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no container, or none with a limit
+    except (OSError, ValueError):  # no container, or no limit
         return nbytes

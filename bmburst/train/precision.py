@@ -1,11 +1,12 @@
-"""The precision that a rank trains in: whether its GPU has a dtype, and the dynamic loss scale of fp16.
+"""Precision of training: whether a GPU supports a dtype, and the dynamic loss scale of fp16.
 
-The launcher opens no GPU, so a rank asks its GPU once BMTrain has started.
+The launcher does not open a GPU, so each rank checks its GPU after BMTrain has started.
 
-fp16 numbers end at 65504, and below 6e-5 they lose digits. So BMTrain multiplies the loss, and with it all gradients,
-by a scale, and the optimizer divides by it in fp32. The rules are those of `bmtrain.optim.OptimManager`: a step whose
-gradient is not finite is skipped and halves the scale, down to 1; after so many steps without one the scale doubles.
-All ranks see the same gradient norm, so they have the same scale without telling each other.
+The largest fp16 number is 65504, and numbers below 6e-5 are subnormal and lose digits. So BMTrain multiplies the loss,
+and thereby all gradients, by a scale, and the optimizer divides by it in fp32. The rules are those of
+`bmtrain.optim.OptimManager`: a step whose gradient is not finite is skipped and halves the scale, down to 1; after a
+number of steps without a skip the scale doubles. All ranks have the same gradient norm, so they compute the same scale
+without communication.
 """
 
 from dataclasses import dataclass
@@ -17,18 +18,18 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS
 
 _AMPERE = (8, 0)
-_FACTOR, _LEAST = 2.0, 1.0  # of the loss scale
+_FACTOR, _LEAST = 2.0, 1.0  # factor of changes and minimum of the loss scale
 
 
 def require_dtype(dtype: str, device: torch.device) -> None:
-    """Check that a rank's device computes in a dtype.
+    """Check that a rank's device supports a dtype.
 
     Args:
-        dtype: Of weights and activations, as `TrainConfig` names it.
-        device: Of this rank.
+        dtype: dtype of weights and activations, as in `TrainConfig`.
+        device: Device of this rank.
 
     Raises:
-        UserError: It is a GPU without bfloat16: BMTrain's kernels and tensor cores have it from Ampere on.
+        UserError: The GPU does not support bfloat16: BMTrain's kernels and tensor cores need Ampere or later.
     """
     if dtype != "bfloat16" or device.type != "cuda":
         return
@@ -43,12 +44,12 @@ def require_dtype(dtype: str, device: torch.device) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """The scale and what it depends on.
+    """The loss scale and its state.
 
     Attributes:
         value: The scale of the next step.
-        interval: Steps after which it doubles; None: it never changes.
-        taken: Steps that were taken since it changed.
+        interval: Number of steps without a skip after which it doubles; None: it is constant.
+        taken: Number of steps since its last change.
     """
 
     value: float = 1.0
@@ -57,7 +58,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossScale":
-        """Return that of a fresh run: 1 for ever unless weights are fp16."""
+        """Return the initial scale of a run: constant 1 unless the dtype is fp16."""
         if config.dtype != "float16":
             return cls()
         optimizer = config.optimizer
@@ -65,14 +66,14 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it changes."""
+        """Whether the scale can change."""
         return self.interval is not None
 
     def count(self, *, is_finite: bool) -> None:
-        """Count a step.
+        """Update the scale after a step.
 
         Args:
-            is_finite: Whether loss and gradient were, so that the step is taken.
+            is_finite: Whether loss and gradient were finite, so that the step was taken.
         """
         if self.interval is None:
             return
@@ -84,10 +85,10 @@ class LossScale:
             self.value, self.taken = self.value * _FACTOR, 0
 
     def state(self) -> tuple[float, int] | None:
-        """Return what a checkpoint keeps: the scale, and the steps since it changed; None where it does not."""
+        """Return the state for a checkpoint: the scale and the steps since its last change; None if it is constant."""
         return (self.value, self.taken) if self.is_dynamic else None
 
     def restore(self, state: tuple[float, int] | None) -> None:
-        """Go on from what `state` returned."""
+        """Restore a result of `state`."""
         if state is not None and self.is_dynamic:
             self.value, self.taken = state

@@ -1,4 +1,4 @@
-"""Builds configurations from presets, files and options, and checks them against the files and this machine."""
+"""Builds `TrainConfig` from presets, files and options, and checks it against the data files and this machine."""
 
 import dataclasses
 import os
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG_FILE = "config.json"
-# They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
+# Not part of a run's config.json, so that it can start another run.
 _OF_ONE_CALL = ("output", "resume")
-# What the data's order, the weights' shapes or their meaning, or what the optimizer keeps of them hang on.
+# Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
 _MAY_MOVE = ("data.cache", "data.verify", "dpo.reference")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Return the configuration that files and options make together; later ones win, options over files.
+    """Return the configuration of files and options. Later files override earlier ones, options override files.
 
-    Where the model is not given in full, it starts from the directory `init_from`, else from `preset`.
+    Fields of the model that are not given come from the directory `init_from`, else from `preset`.
 
     Args:
-        files: JSON or YAML files; one may be a ModelCenter LLaMA's config.json, which gives the model.
-        options: Dotted name to value or to text, as on the command line.
+        files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
+        options: Maps dotted names to values, or to text as on the command line.
 
     Raises:
-        UserError: A file, key or value is wrong, or values do not go together.
+        UserError: A file, key or value is wrong, or values contradict each other.
     """
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
@@ -64,15 +64,15 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
-    """Check what can be known before any work: that the ranks fit, that this machine serves them, and `check_paths`.
+    """Check a run before it starts: the parallel degrees, this machine (`require_machine`) and files (`check_paths`).
 
     Args:
         config: The run.
-        world_size: Its ranks.
-        local_rank: Whose GPU is asked, where there are any.
+        world_size: Number of ranks.
+        local_rank: Rank whose GPU is checked, if there are GPUs.
 
     Raises:
-        UserError: Something cannot work.
+        UserError: A check fails.
     """
     config.validate(world_size)
     require_machine(config, world_size, local_rank)
@@ -80,10 +80,10 @@ def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None
 
 
 def check_paths(config: TrainConfig) -> None:
-    """Check that the files a fresh run reads are there, and that `init_from` holds the configured model.
+    """Check that the files of a new run exist, and that `init_from` contains the configured model.
 
     Raises:
-        UserError: One is missing, empty or of another model.
+        UserError: A file is missing or empty, or belongs to another model.
     """
     if config.wandb is not None:
         require_wandb()
@@ -102,7 +102,7 @@ def check_paths(config: TrainConfig) -> None:
                 f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from reads it from config.json"
             )
-        # It imports torch, which the command line's help does without.
+        # Imported here, because it imports torch, which --help does not need.
         from bmburst.checkpoint import adapter, hugging_face
 
         hugging_face.check_weights(config.init_from, config.model)
@@ -128,14 +128,14 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
             f"{getattr(config.model, key)}\nallowed: a reference of the same shape\n"
             "fix: give the model that the run starts from, or another version of it"
         )
-    # They import numpy and torch, which the command line's help does without.
+    # Imported here, because they import numpy and torch, which --help does not need.
     from bmburst.checkpoint import hugging_face
     from bmburst.checkpoint.files import own_tokenizer
     from bmburst.data.corpus import find_token_file
     from bmburst.data.tokenizer import ByteTokenizer, load_tokenizer
 
     hugging_face.check_weights(folder, config.model)
-    if config.dpo.reference is None:  # it is the model itself
+    if config.dpo.reference is None:  # the reference is init_from itself
         return
     own = own_tokenizer(folder)
     file = find_token_file(config.data.source, config.data.tokenizer)
@@ -149,10 +149,10 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
 
 
 def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaConfig:
-    """Return the model that a Hugging Face LLaMA directory, which a field `option` names, describes.
+    """Return the model configuration in a Hugging Face LLaMA directory; `option` names the field for error messages.
 
     Raises:
-        UserError: There is no such directory, no config.json in it, or it is not a LLaMA's.
+        UserError: There is no such directory, it has no config.json, or the model is not supported.
     """
     require_filled(option, folder, f"--{option.replace('_', '-')} DIR")
     path = folder / CONFIG_FILE
@@ -163,7 +163,7 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         raise UserError(f"{option} {folder}: {what}\nfix: give a directory of a Hugging Face LLaMA")
     values = read_json(path)
     if "model_type" not in values:
-        # It imports torch, which the command line's help does without.
+        # Imported here, because it imports torch, which --help does not need.
         from bmburst.checkpoint.files import newest_complete
 
         if newest := newest_complete(folder):
@@ -175,10 +175,11 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
 
 
 def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """Check that a run is continued as what it was; steps, ranks, rates and intervals may change.
+    """Check that a resumed run has the settings that must not change. Steps, ranks, rates and intervals may change.
 
     Raises:
-        UserError: Model, data, sequence length, packing, seed, dtype, adapters or dpo.beta differ from the run's own.
+        UserError: Model, data, sequence length, packing, seed, dtype, adapters or dpo.beta differ from those of the
+            run.
     """
     was, wanted = to_dict(before), to_dict(now)
     for leaf in leaves(before):
@@ -192,20 +193,20 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
 
 
 def write_run_config(config: TrainConfig, folder: Path) -> Path:
-    """Write the resolved configuration as the run folder's config.json, which `--config` takes back."""
+    """Write the resolved configuration to the run folder's config.json, which `--config` can read."""
     path = folder / CONFIG_FILE
     write_json(path, {key: value for key, value in to_dict(config).items() if key not in _OF_ONE_CALL})
     return path
 
 
 def _check_tokens(config: TrainConfig) -> None:
-    # numpy comes with it, and the command line's help does without.
+    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.corpus import find_token_file
 
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
         file.require_vocab(config.model.vocab_size)
     elif config.data.tokenizer is None:
-        # Text without a tokenizer is read as bytes: make the check of `tokenizer='bytes'`.
+        # Text without a tokenizer is read as bytes: run the checks of `tokenizer='bytes'`.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
 
 
@@ -222,7 +223,7 @@ def _names_whole_model(layer: Mapping[str, Any]) -> bool:
 
 
 def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model that the given fields are laid over; empty where they leave nothing open."""
+    """Return the model whose fields the given ones override; empty if all fields are given."""
     name, folder = given.get("preset", "llama-tiny"), given.get("init_from")
     if name is not None and folder is not None:
         raise UserError(
@@ -239,7 +240,7 @@ def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     values = to_dict(model)
     if model.head_dim * model.num_heads == model.hidden_size:
-        # It follows hidden_size and num_heads, of which one may be overridden.
+        # head_dim is derived from hidden_size and num_heads, and one of them may be overridden.
         del values["head_dim"]
     return values
 
@@ -254,25 +255,25 @@ def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -
     """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
 
     Args:
-        config: What is to be trained, valid for so many ranks.
-        world_size: Ranks of the run.
-        local_rank: Whose GPU is asked, where there are any.
+        config: The run, valid for `world_size` ranks.
+        world_size: Number of ranks.
+        local_rank: Rank whose GPU is checked, if there are GPUs.
 
     Raises:
         UserError: They cannot.
     """
-    import torch  # here, because the command line's help does without it
+    import torch  # imported here, because --help does not need it
 
     has_gpus = torch.cuda.is_available()
-    if config.parallel.strategy != "auto":  # which finds one
+    if config.parallel.strategy != "auto":  # "auto" always finds one
         _require_strategy(config, world_size)
     _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
-    if config.parallel.kernel != "auto":  # which finds one; a GPU is not asked needlessly
+    if config.parallel.kernel != "auto":  # "auto" always finds one, without a query of the GPU
         _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
 
 
 def _require_strategy(config: TrainConfig, world_size: int) -> None:
-    """Refuse what attention would in the first step, once ranks have started and the text is read."""
+    """Check the attention strategy now. Otherwise the error comes in the first step, after the data were read."""
     import torch
 
     from bmburst.attention.call import head_shapes
@@ -293,7 +294,7 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
         for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
     )
     shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
-    try:  # neither transport nor machine matters to whether a strategy works
+    try:  # whether a strategy works depends on neither transport nor machine
         placement, machine = Placement("gloo", nodes), hardware_like(HOST)
         choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
     except UserError as error:
@@ -303,7 +304,7 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
 
 def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
     allowed = ("auto", "peer", "nccl") if has_gpus else ("auto", "gloo")
-    if sequence > 1 and transport not in allowed:  # one rank moves nothing
+    if sequence > 1 and transport not in allowed:  # a single rank does not communicate
         where = "the GPUs here" if has_gpus else "a machine without GPUs"
         raise UserError(
             f"transport {transport} does not work on {where}\nallowed: {', '.join(allowed)}\nfix: --transport auto"

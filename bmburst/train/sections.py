@@ -10,12 +10,12 @@ from bmburst.errors import UserError
 
 STANDARD_LIBRARY = "stdlib"
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
-"""Of fp16 training, where `OptimizerConfig` does not give them."""
+"""Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text is trained on."""
+    """The training data."""
 
     source: str = field(
         "Training text: a text file, JSONL file, directory of them, token file of `bmburst data`, or 'stdlib' for the "
@@ -50,7 +50,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. `TrainConfig` replaces None by the number for its model (`bmburst.train.defaults`)."""
+    """AdamW. `TrainConfig` replaces None by the default for its model (`bmburst.train.defaults`)."""
 
     lr: float = field(
         "Peak learning rate.",
@@ -120,10 +120,10 @@ class OptimizerConfig:
             )
 
     def require_dtype(self, dtype: str) -> None:
-        """Check that the fields are of use for weights of a dtype.
+        """Check that the fields apply to weights of a dtype.
 
         Raises:
-            UserError: One has no effect, or its kernel cannot keep an overflow out of the state.
+            UserError: A field has no effect, or the kernel would keep an overflow in its state.
         """
         for name in ("loss_scale", "loss_scale_steps"):
             if dtype != "float16" and getattr(self, name) is not None:
@@ -140,7 +140,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate over the run; `bmburst.train.step.learning_rate` has formulas. None: as in `OptimizerConfig`."""
+    """Learning rate schedule; formulas: `bmburst.train.step.learning_rate`. None: as in `OptimizerConfig`."""
 
     kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
     warmup_steps: int = field(
@@ -184,7 +184,7 @@ class DPOConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether answers are preferred over others."""
+        """Whether the run is preference training."""
         return self.beta is not None
 
 

@@ -1,6 +1,6 @@
-"""Parts of an optimizer step outside the model: learning rate, the ranks' exchange, clipping; slow ranks, stops, skips.
+"""Parts of an optimizer step outside the model: learning rate, exchange of facts, slow ranks, stop signals, skips.
 
-`exchange` is the one all-gather of a step, and the only point at which the host waits for the device.
+`exchange` is the only all-gather of these facts in a step, and the only point at which the host waits for the device.
 """
 
 import contextlib
@@ -26,22 +26,21 @@ from bmburst.train.precision import LossScale
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
     """Return the learning rate of one optimizer step.
 
-    Warm-up rises linearly and reaches `peak` at step `warmup_steps`, so the first step already moves. Then
+    Warm-up is linear and reaches `peak` at step `warmup_steps`; the first step has a rate above 0. After it,
 
-    - "cosine" falls along half a cosine (arXiv:1608.03983) and reaches `final_lr_fraction * peak` at the last step;
-    - "wsd" stays at the peak, and over the last `decay_fraction` of all steps falls linearly to the same end
+    - "cosine" follows half a cosine (arXiv:1608.03983) down to `final_lr_fraction * peak` at the last step;
+    - "wsd" stays at the peak, then decays linearly to the same value over the last `decay_fraction` of all steps
       (warm-up, stable, decay: arXiv:2404.06395);
     - "constant" stays at the peak.
 
-    A run that is resumed with another total follows the schedule of the new total from there on.
-
-    Steps beyond the last have the last step's rate. A warm-up longer than the run just rises to its end.
+    A run that is resumed with another number of steps continues on the schedule of the new number. Steps after the last
+    one have its rate. If the warm-up is longer than the run, the run ends during warm-up.
 
     Args:
         config: The schedule.
-        peak: Highest learning rate.
-        step: Number of the step, counted from 1.
-        total_steps: Steps of the whole run.
+        peak: Peak learning rate.
+        step: Number of the step, from 1.
+        total_steps: Number of steps of the whole run.
 
     Raises:
         ValueError: `step` or `total_steps` is below 1.
@@ -65,13 +64,13 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts(StepTiming):
-    """Facts that one rank contributes to the exchange: of this step, and the timing of the step before.
+    """Facts that one rank contributes to the exchange: facts of this step, and the timing of the previous step.
 
     Attributes:
-        query_key_pairs: Visible pairs per head and layer, in the sequences of this data rank.
-        memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
-        reserved: Largest reserved bytes; 0 on a CPU.
-        stop: Signal that asks this rank to stop; 0 for none.
+        query_key_pairs: Unmasked query-key pairs per head and layer, in the sequences of this data rank.
+        memory: Peak allocated bytes since the last exchange; on a CPU, peak of the process so far.
+        reserved: Peak reserved bytes; 0 on a CPU.
+        stop: Number of the signal that asks this rank to stop; 0: none.
     """
 
     query_key_pairs: float = 0.0
@@ -85,10 +84,10 @@ class StepFacts:
     """Facts of one step after the exchange, the same on all ranks.
 
     Attributes:
-        step: Its number, from 1.
-        shares: Each rank's share of the mean loss; their mean is the loss.
-        squares: Each rank's sum of squares of its part of the gradient.
-        tokens: Labels that counted.
+        step: Number of the step, from 1.
+        shares: Each rank's contribution to the loss; the mean over ranks is the loss.
+        squares: Each rank's sum of squares of its gradient shards.
+        tokens: Number of labels that count in the loss.
         hosts: Facts of each rank.
         rewards: Mean reward margin and accuracy of preference pairs; None without pairs.
     """
@@ -102,7 +101,7 @@ class StepFacts:
 
     @property
     def query_key_pairs(self) -> float:
-        """Query-key pairs of all data ranks, counted once for every rank that shares a sequence."""
+        """Query-key pairs summed over all ranks: those of a sequence are counted once per rank that shares it."""
         return sum(host.query_key_pairs for host in self.hosts)
 
     @property
@@ -131,16 +130,16 @@ def exchange(
     facts: HostFacts,
     rewards: Tensor | None = None,
 ) -> StepFacts:
-    """Gather the facts of a step from all ranks. Every rank calls it. It is the only wait for the device in a step.
+    """All-gather the facts of a step. Every rank calls it. It is the only wait for the device in a step.
 
     Args:
         comm: All ranks.
         step: Number of the step.
-        share: This rank's share of the loss, a scalar on its device.
-        square: Sum of squares of its part of the gradient, likewise.
-        tokens: Labels of all ranks that count, likewise.
-        facts: What its host knows.
-        rewards: This rank's shares of reward margin and accuracy, `[2]` on its device; None without pairs.
+        share: This rank's contribution to the loss, a scalar on its device.
+        square: Sum of squares of its gradient shards, a scalar on its device.
+        tokens: Number of labels of all ranks that count, a scalar on its device.
+        facts: Facts on its host.
+        rewards: This rank's contributions to reward margin and accuracy, `[2]` on its device; None without pairs.
     """
     on_gpu = share.is_cuda
     host = torch.tensor(astuple(facts), dtype=torch.float64, pin_memory=on_gpu)
@@ -161,18 +160,18 @@ def exchange(
 
 WINDOW = 20
 """Steps in one measurement window."""
-_COLD = 2  # first timings to ignore: none is known yet, then kernels are being compiled
-_RATIO = 1.2  # times the median: clocks, temperatures and uneven masks explain less
-_LEAST = 0.01  # seconds a step below which there is no warning
+_COLD = 2  # ignored timings: the first exchange has none, the second includes the compilation of kernels
+_RATIO = 1.2  # times the median; clocks, temperatures and uneven masks cause smaller differences
+_LEAST = 0.01  # seconds per step: no warning for a smaller difference
 _CAUSES = (("data", "data loading"), ("compute", "forward and backward"), ("optimizer", "optimizer"))
 
 
 class LagWatch:
-    """Compares the ranks' own times, without their waits for each other.
+    """Finds slow ranks: compares the ranks' times of data loading, compute and optimizer, without waits for others.
 
     Args:
         hosts: Host name of each rank.
-        window: Number of steps that are averaged before each judgement.
+        window: Number of steps that are averaged for each comparison.
     """
 
     def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
@@ -182,7 +181,7 @@ class LagWatch:
         self._cold = _COLD
 
     def add(self, timings: Sequence[StepTiming]) -> str | None:
-        """Add one step's timing of every rank; return a warning if a rank lags, at most once a window."""
+        """Add the timings of all ranks in one step; return a warning if a rank is slow, at most once per window."""
         if self._cold:
             self._cold -= 1
             return None
@@ -214,7 +213,7 @@ class StopRequest:
     """Whether this process was asked to stop.
 
     Attributes:
-        signum: By which signal; 0 for not.
+        signum: Number of the received signal; 0: none.
     """
 
     def __init__(self) -> None:
@@ -222,7 +221,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note signals in the block; outside the main thread, where Python allows no handlers, do nothing."""
+        """Record signals inside the block. Has no effect outside the main thread, where Python allows no handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -234,7 +233,7 @@ class StopRequest:
 
 
 def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) -> str:
-    """Return, alike on all ranks, which rank was asked to stop before a step's exchange; empty if none was.
+    """Return a message about the rank that was asked to stop, the same on all ranks; empty if there is none.
 
     Args:
         facts: The exchanged facts of the step.
@@ -256,14 +255,14 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) ->
 
 
 class SkippedSteps:
-    """Counts skipped steps and ends a run that skips too many in a row. All ranks reach the same result.
+    """Counts skipped steps and ends a run that skips too many in a row. All ranks get the same result.
 
     Args:
-        hosts: Name of each rank's host.
-        most: Steps in a row that may be skipped; 0 for any number.
+        hosts: Host name of each rank.
+        most: Number of skipped steps in a row that ends the run; 0: no limit.
 
     Attributes:
-        total: Skipped steps of the run; a resumed run sets the number from its checkpoint.
+        total: Skipped steps of the run; a resumed run restores it from its checkpoint.
         message: Why the last step was skipped; empty if it was taken.
     """
 
@@ -279,8 +278,8 @@ class SkippedSteps:
         """Count one step.
 
         Args:
-            facts: Of the step.
-            scale: The loss scale after it; None or one that never changes is not spoken of.
+            facts: Facts of the step.
+            scale: The loss scale after the step; mentioned in the message only if it is dynamic.
         """
         if facts.is_finite:
             self._in_row, self.message = 0, ""
@@ -318,7 +317,7 @@ class SkippedSteps:
             )
 
     def _cause(self, facts: StepFacts) -> str:
-        """Return what is not finite and on which ranks. Losses come first: gradients are sums over ranks."""
+        """Return what is not finite, and on which ranks. Losses are checked first: gradients are sums over ranks."""
         bad_losses = _where(facts.shares)
         if bad_losses:
             return f"the loss is not finite on {self._ranks(bad_losses)}"

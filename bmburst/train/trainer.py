@@ -1,4 +1,4 @@
-"""The trainer: builds model, data and optimizer of one rank, and runs steps, evaluations and checkpoints in order."""
+"""The trainer: builds model, data and optimizer of one rank, and runs training steps, evaluations and checkpoints."""
 
 import contextlib
 import math
@@ -52,11 +52,11 @@ _PROMPT_TOKENS = 64
 
 
 def run(config: TrainConfig) -> None:
-    """Train as `config` says, in every rank of the job; `bmburst train` starts the ranks and calls this in each.
+    """Train according to `config`. Every rank of the job calls it; `bmburst train` starts the ranks.
 
     Raises:
-        UserError: Something that the configuration names cannot work.
-        RunError: Memory ran out, or too many steps in a row were skipped.
+        UserError: The configuration is not possible.
+        RunError: Out of memory, or too many steps in a row were skipped.
     """
     with explained(config):
         trainer = Trainer(config)
@@ -68,22 +68,22 @@ def run(config: TrainConfig) -> None:
 class Trainer:
     """One rank of a training run.
 
-    Building it starts BMTrain, opens the text and makes model and optimizer; every rank must build it with the same
-    configuration. `train` does the rest; `step` and `evaluate` can also be called one by one, and so can the parts of a
-    step: `next_batch`, `backward` as often as gradients are to be added up, `update`.
+    The constructor starts BMTrain, opens the data and creates model and optimizer; every rank must call it with the
+    same configuration. `train` runs the whole training. `step` and `evaluate` can also be called one by one, and so can
+    the parts of a step: `next_batch`, `backward` (several times to accumulate gradients), `update`.
 
     Args:
-        config: What to train; `output` is set.
+        config: The run; `output` must be set.
 
     Attributes:
-        config: The same, with a recompute policy in the place of "auto".
+        config: The same, with "auto" replaced by the chosen recompute policy.
         mesh: The ranks.
-        model: Of `bmburst.blocks`, sharded by ZeRO.
+        model: A `bmburst.blocks.model.Llama`, sharded by ZeRO.
         optimizer: AdamW over this rank's shards.
-        steps_done: Optimizer steps so far.
+        steps_done: Number of optimizer steps so far.
 
     Raises:
-        UserError: The configuration does not fit the ranks, or the text cannot be read or does not fit the model.
+        UserError: The configuration does not fit the ranks, or the data cannot be read or do not fit the model.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -94,7 +94,7 @@ class Trainer:
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
         config.validate(self.runtime.world_size)
         require_dtype(config.dtype, self.runtime.device)
-        # These define BMTrain classes: BMTrain must have been started.
+        # Import after `start`: these modules import BMTrain.
         import bmtrain as bmt
 
         from bmburst.attention.module import BurstAttention
@@ -106,7 +106,7 @@ class Trainer:
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
-        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory, before text is read
+        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         attention = partial(
             BurstAttention,
             group=self.mesh.sequence,
@@ -118,7 +118,7 @@ class Trainer:
         )
         dtype = getattr(torch, config.dtype)
         self.config, self._host_memory = config.replace(recompute=recompute), HostMemory()
-        if not self.runtime.on_host:  # both take long: they begin before all else
+        if not self.runtime.on_host:  # both are slow, so start them first
             self._host_memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
             compiling = compile_ahead(config.model, dtype, attention(), packed=config.pack == "documents")
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
@@ -150,7 +150,7 @@ class Trainer:
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._objective = make_objective(config, self.model, make_model, self.mesh, self.cut, self.runtime.device)
-        self._manager = bmt.optim.OptimManager(loss_scale=None)  # it need not look for overflows: `exchange` does
+        self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
         self._loss_scale = LossScale.of(config)
         self._base: Base | None = None
@@ -164,7 +164,7 @@ class Trainer:
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         self._flops, self._no_peak = flops_meter(self.config, self.runtime.world_size, device)
         if not self.runtime.on_host:
-            compiling.join()  # no allocation of its thread may fall into a recording of CUDA graphs
+            compiling.join()  # its allocations must not happen during the capture of a CUDA graph
 
     @property
     def is_main(self) -> bool:
@@ -175,7 +175,7 @@ class Trainer:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
-            UserError: There is none, all are damaged, or it is of another model or corpus.
+            UserError: There is no checkpoint, all are damaged, or it has another model or corpus.
         """
         base = self.config.init_from
         if base is not None and (self.config.lora.is_on or not self.config.resume):
@@ -195,7 +195,7 @@ class Trainer:
             self._loss_scale.restore(progress.loss_scale)
 
     def train(self) -> None:
-        """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
+        """Train up to the last step, with evaluations and checkpoints, and write the results to the run folder."""
         config, total, every = self.config, self.config.steps, self.config.checkpoint_every
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
@@ -215,7 +215,7 @@ class Trainer:
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics, facts = self._take_step()
-                if self.is_main and self.steps_done == first:  # now it is known to work: --resume begins from it
+                if self.is_main and self.steps_done == first:  # the configuration works; --resume reads it
                     write_run_config(self._asked, self.folder)
                 stopped = stopped_by(facts, self._hosts, saves=every is not None)
                 report.step(metrics)
@@ -223,7 +223,7 @@ class Trainer:
                 report.note(self._lag.add(facts.hosts) or "")
                 self._skips.require(has_checkpoint=lambda: checkpoint.newest_complete(self.folder) is not None)
                 is_last = self.steps_done == total
-                if stopped and every is not None:  # before an evaluation: there may be little time
+                if stopped and every is not None:  # before an evaluation, because there may be little time left
                     self.save()
                 if is_last or _is_due(config.eval_every, self.steps_done):
                     with report.doing("measuring the loss of held-out text"):
@@ -242,14 +242,14 @@ class Trainer:
             report.finish()
 
     def step(self) -> StepMetrics:
-        """Do one optimizer step on the next batch, and return its metrics; times are this rank's own."""
+        """Run one optimizer step on the next batch and return its metrics; times are those of this rank."""
         metrics, _ = self._take_step()
         return metrics
 
     def _take_step(self) -> tuple[StepMetrics, StepFacts]:
-        """Do one optimizer step, and return its metrics and what all ranks know of it."""
+        """Run one optimizer step, and return its metrics and its facts, which are the same on all ranks."""
         started = time.perf_counter()
-        # Shapes are compared between GPUs in this process's first step: every later one does the same.
+        # Compare shapes between ranks only in the first step: later steps make the same calls.
         self.mesh.set_checks(self._is_first)
         self._is_first = False
         with self._clock.data(), traced("data"):
@@ -260,7 +260,7 @@ class Trainer:
         return self._metrics(facts, self._clock.last, rate, seconds), facts
 
     def _metrics(self, facts: StepFacts, timing: StepTiming, rate: float, seconds: float) -> StepMetrics:
-        """Return the metrics of a step that is done; timing and seconds are this rank's, `rate` the learning rate."""
+        """Return the metrics of a finished step; `timing` and `seconds` are of this rank, `rate`: learning rate."""
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
         used = self._flops.of(trained, facts.query_key_pairs / (ranks // self.mesh.shape.data), seconds)
         bits = facts.loss * facts.tokens / math.log(2)
@@ -288,9 +288,9 @@ class Trainer:
         )
 
     def next_batch(self) -> LocalBatch:
-        """Return this rank's part of the next batch; the batch after it is read in the background.
+        """Return this rank's part of the next batch, and prefetch the batch after it in the background.
 
-        Prefetching does not move the position: a checkpoint continues after the last step that this returned.
+        Prefetching does not change the position in the data: a checkpoint continues after the last returned batch.
         """
         is_last = self.steps_done + 1 >= self.config.steps
         batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
@@ -298,14 +298,15 @@ class Trainer:
         return batch
 
     def backward(self, batch: LocalBatch) -> StepFacts:
-        """Accumulate the gradient of the mean loss over microbatches, and exchange the facts of the step.
+        """Accumulate the gradient of the mean loss over micro-batches, and exchange the facts of the step.
 
         Args:
             batch: This rank's part of the sequences of its data rank.
 
         Returns:
-            What all ranks know of the step, for `update`: `loss`, the mean in nats over all ranks' valid labels;
-            `tokens`, their number; and `grad_norm`, of the gradients added up since the last `update`.
+            The facts of the step for `update`, equal on all ranks: `loss`, the mean in nats over the valid labels of
+            all ranks; `tokens`, their number; `grad_norm`, the norm of the gradient accumulated since the last
+            `update`.
         """
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._loss_scale.value
@@ -329,16 +330,16 @@ class Trainer:
         return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
 
     def update(self, facts: StepFacts) -> float:
-        """Clip, step and clear the gradient; return the learning rate.
+        """Clip the gradient, run the optimizer and clear the gradient; return the learning rate.
 
-        The gradient is what `backward` added up since the last call, and its norm what the last `backward` found:
-        nobody else may change it. If it is not finite it changes nothing: it would spoil weights and moments for good.
+        The gradient must be the one that `backward` accumulated, unchanged, because its norm is taken from `facts`. If
+        loss or gradient are not finite, the optimizer is skipped: weights and moments would stay NaN or infinite.
 
         Args:
-            facts: What the last `backward` returned.
+            facts: Result of the last `backward`.
 
         Raises:
-            UserError: They are of another step: there is no gradient.
+            UserError: The facts belong to another step, so there is no gradient.
         """
         if facts.step != self.steps_done + 1:
             raise UserError(
@@ -349,7 +350,7 @@ class Trainer:
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._loss_scale.count(is_finite=facts.is_finite)  # for the next step: the manager has that of this one
+        self._loss_scale.count(is_finite=facts.is_finite)  # for the next step; the manager has this step's scale
         self._skips.add(facts, self._loss_scale)
         with self._clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
@@ -373,7 +374,7 @@ class Trainer:
         return EvalMetrics(step=self.steps_done, **asdict(self._objective.measure(batches)))
 
     def save(self) -> Path:
-        """Write a checkpoint of this step into the run folder."""
+        """Write a checkpoint of this step to the run folder and return its path."""
         progress = checkpoint.RunProgress(
             step=self.steps_done,
             data=self.batches.state_dict(),
@@ -393,10 +394,10 @@ class Trainer:
         )
 
     def sample(self, show: Callable[[str], object] = lambda _: None) -> str:
-        """Return a prompt from held-out text and the text that the model generates after it, with "|" in between.
+        """Return a prompt from held-out text and the model's continuation, separated by "|".
 
         Args:
-            show: Called with each piece of the text as it is made.
+            show: Called with each piece of text as soon as it is generated.
         """
         tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), self._held_out.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
