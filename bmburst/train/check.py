@@ -1,11 +1,11 @@
 """Compares a training run on N ranks with one on a single rank, tensor by tensor: the work of `bmburst check`.
 
-Each rank runs `python -m bmburst.train.check FOLDER STEPS`, where FOLDER holds the configuration: it trains a few steps
-and writes what came of every tensor. Tensors are gathered to rank 0 and written one at a time, so that no process holds
-the whole model. `compare_runs` then reads the files of the runs.
+Each rank runs `python -m bmburst.train.check FOLDER STEPS`, where FOLDER contains the configuration: it trains a few
+steps and writes gradients and parameters. Tensors are gathered to rank 0 and written one at a time, so that no process
+holds the whole model. `compare_runs` then compares the files of the runs.
 
-In float32 N ranks are compared with one rank. In bfloat16 rounding differs with every split of the work, so N ranks and
-one rank are both compared with one rank in float32, and N ranks may be twice as far from it as one rank is.
+In float32, N ranks are compared with one rank. In bfloat16, rounding depends on how the work is split, so N ranks and
+one rank are both compared with one rank in float32, and the error of N ranks may be twice that of one rank.
 """
 
 import json
@@ -28,7 +28,7 @@ from bmburst.train.resolve import CONFIG_FILE, resolve
 if TYPE_CHECKING:
     from bmburst.zero import NamedShard, ShardData
 
-# Trained parameters before the first step, gradients of the first step, parameters after the last.
+# Trained parameters before the first step, gradients of the first step, parameters after the last step.
 BEFORE_FILE, GRADIENT_FILE, AFTER_FILE = "before.safetensors", "gradient.safetensors", "after.safetensors"
 STEPS_FILE = "steps.json"
 
@@ -47,28 +47,28 @@ class Steps:
 
     @classmethod
     def read(cls, folder: Path) -> "Steps":
-        """Return what `record_steps` wrote in a folder."""
+        """Return the steps that `record_steps` wrote to a folder."""
         values = json.loads((folder / STEPS_FILE).read_text(encoding="utf-8"))
         return cls(losses=tuple(values["losses"]), grad_norms=tuple(values["grad_norms"]))
 
     def write(self, folder: Path) -> None:
-        """Write it where `read` finds it."""
+        """Write the steps to a folder, for `read`."""
         (folder / STEPS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def record_steps(config: TrainConfig, steps: int) -> None:
-    """Train some steps and write losses, gradients and parameters into `config.output`. Every rank calls it.
+    """Train some steps and write losses, gradients and parameters to `config.output`. Every rank calls it.
 
-    Parameters are written in fp32 where the optimizer keeps them so: rounded to bfloat16 they would hide small steps.
+    With 16-bit weights, the fp32 masters are written at the end: rounding to 16 bits would hide small steps.
 
     Raises:
-        UserError: Something that the configuration names cannot work.
+        UserError: The configuration is not possible.
     """
     from bmburst.train.trainer import Trainer
 
     trainer = Trainer(config)
     trainer.restore()
-    # BMTrain classes, as the trainer's own.
+    # Import after the trainer has started BMTrain.
     from bmburst.zero import ShardData, gradient_of, named_shards
 
     shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     """Run one rank.
 
     Args:
-        argv: The run's folder, which holds its configuration, and the number of steps.
+        argv: The run's folder, which contains its configuration, and the number of steps.
     """
     folder = Path(argv[0])
     record_steps(resolve((folder / CONFIG_FILE,)).replace(output=folder), int(argv[1]))
@@ -111,44 +111,44 @@ def _save(
     pick: "Callable[[NamedShard], Tensor | ShardData | None]",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write one tensor for every parameter, put together from all ranks' pieces."""
+    """Gather the tensors of all parameters to rank 0, one at a time, and write them."""
     from bmburst.zero import gather
 
     full = (gather(shard, pick(shard), dtype=dtype, root=0) for shard in shards)
     if shards[0].rank != 0:
-        for _ in full:  # takes part in each gather
+        for _ in full:  # take part in each gather
             pass
         return
     with SafetensorsWriter(path, [(s.name, s.shape, dtype or s.dtype) for s in shards]) as writer:
         for tensor in full:
-            assert tensor is not None  # this is the rank that receives
+            assert tensor is not None  # rank 0 is the root of the gather
             writer.write(tensor)
 
 
-# Largest relative errors. A gradient's says whether the numbers are right. Adam divides by the gradient's own size, so
-# where a gradient is all rounding, the step may go either way: hence the wider limit on what the steps changed. BMTrain
-# adds up the norm in fp32, one rank after the other.
+# Largest relative errors. The error of the gradient shows whether the computation is correct. Adam divides by the size
+# of the gradient, so where a gradient is only rounding error, the sign of the step is arbitrary: hence the wider limit
+# for the change of parameters. BMTrain sums the norm in fp32, one rank after the other.
 TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "float32": {"gradient": 1e-5, "change": 1e-2, "loss": 1e-4, "norm": 1e-3},
-        # Added to twice the error of one rank, which may be small by chance.
+        # Added to twice the error of one rank, because that error may be small by chance.
         "bfloat16": {"gradient": 2e-3, "change": 2e-2, "loss": 1e-3, "norm": 1e-2},
     }
 )
 BF16_FACTOR = 2.0
 _FP32_EPS = 2.0**-23
-_CHUNK = 1 << 22  # numbers of each file in memory at once
+_CHUNK = 1 << 22  # elements of each file in memory at once
 _GRADIENT, _PARAMETER, _CHANGE = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """Relative error of N ranks against one.
+    """Relative error of N ranks against one rank.
 
     Attributes:
-        error: Of N ranks: distance from one rank in float32, relative to the latter's size.
-        single: The same of one rank in bfloat16; None in float32, where that rank is the measure.
-        allowed: Largest error that is ok; infinite where there is no limit.
+        error: Error of N ranks: norm of the difference from one rank in float32, relative to the norm of the latter.
+        single: The same error of one rank in bfloat16; None in float32, where one rank is the reference.
+        allowed: Largest allowed error; infinite if there is no limit.
     """
 
     error: float
@@ -162,20 +162,20 @@ class Deviation:
 
     @property
     def severity(self) -> float:
-        """Part of what is allowed that the error takes up; infinite for NaN."""
+        """The error divided by the allowed error; infinite for NaN."""
         return math.inf if math.isnan(self.error) else _ratio(self.error, self.allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorReport:
-    """One parameter.
+    """Errors of one parameter.
 
     Attributes:
-        name: Its name; "all tensors" for all of them as one vector.
-        shape: Its shape; empty for all.
-        gradient: Of the first step.
-        parameter: After the steps; shown, not judged, because most of it is older than the steps.
-        change: What the steps changed in the parameter.
+        name: Name of the parameter; "all tensors" for all of them as one vector.
+        shape: Its shape; empty for "all tensors".
+        gradient: Error of the gradient of the first step.
+        parameter: Error of the parameter after the steps. Shown without a limit, because the initial weights dominate.
+        change: Error of the change of the parameter by the steps.
     """
 
     name: str
@@ -186,24 +186,24 @@ class TensorReport:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Names of what is not ok."""
+        """Names of the errors that exceed their limits."""
         return tuple(name for name in ("gradient", "change") if not getattr(self, name).ok)
 
     @property
     def severity(self) -> float:
-        """The larger one of gradient and change."""
+        """The larger severity of gradient and change."""
         return max(self.gradient.severity, self.change.severity)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step.
+    """Loss and gradient norm of one step.
 
     Attributes:
-        losses: Of N ranks, of one rank, and in bfloat16 of one rank in float32, in nats per token.
+        losses: Losses of N ranks, of one rank, and in bfloat16 also of one rank in float32, in nats per token.
         grad_norms: Norms of the gradient before clipping, in the same order.
-        loss: How far the losses are apart.
-        grad_norm: How far the norms are apart.
+        loss: Error of the loss.
+        grad_norm: Error of the norm.
     """
 
     losses: tuple[float, ...]
@@ -213,20 +213,20 @@ class StepReport:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Names of what is not ok."""
+        """Names of the errors that exceed their limits."""
         judged = (("loss", self.loss), ("gradient norm", self.grad_norm))
         return tuple(name for name, deviation in judged if not deviation.ok)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """What `compare_runs` found.
+    """Result of `compare_runs`.
 
     Attributes:
         dtype: "float32" or "bfloat16".
-        tensors: Every parameter.
-        total: All tensors as one vector.
-        steps: From the first.
+        tensors: Report of each parameter.
+        total: Report of all tensors as one vector.
+        steps: Report of each step.
     """
 
     dtype: str
@@ -242,14 +242,14 @@ class CheckReport:
 
 
 def compare_runs(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport:
-    """Compare what `record_steps` wrote in runs of the same configuration.
+    """Compare the files that `record_steps` wrote for runs of the same configuration.
 
-    No more than a few million numbers are in memory at once.
+    At most a few million elements are in memory at once.
 
     Args:
         ranks: Folder of the run on N ranks.
-        exact: Folder of one rank in float32.
-        single: Folder of one rank in the dtype of `ranks`, where that is not float32.
+        exact: Folder of the run on one rank in float32.
+        single: Folder of the run on one rank in bfloat16; None: `ranks` is in float32.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -263,7 +263,7 @@ def compare_runs(ranks: Path, exact: Path, single: Path | None = None) -> CheckR
         squares = [_squares(run, one, name) for run in runs]
         totals = [total + part for total, part in zip(totals, squares, strict=True)]
         reports.append(_tensor_report(dtype, name, shape, squares, slack=TOLERANCES[dtype]["gradient"]))
-    # bfloat16: over all parameters together no margin is needed, one small tensor hardly changes the sum.
+    # bfloat16: the sum over all parameters needs no margin, because a single small tensor hardly changes it.
     slack = 0.0 if dtype == "bfloat16" else TOLERANCES[dtype]["gradient"]
     return CheckReport(
         dtype=dtype,
@@ -282,13 +282,13 @@ class _RunFiles:
         self.steps = Steps.read(folder)
 
     def read(self, name: str, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return numbers of the gradient, of the parameter after the steps and of its change, in fp64."""
+        """Return elements of the gradient, of the parameter after the steps and of its change, in fp64."""
         before, gradient, after = (file.read(name, begin, end).double() for file in self._files)
         return gradient, after, after - before
 
 
 def _squares(run: _RunFiles, one: _RunFiles, name: str) -> Tensor:
-    """Return for gradient, parameter and change the squared distance of a run from one rank, and its squared norm."""
+    """Return (squared distance between a run and `one`, squared norm of `one`) for gradient, parameter and change."""
     squares, numbers = torch.zeros(3, 2, dtype=torch.float64), prod(one.shapes[name])
     for begin in range(0, numbers, _CHUNK):
         end = min(begin + _CHUNK, numbers)
@@ -302,7 +302,7 @@ def _tensor_report(
 ) -> TensorReport:
     errors = [[_ratio(*row.sqrt().tolist()) for row in part] for part in squares]
     parameter, change = (math.sqrt(squares[0][row, 1].item()) for row in (_PARAMETER, _CHANGE))
-    # A learning rate that is small beside the parameter changes little more than its last bits.
+    # If the change is small relative to the parameter, rounding of the parameter's last bits dominates its error.
     last_bits = _FP32_EPS * (parameter / change if change else math.inf)
     single = [None, None, None] if len(errors) == 1 else errors[1]
     return TensorReport(

@@ -106,7 +106,7 @@ def _free(local_size: int) -> float:
 
 
 def _taken() -> float:
-    """Return the bytes of this rank's GPU used by other programs, such as one that is just exiting; 0 if it is little."""
+    """Return the bytes of this rank's GPU that other programs use, such as one that is exiting; 0 if it is little."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()

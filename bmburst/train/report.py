@@ -1,4 +1,4 @@
-"""Output of a run on rank 0: metrics files, progress bar, plot and summary. Other ranks write nothing."""
+"""Output of a run: metrics files, progress bar, plot and summary. Only rank 0 writes."""
 
 import contextlib
 import importlib
@@ -19,17 +19,17 @@ from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, EvalMetrics, Metrics
 from bmburst.train.terminal import ProgressBar, beginning, ending
 
 if TYPE_CHECKING:
-    from bmburst.plan.memory import Memory  # numpy comes with it, and the help does without
+    from bmburst.plan.memory import Memory  # imports numpy, which --help does not need
 
 PLOT_FILE = "loss.png"
 _TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
 
 
 def plot_losses(folder: Path) -> Path | None:
-    """Draw bits per byte over the steps as loss.png, written atomically.
+    """Plot bits per byte over the steps from metrics.jsonl and evals.jsonl, and write loss.png atomically.
 
-    Reads the run folder's metrics.jsonl and evals.jsonl. Returns the picture's path, or None where no step has a
-    finite loss yet.
+    Returns:
+        The path of the picture; None if no step has a finite loss in bits per byte.
     """
     steps = [line for line in read_lines(folder / METRICS_FILE) if line.get("bits_per_byte") is not None]
     evals = [line for line in read_lines(folder / EVALS_FILE) if line.get("bits_per_byte") is not None]
@@ -47,7 +47,7 @@ def plot_losses(folder: Path) -> Path | None:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of the `width` values around each, `width` odd; fewer, but as many on both sides, at the ends."""
+    """Return the centered moving average over `width` (odd) values; at the ends the window shrinks symmetrically."""
     result = []
     for index in range(len(values)):
         reach = min(width // 2, index, len(values) - 1 - index)
@@ -58,7 +58,7 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
 
 def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
     numbers, bits = [line["step"] for line in steps], [line["bits_per_byte"] for line in steps]
-    # About a tenth of the run on both sides together, so that the curve is calm and still falls where the loss falls.
+    # A window of a tenth of the run: the curve is smooth, but still follows the loss.
     width = len(bits) // 20 * 2 + 1
     axes.plot(
         numbers,
@@ -70,7 +70,7 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         label="training, each step",
     )
     if width > 1:
-        # Not to the end, where there are fewer steps to average and the curve would end on the noise of the last one.
+        # Not up to the end: there the window shrinks, and the curve would end in the noise of the last step.
         drawn = slice(0, len(bits) - width // 2)
         means = smoothed(bits, width)
         axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
@@ -91,7 +91,7 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
 
 
 def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return nats per token for one bit per byte, where it is the same at every step, as with byte tokens."""
+    """Return the ratio of nats per token to bits per byte if it is constant over steps, as with byte tokens."""
     ratios = [line["loss"] / line["bits_per_byte"] for line in steps if line["bits_per_byte"] and line.get("loss")]
     if not ratios or max(ratios) > 1.01 * min(ratios):
         return None
@@ -99,7 +99,7 @@ def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:
 
 
 def require_wandb() -> None:
-    """Check that the package is there; before ranks start.
+    """Check that the package wandb is installed, before ranks start.
 
     Raises:
         UserError: It is not installed.
@@ -111,12 +111,12 @@ def require_wandb() -> None:
 
 
 class Wandb:
-    """One run of a project; a resumed run goes on in it.
+    """A Weights & Biases run. A resumed training run continues it.
 
     Args:
-        project: Its name.
-        folder: The run folder, whose name the run bears; the package keeps its own files there.
-        config: Every field, for the run's page.
+        project: Name of the project.
+        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
+        config: All fields of the configuration, for the page of the run.
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Wandb:
 
 
 SUMMARY_FILE = "summary.json"
-_WARM_UP = 1  # steps in which kernels are compiled and memory is taken
+_WARM_UP = 1  # steps in which kernels are compiled and memory is allocated
 _MEDIANS = (
     "seconds",
     "tokens_per_second",
@@ -151,17 +151,17 @@ _PEAKS = ("memory_gib", "reserved_gib")
 
 
 class Summary:
-    """Collects the steps of this process, a few numbers of each."""
+    """Collects the metrics of the steps of this process."""
 
     def __init__(self) -> None:
         self._steps: list[StepMetrics] = []
 
     def add(self, metrics: StepMetrics) -> None:
-        """Take a step."""
+        """Add a step."""
         self._steps.append(metrics)
 
     def values(self) -> Mapping[str, float]:
-        """Return medians of all but the first step, peaks of all, and counts; what is unknown is left out."""
+        """Return medians of all steps but the first, peaks of all steps, and counts. Unknown values are left out."""
         if not self._steps:
             return {}
         warm = self._steps[_WARM_UP:] or self._steps
@@ -174,7 +174,7 @@ class Summary:
         return found
 
     def write(self, folder: Path) -> str:
-        """Write `summary.json` and return the same as a table; nothing of a run without a step."""
+        """Write `summary.json` and return the summary as a table; empty, and no file, without a step."""
         found = self.values()
         if not found:
             return ""
@@ -188,7 +188,7 @@ class RunReport(contextlib.ExitStack):
     Args:
         config: The run; `output` is set.
         first_step: First step of this process.
-        is_main: Whether this rank reports; else every call does nothing.
+        is_main: Whether this rank reports; otherwise calls have no effect.
     """
 
     def __init__(self, config: TrainConfig, first_step: int, *, is_main: bool) -> None:
@@ -209,7 +209,7 @@ class RunReport(contextlib.ExitStack):
             self._bar.begin()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a step."""
+        """Record a step."""
         if self._writer and self._bar:
             self._writer.write(metrics)
             self._bar.update(metrics)
@@ -223,21 +223,21 @@ class RunReport(contextlib.ExitStack):
             plot_losses(self._folder)
 
     def doing(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Say beside the bar what is done in the block."""
+        """Show `text` beside the bar during the block."""
         return self._bar.doing(text) if self._bar else contextlib.nullcontext()
 
     def note(self, text: str) -> None:
-        """Show a line that stays; nothing where it is empty."""
+        """Print a line; nothing if it is empty."""
         if self._bar and text:
             self._bar.note(text)
 
     def piece(self, text: str) -> None:
-        """Show a piece of text as it is, after `close_bar`."""
+        """Print text without a newline, after `close_bar`."""
         if self._bar:
             self._bar.piece(text)
 
     def close_bar(self) -> None:
-        """End the bar; what comes is below it."""
+        """Close the bar; later output is below it."""
         if self._bar:
             self._bar.close()
 

@@ -1,4 +1,4 @@
-"""What a run shows on rank 0's terminal: lines at the start, a progress bar, a table at the end; 80 columns wide."""
+"""Terminal output of a run: lines at the start, a progress bar, and a table at the end; 80 columns wide."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
-    from bmburst.plan.memory import Memory  # numpy comes with it, and the help does without
+    from bmburst.plan.memory import Memory  # imports numpy, which --help does not need
 
 Row = tuple[str, str]
 
@@ -26,9 +26,9 @@ def beginning(
     Args:
         config: The run, with a recompute policy and `output`.
         shape: The mesh.
-        sequences: Of an epoch, and held out.
-        tokenizer: Its name.
-        memory: What the planner expects; None where it cannot say.
+        sequences: Number of sequences of an epoch, and number of held-out sequences.
+        tokenizer: Name of the tokenizer.
+        memory: Estimate of the planner; None if it has none.
     """
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
     name = config.preset or (config.init_from.name if config.init_from else "model")
@@ -56,7 +56,7 @@ def ending(found: Mapping[str, float]) -> str:
     """Return the table at the end of a run.
 
     Args:
-        found: `bmburst.train.report.Summary.values`.
+        found: Result of `bmburst.train.report.Summary.values`.
     """
     skipped = f", {found['skipped_steps']:.0f} skipped" if found["skipped_steps"] else ""
     rows: list[Row] = [("steps", f"{found['steps']:,.0f}{skipped}; medians of all but the first:")]
@@ -80,7 +80,7 @@ def _one(found: Mapping[str, float], name: str, title: str, show: Callable[[floa
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows of a title and a value, the values below each other."""
+    """Return a line per row, with aligned values."""
     width = max(len(title) for title, _ in rows)
     return "\n".join(f"  {title:<{width}}  {value}" for title, value in rows)
 
@@ -115,25 +115,24 @@ def bytes_text(nbytes: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number in three digits, or all before the point: 12,346, 98.7, 4.61."""
+    """Return a number with three digits, or all digits before the decimal point: 12,346, 98.7, 4.61."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-# Where nobody watches a bar move, a log wants a line now and then.
-_PLAIN_INTERVAL = 10.0
+_PLAIN_INTERVAL = 10.0  # seconds between lines in a log
 _FIRST = "the first step takes longest"
-_WIDE = 100  # columns of a terminal from which on the bar has all numbers beside it
-_NARROW = 79  # of one that does not say
+_WIDE = 100  # minimum columns of a terminal for a bar with all numbers
+_NARROW = 79  # assumed columns if the terminal does not report them
 
 
 class ProgressBar:
-    """A bar on a terminal; elsewhere (a log, a pipe) a plain line at the first and last step and every 10 seconds.
+    """A progress bar on a terminal; in a log or a pipe, a line at the first and the last step and every 10 seconds.
 
     Args:
-        total_steps: Steps of the whole run.
+        total_steps: Number of steps of the whole run.
         first_step: First step of this process, 1 unless resumed.
-        stream: Where to write; stderr.
-        interval: Seconds between plain lines.
+        stream: Output stream. Default: stderr.
+        interval: Seconds between lines in a log.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class ProgressBar:
         self._bar = self._open_bar() if self._stream.isatty() else None
 
     def begin(self) -> None:
-        """Say in a log, as the bar does, why the first step lasts."""
+        """Print in a log that the first step takes longest; the bar shows it as its description."""
         if self._bar is None:
             self._print(_FIRST)
 
@@ -165,7 +164,7 @@ class ProgressBar:
         self._print(f"step {metrics.step}/{self._total}  {_numbers(metrics)}  {_clock(left)} left")
 
     def update_eval(self, metrics: EvalMetrics) -> None:
-        """Show an evaluation, as a line that stays."""
+        """Print a line about an evaluation."""
         rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
         unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
         numbers = ", ".join(_quality(metrics))
@@ -173,7 +172,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """Say beside the bar what is done in the block; a log has lines of what was done."""
+        """Show `text` beside the bar during the block; no output in a log."""
         if self._bar is None:
             yield
             return
@@ -183,19 +182,19 @@ class ProgressBar:
         self._bar.set_description_str(before)
 
     def note(self, text: str) -> None:
-        """Show a line that stays, above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             self._print(text)
 
     def piece(self, text: str) -> None:
-        """Show a piece of text as it is, below a bar that is closed."""
+        """Print text without a newline, below a closed bar."""
         self._stream.write(text)
         self._stream.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands; lines come below it then."""
+        """Close the bar in its current state; later lines are below it."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -222,7 +221,7 @@ class ProgressBar:
     def _columns(self) -> int:
         try:
             return os.get_terminal_size(self._stream.fileno()).columns
-        except OSError:  # a terminal that cannot say
+        except OSError:  # the size is unknown
             return 0
 
     def _print(self, text: str) -> None:
@@ -235,7 +234,7 @@ def _numbers(metrics: StepMetrics, *, is_short: bool = False) -> str:
 
 
 def _quality(metrics: StepMetrics | EvalMetrics) -> list[str]:
-    """Return the numbers beside a loss, in words: of text, or of preference pairs."""
+    """Return the metrics beside a loss as text: bits per byte of text, or margin and accuracy of pairs."""
     words = [] if metrics.bits_per_byte is None else [f"{metrics.bits_per_byte:.3f} bits/byte"]
     if metrics.reward_margin is not None and metrics.reward_accuracy is not None:
         words += [f"margin {metrics.reward_margin:.4f}", f"accuracy {metrics.reward_accuracy:.3f}"]

@@ -1,4 +1,4 @@
-"""The text of a run: found, checked before ranks start, tokenized by the first rank of each host, opened by all."""
+"""The data of a run: checks them before ranks start, tokenizes them on the first rank of each host, opens them."""
 
 import sys
 import tempfile
@@ -19,20 +19,20 @@ from bmburst.runtime import Runtime
 from bmburst.runtime.watchdog import beat
 from bmburst.train.config import TrainConfig
 
-_PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
-_QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
+_PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough
+_QUICK = 8 << 20  # bytes of text that are tokenized in one or two seconds
 
 
 def token_cache(config: TrainConfig, folder: Path) -> Path:
-    """Return where the tokens of a run are kept: as configured, else beside its folder."""
+    """Return the folder of a run's token cache: as configured, else beside the run folder."""
     return config.data.cache or folder.parent / "tokens"
 
 
 def find_text(config: TrainConfig) -> data.TokenFile | Text:
-    """Return the token file or the text that a configuration names.
+    """Return the token file or the text of a configuration.
 
     Raises:
-        UserError: There is none, or its tokenizer cannot be had.
+        UserError: There is none, or its tokenizer cannot be loaded.
     """
     wanted = config.data
     return find_corpus(
@@ -41,7 +41,7 @@ def find_text(config: TrainConfig) -> data.TokenFile | Text:
 
 
 def parts_of(config: TrainConfig) -> list[TrainConfig]:
-    """Return the run on each source of a mixture alone; empty for data that are not a mixture.
+    """Return one configuration per source of a mixture; empty if the data are not a mixture.
 
     Raises:
         UserError: The file of the mixture is not valid.
@@ -51,20 +51,20 @@ def parts_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
-    """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
+    """Check, before ranks start, that the text has at least one training sequence, if this is uncertain.
 
-    A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
+    A short text is tokenized in a temporary folder, as the ranks will do. A long text is not checked here.
 
     Args:
         config: The run.
-        cache: Where the ranks will keep the tokens; None where that can be written.
+        cache: The ranks' token cache, which is checked for write permission; None: no check.
 
     Returns:
-        The token file or the text that the configuration names.
+        The token file or the text of the configuration.
 
     Raises:
-        UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
-            has tokens that the model does not know.
+        UserError: The tokenizer cannot be loaded, the cache is not writable, or the text is too short, cannot be read,
+            or has token ids outside the model's vocabulary.
     """
     source, field = config.data.source, config.data.text_field
     if parts := parts_of(config):
@@ -90,11 +90,11 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
             corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
-            corpus = replace(corpus, path=Path(source))  # the folder is gone when a message is read
+            corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
-            for line in left_out:  # else the ranks say so
+            for line in left_out:  # without an error, the ranks report them
                 _say_left_out(line)
             raise
     return text
@@ -118,12 +118,12 @@ def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None
 
 
 def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:
-    """Tokenize all records, so that no rank meets a bad line, and check them; they are kept where ranks look for them.
+    """Tokenize all records into the ranks' token cache and check them, so that no rank finds an invalid line.
 
     Args:
         config: The run.
         text: The records.
-        cache: As in `check_text`; None keeps nothing.
+        cache: As in `check_text`; None: a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         corpus = data.open_corpus(
@@ -143,15 +143,15 @@ def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.
 
 
 def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Text) -> int:
-    """Estimate the bytes that `open_text` will write into a cache: 0 if the tokens are there already.
+    """Estimate the bytes that `open_text` will write to a cache: 0 if the tokens are cached.
 
-    For the byte tokenizer the estimate is exact except for the table of documents. Other tokenizers are assumed to make
-    one token of four bytes.
+    For the byte tokenizer the estimate is exact except for the table of documents. For other tokenizers, four bytes per
+    token are assumed.
 
     Args:
         config: The run.
         cache: Folder of the token cache.
-        text: What `check_text` returned.
+        text: Result of `check_text`.
     """
     if parts := parts_of(config):
         return sum(bytes_of_tokens(part, cache, find_text(part)) for part in parts)
@@ -168,12 +168,12 @@ def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
         config.dpo.is_on
         or corpus.loss_mask is not None
         or corpus.token_count * (1 - config.data.held_out_fraction) <= plenty
-    ):  # else documents need not be counted
+    ):  # otherwise the text is certainly long enough
         sequences_of(corpus, config, "train")
 
 
 def _require_tokenizer(corpus: data.TokenFile) -> None:
-    """Check that the tokenizer of a token file can be had: training does without, the sample at its end does not."""
+    """Check that the tokenizer of a token file can be loaded. Training does not need it, but the final sample does."""
     name = corpus.tokenizer_name
     try:
         is_same = data.load_tokenizer(name).identity == corpus.tokenizer_identity
@@ -188,15 +188,15 @@ def _require_tokenizer(corpus: data.TokenFile) -> None:
 
 
 def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile | MixedFiles:
-    """Return the tokens of a run; every rank calls it. The first rank of each host tokenizes, the others wait.
+    """Return the token files of a run; every rank calls it. The first rank of each host tokenizes, the others wait.
 
     Args:
         config: The run.
-        folder: Its folder, beside which tokens are kept unless the configuration says where.
-        runtime: This rank; the job's first shows progress, and says which files are left out.
+        folder: The run folder, see `token_cache`.
+        runtime: This rank; rank 0 shows progress and skipped files.
 
     Raises:
-        UserError: The text cannot be read, or has tokens that the model does not know.
+        UserError: The text cannot be read, or has token ids outside the model's vocabulary.
     """
     sources = read_mixture(config.data.source)
     if sources is None:
@@ -211,7 +211,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
-    def opened() -> data.TokenFile:  # tokens that were written just now are not read again
+    def opened() -> data.TokenFile:
         return data.open_corpus(
             config.data.source,
             config.data.tokenizer,
@@ -225,6 +225,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     if runtime.local_rank == 0:
         began = time.time()
         corpus = opened()
+        # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
     bmt.synchronize()
@@ -237,7 +238,7 @@ def sequences_of(corpus: data.TokenFile | MixedFiles, config: TrainConfig, split
     """Return the run's sequences of a split: "train" or "held_out".
 
     Raises:
-        UserError: There is none, or data of preference pairs and preference training do not go together.
+        UserError: There is none, or the data are preference pairs without preference training or the reverse.
     """
     for file in (corpus,) if isinstance(corpus, data.TokenFile) else corpus.files:
         if file.pairs != config.dpo.is_on:
@@ -265,7 +266,7 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
 
 
 def say_too_long(sequences: Sequences) -> None:
-    """Say how many records are longer than a sequence, if any are; they are in none."""
+    """Print how many records were left out because they are longer than a sequence, if any."""
     if isinstance(sequences, WholeDocuments) and sequences.left_out:
         _say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
 
