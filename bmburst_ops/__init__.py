@@ -1,1 +1,1 @@
-"""What runs on one device and knows nothing of ranks: attention kernels and the small operations around them."""
+"""Single-device operations, independent of ranks: attention kernels and the fused operations around them."""

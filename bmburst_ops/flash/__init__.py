@@ -1,4 +1,4 @@
-"""Attention of one tile on one device: one file a backend, and the table that picks."""
+"""Attention of one tile on one device: one module per backend, and `select`, which chooses among them."""
 
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial
 from bmburst_ops.flash.reference import ReferenceKernel

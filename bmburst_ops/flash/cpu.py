@@ -1,9 +1,10 @@
-"""torch's flash attention for CPUs, whose causal mask is top-left, and for long fp32 tiles our own: `cpu_tile.c`.
+"""Flash attention on CPUs: torch's kernel, and for long fp32 tiles the C kernel `cpu_tile.c`.
 
-That is full and causal attention on one thread with AVX-512, compiled at its first use. On a core of an AMD EPYC
-(Zen 5), torch's kernel takes 2.2 times as long forward and 2.7 times backward: 2 heads of dimension 32 over 1 KV head,
-4,096 causal tokens, torch 2.13 with MKL. Ranks of the host runtime have a thread each. Where there are several, no
-AVX-512, no compiler, or little work, torch's kernel does it.
+The causal mask of torch's kernel is aligned at the top left. The C kernel computes full and causal attention on one
+thread with AVX-512, and is compiled at first use. On a core of an AMD EPYC (Zen 5), torch's kernel takes 2.2 times as
+long forward and 2.7 times backward (2 heads of dimension 32 over 1 KV head, 4,096 causal tokens, torch 2.13 with MKL).
+Ranks of the host runtime have one thread each. With several threads, little work, or no AVX-512 or compiler, torch's
+kernel is used.
 """
 
 import ctypes
@@ -25,17 +26,17 @@ from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 512  # queries of a window at once: what they see is passed as a mask, and memory stays linear
+_ROWS = 512  # queries per call under a window, which is passed as a dense mask: memory stays linear in the keys
 TILE_HEAD_DIMS = (32, 64, 128)
 LEAST_SCORES = 1 << 23
-"""Scores of a call, of all batches and heads, from which on compiling pays."""
+"""Number of scores of a call, over all batches and heads, from which compiling the C kernel pays off."""
 
 
 class CpuKernel:
     """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
 
-    It is called once a segment, and once for every 512 queries of a window: on a CPU a call costs microseconds.
-    Full and causal tiles that `tile_library` takes are computed there.
+    It is called once per segment, and once per 512 queries of a window: on a CPU a call costs microseconds. Full and
+    causal tiles are computed by the C kernel if `tile_library` returns it.
     """
 
     name = "cpu"
@@ -90,7 +91,7 @@ class CpuKernel:
     ) -> Gradients:
         """See `Kernel.backward`."""
         require_no_softcap(softcap, self.name)
-        del deterministic  # always: each (batch, head) is one thread's
+        del deterministic  # always deterministic: one thread computes each (batch, head)
         grad_out, q, k, v, lse, delta = given
         whole = _as_one_call(pattern, q, k)
         if whole is not None and (library := tile_library(q, k)):
@@ -118,9 +119,9 @@ class _Piece(NamedTuple):
 
 
 def _as_one_call(pattern: Pattern, q: Tensor, k: Tensor) -> bool | None:
-    """Return whether to call it causal if one call does the whole pattern, else None."""
+    """Return the causal flag if one call computes the whole pattern, else None."""
     queries, keys = q.shape[1], k.shape[1]
-    if not isinstance(pattern, Band) or not queries or not keys:  # of nothing, torch divides by zero
+    if not isinstance(pattern, Band) or not queries or not keys:  # torch divides by zero for an empty side
         return None
     band = pattern.within(queries, keys)
     if band == FULL:
@@ -176,7 +177,7 @@ def _backward(
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """`[batch, tokens, heads, head_dim]` as torch's kernel wants it; it takes a strided head_dim for a dense one."""
+    """Return `[batch, tokens, heads, head_dim]` as torch's kernel needs it: heads first, and head_dim dense."""
     return dense_rows(tensor).transpose(1, 2)
 
 
@@ -193,10 +194,10 @@ class _Tile(ctypes.Structure):
 
 
 def tile_library(q: Tensor, k: Tensor) -> ctypes.CDLL | None:
-    """Return what computes such a tile, or None: torch does. For `forward_tile` and `backward_tile`.
+    """Return the library for `forward_tile` and `backward_tile`; None if torch should compute the tile.
 
     Args:
-        q: `[batch, queries, heads, head_dim]`, with keys for each query to see.
+        q: `[batch, queries, heads, head_dim]`; each query must see a key.
         k: `[batch, keys, kv_heads, head_dim]`.
     """
     batch, queries, heads, head_dim = q.shape
@@ -208,12 +209,12 @@ def tile_library(q: Tensor, k: Tensor) -> ctypes.CDLL | None:
 
 @cache
 def compile_for(head_dim: int) -> ctypes.CDLL | None:
-    """Return what computes tiles of one of `TILE_HEAD_DIMS`, on any processor; None where it cannot be compiled."""
+    """Return the library for one of `TILE_HEAD_DIMS`, compiled for any processor; None if compiling fails."""
     return compiled(Path(__file__).with_name("cpu_tile.c"), ("-O2", f"-DHEAD_DIM={head_dim}"))
 
 
 def forward_tile(library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
-    """Return attention of a tile; causal is aligned at the bottom right, with no more queries than keys."""
+    """Return attention of a tile; causal is aligned at the bottom right, with at least as many keys as queries."""
     batch, queries, heads, _ = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(batch, heads, queries)
     inputs = [dense_rows(t) for t in (q, k, v)]
@@ -223,7 +224,7 @@ def forward_tile(library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor, *, causa
 
 
 def backward_tile(library: ctypes.CDLL, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
-    """Return the gradients of a tile as `forward_tile` computes it; the same bits each time."""
+    """Return the gradients of a tile of `forward_tile`; bitwise reproducible."""
     q, k, v = given.q, given.k, given.v
     gradients = Gradients(*(t.new_empty(t.shape) for t in (q, k, v)))
     inputs = [dense_rows(t) for t in (given.grad_out, q, k, v)]
@@ -238,7 +239,7 @@ def _tile(q: Tensor, k: Tensor, causal: bool, scale: float) -> _Tile:
 
 
 def _operands(*tensors: Tensor) -> ctypes.Array[_Operand]:
-    """Return tensors as C reads them; the caller keeps them."""
+    """Return tensors as C structures; the caller must keep the tensors alive."""
     assert all(t.dtype == torch.float32 and t.device.type == "cpu" and t.stride(3) == 1 for t in tensors)
     return (_Operand * len(tensors))(*(_Operand(t.data_ptr(), *t.stride()[:3]) for t in tensors))
 

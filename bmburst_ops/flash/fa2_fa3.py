@@ -1,6 +1,6 @@
-"""FlashAttention-2 and FlashAttention-3 as packages.
+"""Kernels of the packages FlashAttention-2 and FlashAttention-3.
 
-FlashAttention-2 (arXiv:2307.08691) is the package flash-attn, newer than the one inside torch. FlashAttention-3 for
+FlashAttention-2 (arXiv:2307.08691) is the package flash-attn; torch includes an older version. FlashAttention-3 for
 Hopper (arXiv:2407.08608) is the module `flash_attn_interface`, built from flash-attention/hopper.
 """
 
@@ -71,7 +71,7 @@ class FlashAttention2Kernel:
         softcap: float | None = None,
         into: Partial | None = None,
     ) -> Partial:
-        """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
+        """See `Kernel.forward`. The package cannot write to given memory, so results are copied to `into`."""
         package = import_package(_MODULE_2, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
@@ -119,7 +119,7 @@ class FlashAttention2Kernel:
 
 
 def _options(call: PackageArguments, scale: float, softcap: float | None) -> dict[str, Any]:
-    """Return what all functions of the package are told."""
+    """Return the options that all functions of the package take."""
     left, right = call.window
     return {
         "dropout_p": 0.0,
@@ -141,8 +141,9 @@ _OFFSETS, _LENGTHS = slice(4, 6), slice(9, 11)  # of these, cu_seqlens_q and cu_
 class FlashAttention3Kernel:
     """`Kernel` over `_flash_attn_forward` and `_flash_attn_backward` of FlashAttention-3: fp16 and bf16.
 
-    Releases differ in the names of arguments (`out` or `out_`, `causal` or `is_causal`, one window or two numbers) but
-    not in their order up to the causal flag: what comes before it is passed by position, a window by the name it has.
+    Releases differ in the names of arguments (`out` or `out_`, `causal` or `is_causal`, one window or two numbers), but
+    not in the order of the arguments up to the causal flag. So these are passed by position. A window is passed by the
+    name that it has in the installed release.
     """
 
     name = "fa3"
@@ -176,7 +177,7 @@ class FlashAttention3Kernel:
         softcap: float | None = None,
         into: Partial | None = None,
     ) -> Partial:
-        """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
+        """See `Kernel.forward`. Results are copied to `into`: newer releases are functional, and must not alias."""
         function = import_package(_MODULE_3, self.name)._flash_attn_forward
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
@@ -237,7 +238,7 @@ class FlashAttention3Kernel:
 
 
 def _named(function: Callable[..., object], call: PackageArguments, softcap: float | None) -> dict[str, object]:
-    """Return window and softcap as this release names them; what is not there is not named."""
+    """Return window and softcap by their names in this release; without a window or softcap they are left out."""
     left, right = call.window
     capped: dict[str, object] = {} if softcap is None else {"softcap": softcap}
     if left == right == -1:

@@ -1,4 +1,4 @@
-"""FlashAttention-4: the package flash-attn-4, kernels in CuTe DSL that are compiled when first used."""
+"""FlashAttention-4: the package flash-attn-4, with kernels in CuTe DSL that are compiled at first use."""
 
 import sys
 import warnings
@@ -46,11 +46,11 @@ _SPARSE = "flash_attn.cute.block_sparsity"
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
 # other head dims for V or with a backward that takes no dLSE.
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
-_UNCAPPED = (12,)  # the package refuses other functions of scores in its backward there
+_UNCAPPED = (12,)  # where the package's backward refuses a softcap
 
 BLOCK_HEAD_DIMS = frozenset({64, 96, 128})
-"""Head dims under block-sparse masks: those whose output and gradients `tests/ops/test_fa4_blocks.py` holds on a GPU.
-At 64 wrong gradients were reported (flash-attention issue 2623); with 4.0.0b36 the tests find none."""
+"""Head dims supported under block-sparse masks: `tests/ops/test_fa4_blocks.py` checks their output and gradients on a
+GPU. Wrong gradients were reported at 64 (flash-attention issue 2623); with 4.0.0b36 the tests find none."""
 _WHOLE_BLOCKS = (
     f"takes block-sparse masks only with a block_size that is a multiple of {BLOCK}, joined with nothing but Causal, "
     f"and split over ranks at multiples of {BLOCK} tokens"
@@ -62,8 +62,8 @@ _NOT_REPEATING = "has no deterministic backward under block-sparse masks"
 class FlashAttention4Kernel:
     """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (4.0.0b36): fp16 and bf16.
 
-    A head dim, mask, GQA ratio, dtype and softcap takes seconds to compile when first seen. The package keeps the
-    result on disk where `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
+    Each new combination of head dim, mask, GQA ratio, dtype and softcap takes seconds to compile. The package caches
+    the result on disk if `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
     """
 
     name = "fa4"
@@ -109,7 +109,7 @@ class FlashAttention4Kernel:
         softcap: float | None = None,
         into: Partial | None = None,
     ) -> Partial:
-        """See `Kernel.forward`. Under a block-sparse mask the package itself leaves queries right that see nothing."""
+        """See `Kernel.forward`. Under a block-sparse mask the package is right for queries that see no key."""
         function = _package()._flash_attn_fwd
 
         def attend(
@@ -121,7 +121,7 @@ class FlashAttention4Kernel:
                 result, lse, *_ = function(
                     *flat,
                     softmax_scale=scale,
-                    # Query heads of a KV head share a tile, unless they do not fill it: it would be loaded without TMA.
+                    # Query heads of a KV head share a tile if they fill it evenly; else it would be loaded without TMA.
                     pack_gqa=None if TILE_ROWS % (q.shape[2] // k.shape[2]) == 0 else False,
                     return_lse=True,
                     out=writable(call.flat_target(out), q),
@@ -152,9 +152,10 @@ class FlashAttention4Kernel:
     ) -> Gradients:
         """See `Kernel.backward`.
 
-        The package computes rowsum(dO * O) - dLSE in fp32 before the kernel proper. With O = 0 and dLSE = -delta that
-        is delta, bit for bit, also where dO is zero; the surrogate output would read and write a tensor of dO's size
-        to say it in 16 bits. O is one row of zeros for every token and head, so that reading it moves no memory.
+        The package computes rowsum(dO * O) - dLSE in fp32 before its main kernel. With O = 0 and dLSE = -delta this is
+        exactly delta, also where dO is zero. A surrogate output (`merge.surrogate_out`) would need a pass over a tensor
+        of dO's size, and would pass delta in 16 bits. O is one row of zeros, expanded over all tokens and heads, so
+        reading it causes almost no memory traffic.
         """
         function = _package()._flash_attn_bwd
 
@@ -197,9 +198,9 @@ class FlashAttention4Kernel:
 
 
 def _package() -> ModuleType:
-    """Return the package's module of both functions.
+    """Return the package's module with the forward and backward functions.
 
-    Its compiler warns of an optional argument that the package itself passes; a user can do nothing about that.
+    A warning of its compiler is ignored: it is about an argument that the package itself passes.
     """
     if _MODULE not in sys.modules:
         warnings.filterwarnings("ignore", message="Argument aux_data .* JitArgument", category=UserWarning)
@@ -207,10 +208,10 @@ def _package() -> ModuleType:
 
 
 def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[str, Any]:
-    """Return what both functions of the package are told of a pattern; a bound that is not there is None to them.
+    """Return the options of both functions for a pattern; a missing bound of a window is None.
 
-    A softcap is compiled into the kernels. They use the GPU's approximate tanh, whose error is up to 2^-11 of its
-    result: a weight is off by up to |score| * 2^-11, where rounding it to bf16 costs up to 2^-9.
+    A softcap is compiled into the kernels. They use the GPU's approximate tanh, whose relative error is up to 2^-11. So
+    the relative error of a weight is up to |score| * 2^-11; rounding it to bf16 costs up to 2^-9.
     """
     options: dict[str, Any] = {"causal": call.causal, **call.lengths}
     if softcap is not None:
@@ -221,8 +222,8 @@ def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[st
 
 
 def _unless_blocks(q: Tensor, needs: frozenset[Need], generation: int) -> str | None:
-    """Refuse what the kernels for block-sparse masks cannot do, or were not measured at."""
-    if generation != 9:  # tiles of Blackwell's forward are 256 queries
+    """Refuse inputs that the kernels for block-sparse masks do not support, or at which they were not tested."""
+    if generation != 9:  # on Blackwell, tiles of forward have 256 queries
         return f"does block-sparse masks on Hopper alone, got {torch.cuda.get_device_name(q.device)}"
     if "softcap" in needs:
         return _UNCAPPED_BLOCKS
@@ -239,9 +240,9 @@ class _BlockLists(NamedTuple):
     """A block-sparse pattern on a device, for the kernel whose programs hold blocks of one side.
 
     Attributes:
-        band: What hides pairs inside blocks. The kernel is told of it by its causal flag, or its window.
-        rows: Blocks of the side.
-        sent: Counts and places, int32 and flat, of the blocks that are seen in part, then of those seen as a whole.
+        band: The mask inside blocks, passed to the kernel as its causal flag or window.
+        rows: Number of blocks of this side.
+        sent: Counts and indices, int32 and flat: first of partly visible blocks, then of wholly visible ones.
     """
 
     band: Band
@@ -249,9 +250,9 @@ class _BlockLists(NamedTuple):
     sent: DeviceVectors
 
     def tensors(self) -> object:
-        """Return the package's tuple of tensors: counts `[1, 1, rows]`, places `[1, 1, rows, most]`, for all heads."""
+        """Return the package's tuple of tensors: counts `[1, 1, rows]`, indices `[1, 1, rows, most]`, for all heads."""
         counts, places, whole_counts, whole_places = (t.view(1, 1, self.rows, -1) for t in self.sent.here())
-        # The masked list without a function of its own: the causal flag and the window hold in all blocks.
+        # No mask function for partly visible blocks: the causal flag and the window apply to all blocks.
         return import_package(_SPARSE, FlashAttention4Kernel.name).BlockSparseTensorsTorch(
             mask_block_cnt=counts.squeeze(-1),
             mask_block_idx=places,
@@ -262,10 +263,10 @@ class _BlockLists(NamedTuple):
 
 
 def _lists(pattern: Cells, side: _Side, device: torch.device, softcap: float | None) -> _BlockLists:
-    """Return what a block-sparse kernel is told of a pattern.
+    """Return the block lists of a block-sparse kernel for a pattern.
 
     Raises:
-        KernelError: It is called for what `refusal` refuses.
+        KernelError: `refusal` refuses these inputs.
     """
     if softcap is not None:
         raise unable(FlashAttention4Kernel.name, _UNCAPPED_BLOCKS)
@@ -277,7 +278,7 @@ def _lists(pattern: Cells, side: _Side, device: torch.device, softcap: float | N
 
 @bounded_cache(maxsize=64)
 def _block_lists(pattern: Cells, side: _Side, device: torch.device) -> _BlockLists | None:
-    """Return the lists of forward, whose programs hold queries, or of backward, whose programs hold keys."""
+    """Return the block lists of forward (programs hold queries) or backward (programs hold keys)."""
     blocks = blocks_of(pattern)
     if blocks is None:
         return None
@@ -286,9 +287,10 @@ def _block_lists(pattern: Cells, side: _Side, device: torch.device) -> _BlockLis
 
 
 def listed(seen: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """Return how many of each row are true, `[rows]`, and their columns, ascending: `[rows, most]`, zero behind them.
+    """Return the number of true entries of each row, `[rows]`, and their columns, `[rows, most]`, padded with zeros.
 
-    A kernel looks for the end of the sequence in the last block of a list alone, which must be the last block there is.
+    Columns ascend: a kernel checks for the end of the sequence only in the last block of a list, so the sequence's last
+    block must come last.
     """
     counts = np.count_nonzero(seen, axis=1)
     rows, columns = np.nonzero(seen)

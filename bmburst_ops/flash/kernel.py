@@ -1,4 +1,4 @@
-"""What every attention kernel is to the rest of the package: one tile on one device."""
+"""The interface of all attention kernels, `Kernel`: attention of one tile on one device."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -23,14 +23,14 @@ class Gradients(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What backward is given of a tile, or of more.
+    """Inputs of backward for one tile, or for several.
 
     Attributes:
         grad_out: dO of the whole attention, shaped as q.
         q: Queries.
         k: Keys.
         v: Values, shaped as k.
-        lse: Global log-sum-exp `[batch, heads, queries]`, over all keys and not only the tile's.
+        lse: Global log-sum-exp `[batch, heads, queries]`, over all keys, not only the tile's.
         delta: Global rowsum(dO * O), shaped as lse.
     """
 
@@ -46,22 +46,22 @@ class Kernel(Protocol):
     """Attention of one tile with its log-sum-exp, forward and backward.
 
     Shapes: q `[batch, queries, heads, head_dim]`; k, v `[batch, keys, kv_heads, head_dim]` with heads a multiple of
-    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A pattern says which keys a query
-    sees, in all heads and batches alike. A query that sees none has an output of zero, a log-sum-exp of `-inf` and
-    gradients of zero; so has a key that no query sees.
+    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A pattern defines which keys each
+    query sees; it is the same for all heads and batches. A query that sees no key has an output of zero, a log-sum-exp
+    of `-inf` and a gradient of zero. A key that no query sees has a gradient of zero.
     """
 
     name: str
     recordable: bool
-    """Whether its calls can be captured in a CUDA graph, and take the host so long that it pays."""
+    """Whether calls can be captured in a CUDA graph, and have enough host overhead for that to pay off."""
     takes_delta: bool
     """Whether backward uses delta as given. If not, it goes through `surrogate_out`, which cannot express a non-zero
     delta in a row whose dO is zero."""
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """Return why the kernel cannot take these inputs, or do what a call needs, on this machine; None if it can.
+        """Return why the kernel does not support these inputs or `needs` on this machine, as a phrase; None if it does.
 
-        It is asked at every call and must be cheap: it looks for a package and imports none.
+        It runs at every call of attention and must be cheap: it may look for a package, but not import it.
         """
         ...
 
@@ -84,11 +84,11 @@ class Kernel(Protocol):
             v: Values.
             pattern: Which keys each query sees.
             scale: Factor on the scores.
-            softcap: Scores that are scaled become `softcap * tanh(score / softcap)`; None: they stay as they are. Above
-                0, and only for kernels that can: `refusal` says so of the need "softcap".
+            softcap: Above 0: scaled scores become `softcap * tanh(score / softcap)`. None: no softcap. Some kernels do
+                not support it: see `refusal` with the need "softcap".
             into: Where to write the results: the output shaped as q, and the log-sum-exp `[batch, heads, queries]`,
-                each of any strides with a dense last dimension; a kernel that cannot write there itself copies.
-                Default: memory of its own.
+                with any strides and a dense last dimension. A kernel that cannot write there copies its results.
+                Default: new memory.
         """
         ...
 
@@ -105,24 +105,23 @@ class Kernel(Protocol):
         """Return the tile's gradients.
 
         Args:
-            given: The tile's inputs, and what the whole attention gave for its queries.
+            given: The tile's inputs, and the statistics of the whole attention for its queries.
             pattern: Which keys each query sees.
             scale: Factor on the scores.
-            deterministic: Whether repeated calls must give the same bits.
-            softcap: That of forward.
-            into: Where to write the gradients, shaped as q, k and v, with strides as forward's results may have them.
-                Default: memory of its own.
+            deterministic: Whether repeated calls must give bitwise equal gradients.
+            softcap: As in forward.
+            into: Where to write the gradients, shaped as q, k and v, with strides as in forward. Default: new memory.
         """
         ...
 
 
 @runtime_checkable
 class NotAlwaysDeterministic(Protocol):
-    """What a kernel also is if it cannot be deterministic everywhere. All others are, wherever that is asked for.
+    """A kernel whose backward is not deterministic everywhere. All other kernels are deterministic on request.
 
-    Its backward raises `KernelError` where it is asked for what it cannot do.
+    Its backward raises `KernelError` if `deterministic` is requested where it is not supported.
     """
 
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """Return why backward cannot give the same bits each time on q's device, as a phrase, or None if it can."""
+        """Return why backward cannot be deterministic on q's device, as a phrase; None if it can."""
         ...

@@ -1,6 +1,6 @@
-"""Optional kernel packages, and what several kernels refuse: phrases as `Kernel.refusal` returns them, or None.
+"""Optional kernel packages, and refusals that several kernels share: phrases for `Kernel.refusal`, or None.
 
-Packages are found without importing them, and imported when first used.
+Packages are found without importing them. They are imported at first use.
 """
 
 import importlib
@@ -20,10 +20,10 @@ from bmburst_ops.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
 
 @cache
 def version_of(distribution: str) -> tuple[int, ...] | None:
-    """Return the numbers of an installed distribution's version, (2, 8, 3) of 2.8.3, or None if it is not installed.
+    """Return the version of an installed distribution, for example (2, 8, 3) for 2.8.3; None if it is not installed.
 
-    Asked by distribution and not by module: flash-attn and flash-attn-4 share the top-level module `flash_attn`, and
-    flash-attn carries an older copy of what flash-attn-4 is.
+    It looks up the distribution and not the module: flash-attn and flash-attn-4 share the top-level module
+    `flash_attn`, and flash-attn includes an older copy of flash-attn-4.
     """
     try:
         return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
@@ -38,14 +38,14 @@ def is_there(module: str) -> bool:
 
 
 def import_package(module: str, kernel: str) -> ModuleType:
-    """Import a package's module, which costs seconds the first time.
+    """Import a module of a package, which takes seconds the first time.
 
     Raises:
-        KernelError: It is installed but cannot be imported.
+        KernelError: The package is installed, but the module cannot be imported.
     """
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:  # the last where a package asks for driver and libraries
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no driver or shared libraries
         reason = " ".join(str(error).split())
         raise KernelError(
             f"kernel '{kernel}' is installed but {module} cannot be imported\n{reason}\n"
@@ -54,9 +54,9 @@ def import_package(module: str, kernel: str) -> ModuleType:
 
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
-"""What kernels with windows and variable lengths are able to do."""
+"""The needs that kernels with windows and variable lengths support."""
 CAPPED: frozenset[Need] = PACKED | {"softcap"}
-"""And with a softcap."""
+"""The same, and softcap."""
 _NAMES: Mapping[Need, str] = MappingProxyType(
     {
         "window": "sliding windows",
@@ -69,7 +69,7 @@ _NAMES: Mapping[Need, str] = MappingProxyType(
 
 
 def unless_half_on_gpu(q: Tensor) -> str | None:
-    """Refuse other devices than NVIDIA GPUs, and other dtypes than fp16 and bf16."""
+    """Refuse devices other than NVIDIA GPUs, and dtypes other than fp16 and bf16."""
     if q.device.type != "cuda":
         return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -78,7 +78,7 @@ def unless_half_on_gpu(q: Tensor) -> str | None:
 
 
 def unless_head_dim(q: Tensor, widest: int, where: str = "") -> str | None:
-    """Refuse head dims that are no multiple of 8, or wider; `where` says what the limit depends on."""
+    """Refuse head dims above `widest` or not a multiple of 8; `where` says what the limit depends on."""
     if q.shape[-1] % 8 or q.shape[-1] > widest:
         return f"takes head dims that are multiples of 8 up to {widest}{where}, got {q.shape[-1]}"
     return None
@@ -92,16 +92,16 @@ def unless_ampere(q: Tensor) -> str | None:
 
 
 def unless_able(needs: frozenset[Need], able: frozenset[Need] = frozenset()) -> str | None:
-    """Refuse what the kernel is not able to do."""
+    """Refuse needs that are not in `able`."""
     missing = [name for need, name in _NAMES.items() if need in needs - able]
     return f"cannot do {', '.join(missing)}" if missing else None
 
 
 def without_cells(pattern: Pattern, kernel: str) -> Band | Segments:
-    """Return the pattern of a kernel that does all but block-sparse masks.
+    """Return the pattern, for a kernel that supports all but block-sparse masks.
 
     Raises:
-        KernelError: It is one.
+        KernelError: The pattern is a block-sparse mask.
     """
     if isinstance(pattern, Cells):
         raise unable(kernel, unless_able(pattern.needs))
@@ -109,10 +109,10 @@ def without_cells(pattern: Pattern, kernel: str) -> Band | Segments:
 
 
 def band_of(pattern: Pattern, kernel: str) -> Band:
-    """Return the pattern of a kernel that does rectangles alone.
+    """Return the pattern, for a kernel that supports only rectangles.
 
     Raises:
-        KernelError: It is of another kind.
+        KernelError: The pattern is of another kind.
     """
     if not isinstance(pattern, Band):
         raise unable(kernel, unless_able(pattern.needs))
@@ -120,10 +120,10 @@ def band_of(pattern: Pattern, kernel: str) -> Band:
 
 
 def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
-    """Return whether the pattern is causal, for a kernel that knows but that and full rectangles.
+    """Return whether the pattern is causal, for a kernel that supports only causal and full rectangles.
 
     Raises:
-        KernelError: It is neither.
+        KernelError: The pattern is neither.
     """
     if (reason := unless_able(pattern.needs)) is not None:
         raise unable(kernel, reason)
@@ -131,25 +131,25 @@ def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
 
 
 def require_no_softcap(softcap: float | None, kernel: str) -> None:
-    """Refuse a softcap, for a kernel that has none.
+    """Refuse a softcap, for a kernel that does not support it.
 
     Raises:
-        KernelError: There is one.
+        KernelError: `softcap` is not None.
     """
     if softcap is not None:
         raise unable(kernel, unless_able(frozenset({"softcap"})))
 
 
 def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
-    """Refuse a backward that must repeat its bits, of a kernel that cannot promise it.
+    """Refuse a deterministic backward, for a kernel that does not support it.
 
     Raises:
-        KernelError: It is one.
+        KernelError: `deterministic` is True.
     """
     if deterministic:
         raise unable(kernel, reason)
 
 
 def unable(kernel: str, reason: str | None) -> KernelError:
-    """Return the error of a kernel that was called for what it refuses."""
+    """Return the error of a kernel that was called with inputs that it refuses."""
     return KernelError(f"kernel '{kernel}' {reason}\nfix: choose another kernel")

@@ -1,7 +1,7 @@
-"""Masks that kernels of torch and of packages get wrong, set right around their calls.
+"""Corrections around kernels of torch and of packages, for masks that these kernels compute wrongly.
 
-They were not made for queries that see nothing and keys that nobody sees; some not for causal rectangles aligned at the
-bottom right, nor for NaN in the document behind.
+These kernels do not support queries that see no key, or keys that no query sees. Some do not support causal rectangles
+aligned at the bottom right. Some spread NaN from the next packed document.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from bmburst_ops.flash.varlen import package_arguments
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Band, Pattern, Rectangle, Segments, rectangles, transposed, visible_ranges
 
-_SHARE = 4096  # tokens of a document that one program computes again
+_SHARE = 4096  # tokens of a document that one program recomputes
 _WIDE_TILES = 96  # head dims up to this have tiles of more than 128 keys
 _UNBOUNDED = 2**30
 
@@ -37,10 +37,11 @@ SeenBackward = Callable[[BackwardInputs, PackedPattern, Gradients | None], Gradi
 def forward_seen(
     part: SeenForward, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, into: Partial | None
 ) -> Partial:
-    """Return the part's result: of a band it gets the queries that see something, of segments all, set right after.
+    """Return the result of `part`, with the right values for queries that see no key.
 
-    Queries that see nothing and keys that nobody sees are kept from it. A kernel may leave its memory as it was there,
-    call the log-sum-exp `inf`, or make NaN of `-inf - -inf`.
+    For such queries a kernel may leave its memory unwritten, return a log-sum-exp of `inf`, or compute NaN from
+    `-inf - -inf`. For a band, `part` gets only queries that see a key and keys that are seen. For segments it gets all
+    tokens, and its result is corrected afterwards.
     """
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
@@ -67,7 +68,7 @@ def forward_seen(
 def backward_seen(
     part: SeenBackward, given: BackwardInputs, pattern: PackedPattern, into: Gradients | None
 ) -> Gradients:
-    """Return the part's gradients, as `forward_seen`."""
+    """Return the gradients of `part`, corrected as in `forward_seen`."""
     grad_out, q, k, v, lse, delta = given
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
@@ -97,19 +98,19 @@ def backward_seen(
 
 
 class _MaskedTokens(NamedTuple):
-    """Places on a device; None where there is none."""
+    """Indices of queries that see no key and of keys that no query sees, on a device; None if there are none."""
 
     queries: DeviceVectors | None
     keys: DeviceVectors | None
 
 
 def _seen(pattern: PackedPattern, queries: int, keys: int) -> Rectangle | None:
-    """Return where a band sees something; of segments, the first such; None if nobody sees anything."""
+    """Return the queries that see a key and the keys that are seen, for a band or the first such segment; else None."""
     return next(rectangles(pattern, queries, keys), None)
 
 
 def _places(pattern: Segments, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return which queries see nothing, and which keys nobody sees."""
+    """Return the indices of queries that see no key, and of keys that no query sees."""
     found = _sent(pattern, q.shape[1], k.shape[1], q.device)
     queries, keys = (None if sent is None else sent.here()[0] for sent in found)
     return queries, keys
@@ -136,7 +137,7 @@ def _after_zeros(tensor: Tensor, count: int) -> Tensor:
 
 
 class CausalForward(Protocol):
-    """Attention of a tile that is full or square."""
+    """Forward of a tile that is full, or causal and square."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         """Return the part's output and log-sum-exp."""
@@ -144,7 +145,7 @@ class CausalForward(Protocol):
 
 
 class CausalBackward(Protocol):
-    """Gradients of a tile that is full or square; queries, dO and their statistics are bound already."""
+    """Backward of a tile that is full, or causal and square; queries, dO and their statistics are already bound."""
 
     def __call__(self, k: Tensor, v: Tensor, causal: bool) -> Gradients:
         """Return the part's gradients."""
@@ -154,17 +155,18 @@ class CausalBackward(Protocol):
 def forward_bottom_right(
     part: CausalForward, q: Tensor, k: Tensor, v: Tensor, causal: bool, into: Partial | None
 ) -> Partial:
-    """Return attention of a tile, through one part or two that are merged in fp32 or wider; `into` as `Kernel.forward`.
+    """Return attention of a tile, for kernels whose causal mask is aligned at the top left.
 
-    For kernels whose causal mask is top-left: it differs from ours unless the tile is square. The output is in the
-    part's dtype, or after a merge in fp32 or wider.
+    Their mask differs from the bottom-right one unless the tile is square. Other causal tiles are computed in two
+    parts, which are merged in fp32 or wider. The output is in the dtype of `part`, or after a merge in fp32 or wider.
+    `into` is as in `Kernel.forward`.
     """
     hidden = k.shape[1] - q.shape[1]
     if not _must_cut(causal, q, k):
         return deliver_partial(part(q, k, v, causal and hidden == 0), into)
     seen, square = (part(q, k[:, keys], v[:, keys], is_causal) for keys, is_causal in _cut(hidden))
     dtype = accumulation_dtype(q.dtype)
-    # Merged where it is asked for if that is wide enough: rounded in between it would lose what the merge keeps.
+    # Merge in the target if it is wide enough; in a narrower one, rounding before the merge would lose accuracy.
     merged = torch.empty_like(seen.out, dtype=dtype) if into is None or into.out.dtype != dtype else into.out
     merged.copy_(seen.out)
     merge_partials_(merged, seen.lse, square.out, square.lse)
@@ -174,7 +176,7 @@ def forward_bottom_right(
 def backward_bottom_right(
     part: CausalBackward, q: Tensor, k: Tensor, v: Tensor, causal: bool, into: Gradients | None
 ) -> Gradients:
-    """Return the gradients of a tile, through the same parts as `forward_bottom_right`; `into` as `Kernel.backward`."""
+    """Return the gradients of a tile, in the parts of `forward_bottom_right`; `into` is as in `Kernel.backward`."""
     hidden = k.shape[1] - q.shape[1]
     if not _must_cut(causal, q, k):
         return deliver_gradients(part(k, v, causal and hidden == 0), into)
@@ -189,32 +191,31 @@ def backward_bottom_right(
 
 
 def _must_cut(causal: bool, q: Tensor, k: Tensor) -> bool:
-    """A square is the same either way, and a single query sees every key."""
+    """Return whether a tile needs two parts. A square has the same mask either way; a single query sees every key."""
     return causal and q.shape[1] not in (1, k.shape[1])
 
 
 def _cut(hidden: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
-    """A bottom-right causal rectangle is a full one over the first `hidden` keys and a causal square over the rest."""
+    """Split a bottom-right causal rectangle: full over the first `hidden` keys, a causal square over the others."""
     return (slice(0, hidden), False), (slice(hidden, None), True)
 
 
 def isolate_forward(
     found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, softcap: float | None = None
 ) -> Partial:
-    """Return a kernel's result, with documents computed again where V of the next tokens is not finite.
+    """Return a kernel's result, with a document recomputed if V of the tokens after it is not finite.
 
-    For kernels whose tiles of packed documents reach into the next document. Without Triton, which torch for NVIDIA
-    GPUs brings along, results stay as they are. Callers leave out tensors on CPUs: there the packages are stand-ins of
-    tests.
+    For kernels whose tiles of packed documents reach into the next document. Without Triton, results stay unchanged;
+    torch for NVIDIA GPUs includes Triton. Do not call it for tensors on CPUs: there, tests replace the packages.
 
     Args:
-        found: The result; its output is written to. The log-sum-exp is right already.
-        q: As given to `Kernel.forward`, as all that follows.
+        found: The result. Its output is corrected in place; its log-sum-exp is already right.
+        q: Queries, as given to `Kernel.forward`; likewise all other arguments.
         k: Keys.
         v: Values.
-        pattern: A band has one document, and is left as it is.
+        pattern: Segments. A band has only one document, so its result stays unchanged.
         scale: Factor on the scores, above 0.
-        softcap: Of the scores, or None.
+        softcap: Softcap of the scores, or None.
     """
     if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [near_rows(t) for t in (q, k, v)]
@@ -225,14 +226,14 @@ def isolate_forward(
 def isolate_backward(
     found: Gradients, given: BackwardInputs, *, pattern: Pattern, scale: float, softcap: float | None = None
 ) -> Gradients:
-    """Return a kernel's gradients, with documents computed again where what follows them is not finite.
+    """Return a kernel's gradients, with a document recomputed if an input of the tokens after it is not finite.
 
     Args:
-        found: The gradients, which are written to.
+        found: The gradients, corrected in place.
         given: As given to `Kernel.backward`.
         pattern: See `isolate_forward`.
         scale: Factor on the scores, above 0.
-        softcap: Of the scores, or None.
+        softcap: Softcap of the scores, or None.
     """
     if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
@@ -252,7 +253,7 @@ def _run(
     *,
     over_keys: bool,
 ) -> None:
-    """Run a kernel whose programs hold queries and go over keys, or the other way round."""
+    """Run a kernel whose programs hold queries and loop over keys, or the other way round."""
     call, documents, head_dim = package_arguments(pattern, q, k), len(pattern.queries) - 1, q.shape[3]
     longest, tokens = (call.longest_queries, k.shape[1]) if over_keys else (call.longest_keys, q.shape[1])
     parts = -(-longest // _SHARE)

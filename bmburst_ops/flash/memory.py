@@ -1,6 +1,6 @@
-"""Memory of kernels: what vector loads and TMA can address, results put where asked, and a pattern's vectors on a GPU.
+"""Memory of kernels: alignment for vector loads and TMA, delivery of results, and a pattern's index vectors on a GPU.
 
-Vectors of a pattern are sent once without waiting, and then used on any stream.
+The vectors of a pattern are copied once, without blocking the host, and can be used on any stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,74 +20,74 @@ _VECTOR = 16  # bytes: a vector load, and the unit of TMA's addresses and stride
 
 
 def is_aligned(tensor: Tensor, unit: int = _VECTOR) -> bool:
-    """Whether rows are dense, start at multiples of so many bytes, and no dimension repeats the same memory."""
+    """Return whether rows are dense, start at multiples of `unit` bytes, and no dimension is expanded."""
     *strides, last = tensor.stride()
     step = unit // tensor.element_size()
     return last == 1 and tensor.data_ptr() % unit == 0 and all(s > 0 and s % step == 0 for s in strides)
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor as GPU kernels can read it, a copy only where it is not."""
+    """Return the tensor if GPU kernels can read it, else an aligned copy."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def writable(target: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return the target if a GPU kernel whose results are typed as `like` can write there itself, or else None."""
+    """Return the target if a GPU kernel with results in the dtype of `like` can write to it directly, else None."""
     return target if target is not None and target.dtype is like.dtype and is_aligned(target) else None
 
 
 def writable_statistic(target: Tensor | None) -> Tensor | None:
-    """Return the target if a GPU kernel that stores fp32 statistics number by number can write there, or else None."""
+    """Return the target if a GPU kernel that stores fp32 statistics element by element can write to it, else None."""
     fits = target is not None and target.dtype is torch.float32 and is_aligned(target, target.element_size())
     return target if fits else None
 
 
 def deliver(result: Tensor, target: Tensor | None) -> Tensor:
-    """Return the result where it was asked for: copied unless it is there already, or nobody asked."""
+    """Return the result in `target`, copied unless it is already there; without a target return it as it is."""
     if target is None:
         return result
     return target if _is_same(result, target) else target.copy_(result)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether these are one memory, seen the same way."""
+    """Return whether two tensors are the same view of the same memory."""
     if a is b:
         return True
     if a.dtype is not b.dtype or a.shape != b.shape or not a.data_ptr() == b.data_ptr() != 0:
         return False
-    # The stride of a dimension of one says nothing, and what was flattened and unflattened has another.
+    # The stride of a dimension of size 1 is arbitrary: it may change when a tensor is flattened and unflattened.
     return all(mine == theirs or size == 1 for size, mine, theirs in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def deliver_partial(result: Partial, into: Partial | None) -> Partial:
-    """Return output and log-sum-exp where they were asked for, as `deliver`."""
+    """Return output and log-sum-exp in `into`; see `deliver`."""
     return result if into is None else Partial(*map(deliver, result, into))
 
 
 def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:
-    """Return the gradients where they were asked for, as `deliver`."""
+    """Return the gradients in `into`; see `deliver`."""
     return results if into is None else Gradients(*map(deliver, results, into))
 
 
 def gradient_memory(q: Tensor, k: Tensor, v: Tensor, into: Gradients | None) -> Gradients:
-    """Return what a kernel may write gradients to: what the caller gave where it can, and new memory elsewhere."""
+    """Return tensors for a kernel's gradients: those of `into` that it can write to, else new ones."""
     targets = (None, None, None) if into is None else into
     written = (writable(target, like) for target, like in zip(targets, (q, k, v), strict=True))
     return Gradients(*(torch.empty_like(x) if t is None else t for t, x in zip(written, (q, k, v), strict=True)))
 
 
-_ALIGNED = 4  # numbers: every vector starts at 16 bytes
+_ALIGNED = 4  # elements: every vector starts at a multiple of 16 bytes
 
 
 class DeviceVectors(NamedTuple):
-    """Vectors on a device; on a GPU with the stream that copies or computes them, and the event behind that."""
+    """Vectors on a device; on a GPU with the stream that copies or computes them, and an event after that."""
 
     vectors: tuple[Tensor, ...]
     stream: torch.cuda.Stream | None
     arrived: torch.cuda.Event | None
 
     def here(self) -> tuple[Tensor, ...]:
-        """Return the vectors, ready for what the current stream is given next."""
+        """Return the vectors, ready for use on the current stream."""
         if self.stream is None or self.arrived is None:
             return self.vectors
         if (holder := _holder.get()) is not None:
@@ -103,9 +103,9 @@ class DeviceVectors(NamedTuple):
 
 @contextmanager
 def collect_vectors() -> Iterator[list[DeviceVectors]]:
-    """Collect in a list all vectors that are used inside. None is waited for, and none may be copied, inside.
+    """Return a context that collects all vectors used inside it in a list. Inside, none is waited for or may be copied.
 
-    For the capture of a CUDA graph, which reads vectors at their addresses and cannot wait for events outside of it.
+    It is for CUDA graph capture: a graph reads vectors at their addresses, and cannot wait for events outside the graph.
     """
     vectors = list[DeviceVectors]()
     token = _holder.set(vectors)
@@ -121,7 +121,7 @@ _holder: ContextVar[list[DeviceVectors] | None] = ContextVar("bmburst_vectors", 
 def copy_to_device(
     arrays: Sequence[IntArray | NDArray[np.bool_]], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> DeviceVectors:
-    """Copy arrays to a device, each as a flat vector of the dtype, in one transfer that the host does not wait for."""
+    """Copy arrays to a device, each as a flat vector of the dtype, in one non-blocking transfer."""
     assert _holder.get() is None
     starts = [0]
     for array in arrays:
@@ -135,7 +135,7 @@ def copy_to_device(
 
 
 def vectors_of_stream(vectors: tuple[Tensor, ...]) -> DeviceVectors:
-    """Return vectors of one device, one or more, that the current stream computes; records an event behind them."""
+    """Return vectors that the current stream computes (at least one, all on one device), with an event after them."""
     device = vectors[0].device
     if device.type != "cuda":
         return DeviceVectors(vectors, None, None)

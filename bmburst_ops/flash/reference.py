@@ -13,7 +13,7 @@ from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.pattern import FULL, Cells, IntArray, Need, Pattern, visible_ranges
 
-_ROWS = 512  # queries scored at once: memory stays linear in the keys
+_ROWS = 512  # queries per slab: memory stays linear in the keys
 
 
 class BooleanMask:
@@ -26,7 +26,7 @@ class BooleanMask:
         self.cells = pattern if isinstance(pattern, Cells) else None
 
     def block(self, queries: slice) -> tuple[slice, Tensor | None]:
-        """Return the keys that any of these queries may see, and which see which, `[queries, keys]`; None for all."""
+        """Return the keys that any of these queries may see, and their mask `[queries, keys]`; None if all are seen."""
         if self.is_full or queries.start == queries.stop:
             return slice(0, self.keys), None
         start, stop = self.rows.start[queries], self.rows.stop[queries]
@@ -41,7 +41,7 @@ class BooleanMask:
 
 
 def cell_of(edges: IntArray, start: int, stop: int) -> IntArray:
-    """Return in which cell each of the places `start` to `stop` lies."""
+    """Return the cell of each token from `start` to `stop`."""
     return np.searchsorted(edges, np.arange(start, stop), side="right") - 1
 
 
@@ -53,7 +53,7 @@ class ReferenceKernel:
     takes_delta = True
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """See `Kernel.refusal`: it takes everything."""
+        """See `Kernel.refusal`: it supports all inputs."""
         del q, k, needs
         return None
 
@@ -93,7 +93,7 @@ class ReferenceKernel:
 
         With a softcap c, S = c * tanh(T / c), and dT = dS * (1 - (S / c)^2).
         """
-        del deterministic  # always
+        del deterministic  # always deterministic
         grad_out, q, k, v, lse, delta = given
         dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
         keys, values = k.to(dtype), v.to(dtype)
@@ -108,14 +108,14 @@ class ReferenceKernel:
             inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
             grad_scores = weights * (inner - row_delta) * scale
             if softcap is not None:
-                grad_scores *= 1 - scores.clamp(min=-softcap).div(softcap).square()  # hidden scores are -inf
+                grad_scores *= 1 - scores.clamp(min=-softcap).div(softcap).square()  # clamp: hidden scores are -inf
             grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys[:, seen]).flatten(2, 3))
             grad_k[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
         return deliver_gradients(Gradients(torch.cat(grad_q, 1), grad_k, grad_v), into)
 
 
 class _Slab(NamedTuple):
-    """A run of queries, the keys that any of them sees, and their scores `[batch, kv_heads, group, queries, keys]`."""
+    """Consecutive queries, the keys that any of them sees, and scores `[batch, kv_heads, group, queries, keys]`."""
 
     queries: slice
     keys: slice
@@ -123,7 +123,7 @@ class _Slab(NamedTuple):
 
 
 def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float, softcap: float | None) -> Iterator[_Slab]:
-    """Yield runs of queries, in order; at least one, and none of several queries that is empty."""
+    """Yield slabs of queries, in order. There is at least one, even without queries; with queries none is empty."""
     dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
     wide, visible = k.to(dtype), BooleanMask(pattern, count, keys)
     for rows in _runs(visible, count):
@@ -138,17 +138,17 @@ def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float, softcap: float 
 
 
 def _runs(visible: BooleanMask, count: int) -> Iterator[slice]:
-    """Yield so many queries in runs, none with queries of several documents.
+    """Yield slices of `count` queries; no slice has queries of several documents.
 
-    A weight of zero times what is not a number is not a number: keys of other documents must not be multiplied at all.
+    Zero times NaN is NaN, so keys of other documents must not be multiplied at all, even with weight zero.
     """
     start, stop = visible.rows
-    edges = np.flatnonzero(start[1:] >= stop[:-1]) + 1  # sees nothing of what those before it see
+    edges = np.flatnonzero(start[1:] >= stop[:-1]) + 1  # queries that share no key with the query before
     for document, end in pairwise([0, *edges.tolist(), count]):
         for first in range(document, max(end, 1), _ROWS):
             yield slice(first, min(first + _ROWS, end))
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Zero where a query sees nothing: its scores are all -inf, and -inf less -inf is not a number."""
+    """Return lse with 0 for queries that see no key: their scores are all -inf, and -inf - -inf is NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""The table of kernels, in order of preference, and the choice from it."""
+"""The table of attention kernels in order of preference, and the selection from it: `select_kernel`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from bmburst_ops.pattern import Need
 # Fastest first. On an H200, bf16, head dim 128, 8K causal, forward / backward TFLOP/s: fa4 642 / 605, cudnn 599 / 527
 # (with 4 query heads a KV head and its expansion 595 / 525), torch 318 / 293. fa3 was not measured there.
 #
-# Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch do the first two, by
-# window sizes and variable lengths; cpu too, with a call for each segment; cudnn none; triton and reference all three.
-# fa4 does cells of whole blocks on Hopper, where it is asked for by name.
+# Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch support the first two, by
+# window sizes and variable lengths; so does cpu, with one call per segment. cudnn supports none, triton and reference
+# all three. fa4 supports cells of whole blocks on Hopper, if it is selected by name.
 # Softcap: fa4, fa3, fa2, triton and reference.
 KERNELS: tuple[Kernel, ...] = (
     FlashAttention4Kernel(),
@@ -40,17 +40,17 @@ NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 def select_kernel(
     name: str, q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
 ) -> Kernel:
-    """Return the kernel of that name, or for "auto" the first of the table that takes these inputs.
+    """Return the named kernel, or for "auto" the first kernel of the table that supports these inputs.
 
     Args:
         name: "auto" or a kernel's name.
         q: Queries `[batch, queries, heads, head_dim]`.
         k: Keys `[batch, keys, kv_heads, head_dim]`.
-        deterministic: Whether backward will be asked for the same bits each time.
+        deterministic: Whether backward must be deterministic.
         needs: What the patterns of the calls need, and "softcap" if scores are capped.
 
     Raises:
-        KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
+        KernelError: The name is unknown, or the named kernel does not support these inputs.
     """
     if name == "auto":
         return next(_able(q, k, deterministic, needs))
@@ -67,13 +67,13 @@ def select_kernel(
 def able_kernels(
     q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
 ) -> tuple[str, ...]:
-    """Return the names of the kernels that take these inputs, fastest first; see `select_kernel`."""
+    """Return the names of the kernels that support these inputs, fastest first; see `select_kernel`."""
     return tuple(kernel.name for kernel in _able(q, k, deterministic, needs))
 
 
 def _able(q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> Iterator[Kernel]:
     able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
-    # On a CPU Triton's interpreter runs only where it is asked for by name.
+    # On a CPU, Triton's interpreter runs only if it is selected by name.
     return (kernel for kernel in able if not (isinstance(kernel, TritonKernel) and q.device.type == "cpu"))
 
 

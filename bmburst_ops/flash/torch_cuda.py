@@ -1,6 +1,6 @@
 """The attention kernels that torch ships for NVIDIA GPUs: FlashAttention-2, and cuDNN's fused attention.
 
-cuDNN's causal mask is top-left, and it does not know GQA.
+cuDNN's causal mask is aligned at the top left, and it does not support GQA.
 """
 
 from collections.abc import Iterator
@@ -106,14 +106,14 @@ class TorchKernel:
 
 
 def _window(call: PackageArguments) -> dict[str, int]:
-    """Return the window as the operations name it; without one they are called as they always were."""
+    """Return the window arguments of the operations; empty without a window."""
     left, right = call.window
     return {} if left == right == -1 else {"window_size_left": left, "window_size_right": right}
 
 
 @contextmanager
 def _torch_deterministic() -> Iterator[None]:
-    """Set torch's switch for this block; the operation takes no argument for it."""
+    """Return a context with torch's deterministic mode on: the operation has no argument for it."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")
     try:
@@ -122,17 +122,16 @@ def _torch_deterministic() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-_OLDEST = 90501  # before 9.5.1, dO had to be laid out as O
-_WIDE_HEADS = 91000  # from 9.10 on: head dims up to 256, on Hopper alone
+_OLDEST = 90501  # before cuDNN 9.5.1, dO had to have the strides of O
+_WIDE_HEADS = 91000  # from cuDNN 9.10 on: head dims up to 256, on Hopper only
 
 
 class CudnnKernel:
     """`Kernel` over `aten._scaled_dot_product_cudnn_attention`: fp16 and bf16.
 
-    KV heads that several query heads share are expanded for the length of a call. Tiles of one query or one key, which
-    cuDNN does not take everywhere, are computed in plain torch. Each new shape costs cuDNN a plan (once a thread).
-    The operation is called by its own name, which works also where `torch.backends.cudnn.enabled` is off: that switch
-    belongs to convolutions, and BMTrain turns it off.
+    For GQA, KV heads are expanded during a call. Tiles of one query or one key, which not every cuDNN supports, are
+    computed in plain torch. cuDNN builds a plan for each new shape (once per thread). The operation is called directly,
+    so it also works if `torch.backends.cudnn.enabled` is off. BMTrain turns this switch, which is for convolutions, off.
     """
 
     name = "cudnn"
@@ -233,7 +232,7 @@ def _is_single(q: Tensor, k: Tensor) -> bool:
 
 
 def _expanded(tensor: Tensor, heads: int) -> Tensor:
-    """Return K or V with one head a query head."""
+    """Return K or V with KV heads expanded to one per query head."""
     group = heads // tensor.shape[2]
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=2)
 

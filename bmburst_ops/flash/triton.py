@@ -1,4 +1,4 @@
-"""Our own flash attention, in Triton: any head dim up to 256, fp32 too, and backward takes delta as it is."""
+"""bmburst's flash attention in Triton: any head dim up to 256, also fp32, and a backward that takes delta."""
 
 import math
 from functools import cache
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROW_STRIDE = 2**31 // 256  # offsets inside a block of up to 256 rows are 32 bits wide
 
-_HOPPER: Table[FlashBlockSizes] = (  # compiled for sm_90 none spills 100 bytes a thread
+_HOPPER: Table[FlashBlockSizes] = (  # compiled for sm_90, each spills less than 100 bytes per thread
     (64, FlashBlockSizes(BlockSizes(128, 128, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(128, 64, 8, 3))),
     (128, FlashBlockSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 3), BlockSizes(128, 64, 8, 2))),
     (256, FlashBlockSizes(BlockSizes(128, 64, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 64, 8, 2))),
@@ -39,7 +39,7 @@ _FP32: Table[FlashBlockSizes] = (
     (64, FlashBlockSizes(*[BlockSizes(32, 32, 4, 1)] * 3)),
     (256, FlashBlockSizes(*[BlockSizes(16, 16, 4, 1)] * 3)),
 )
-# Small and uneven, so that small tensors meet every path.
+# Small and uneven, so that small tensors in tests cover every path.
 _INTERPRETED: Table[FlashBlockSizes] = (
     (256, FlashBlockSizes(BlockSizes(32, 16, 4, 1), BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1))),
 )
@@ -48,7 +48,7 @@ _INTERPRETED: Table[FlashBlockSizes] = (
 class TritonKernel:
     """`Kernel` in Triton for Ampere or newer, and for CPUs in Triton's interpreter, which is for tests.
 
-    Gradients are fp32, or what `into` is. Every call is deterministic.
+    Gradients are fp32, or in the dtype of `into`. Every call is deterministic.
     """
 
     name = "triton"
@@ -82,7 +82,7 @@ class TritonKernel:
         into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`. The output is in q's dtype, the log-sum-exp in fp32, or both in `into`'s."""
-        if scale < 0:  # the kernel takes the largest score before it is scaled
+        if scale < 0:  # the kernel takes the maximum of unscaled products
             q, scale = -q, -scale
         q, k, v = (near_rows(t) for t in (q, k, v))
         batch, queries, heads, _ = q.shape
@@ -108,8 +108,8 @@ class TritonKernel:
         softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
-        """See `Kernel.backward`. A query that saw no key, whose log-sum-exp is `-inf`, gives nothing."""
-        del deterministic  # always
+        """See `Kernel.backward`. A query that saw no key (log-sum-exp `-inf`) contributes no gradient."""
+        del deterministic  # always deterministic
         (grad_out, q, k, v), (lse, delta) = map(near_rows, given[:4]), given[4:]
         grads = into or Gradients(*(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)))
         inputs = (grad_out, q, k, v, lse, delta)
@@ -128,13 +128,13 @@ class TritonKernel:
 
 
 def _block_sizes(q: Tensor) -> FlashBlockSizes:
-    """Return how each kernel is cut for these inputs on this device."""
+    """Return the block sizes of each kernel for these inputs on this device."""
     return block_sizes_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 @cache
 def _kernels() -> Kernels:
-    """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
+    """Import Triton and the kernels at first use. TRITON_INTERPRET is read at that time."""
     from bmburst_ops.flash.triton_backward import keys_kernel, queries_kernel
     from bmburst_ops.flash.triton_forward import forward_kernel
 
@@ -142,12 +142,12 @@ def _kernels() -> Kernels:
 
 
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    """Queries, keys, and query heads a KV head."""
+    """Return the number of queries, of keys, and of query heads per KV head."""
     return q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
 
 
 def cap_of(softcap: float | None, scale: float) -> float | None:
-    """Return what the kernels cap at: a softcap of scores as one of products that are yet to be scaled."""
+    """Return the softcap divided by the scale: the kernels cap products before they scale them."""
     return None if softcap is None else softcap / scale
 
 
@@ -157,5 +157,5 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def near_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as the kernels read it: rows dense and close to each other. A copy only where they are not."""
+    """Return the tensor if its rows are dense and close enough for 32-bit offsets, else a copy."""
     return tensor if tensor.stride(-1) == 1 and tensor.stride(1) <= _MAX_ROW_STRIDE else tensor.contiguous()

@@ -1,7 +1,7 @@
 """Flash attention's backward pass in Triton, from the log-sum-exp and delta. Importing this file needs Triton.
 
-Two kernels and no atomics, so that repeated calls give the same bits: one a block of keys, for dK and dV, and one a
-block of queries, for dQ.
+There are two kernels: one has a program per block of keys, for dK and dV, the other a program per block of queries, for
+dQ. Neither uses atomics, so repeated calls give bitwise equal results.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -46,7 +46,7 @@ def keys_kernel(
     without a softcap. For MASK and the vectors see `triton_launch.MaskArguments`.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
-    first = tl.program_id(0) * KEYS  # a causal tile's first keys, which most queries see, first
+    first = tl.program_id(0) * KEYS  # longest first: in a causal tile most queries see the first keys
     start, stop, open_start, open_queries = _query_ranges(
         first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _over_heads(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dK, which is yet to be scaled, and dV. For HAS_NAN see `triton_forward._attend`."""
+    """Return dK, not yet scaled, and dV. For HAS_NAN see `triton_forward._attend`."""
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
     for head in tl.range(kv_head * group, kv_head * group + group):
@@ -93,7 +93,7 @@ def _over_heads(
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
             HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
-        # The rest lies on both sides of the open blocks: the diagonal before them, an incomplete block behind them.
+        # Masked blocks lie on both sides of the open ones: the diagonal before them, an incomplete block after them.
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, of_queries,
             start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
@@ -128,7 +128,7 @@ def _sees(
     first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys of a block which queries of a block see, `[KEYS, QUERIES]`, from intervals of the keys."""
+    """Return the mask of a block, `[KEYS, QUERIES]`, from the intervals of the keys."""
     rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
     if MASK == "causal":
         visible = (columns - (keys - queries))[:, None] <= rows[None, :]
@@ -149,10 +149,10 @@ def _over_queries(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the blocks of queries from `start` to `stop` of `_query_ranges` give to dK and dV.
+    """Accumulate dK and dV over the blocks of queries from `start` to `stop` of `_query_ranges`.
 
-    Scores are transposed, `[KEYS, QUERIES]`: both sums then take them as they are. Rows beyond the last key hold
-    nonsense, which stays in its rows and is not stored.
+    Scores are transposed, `[KEYS, QUERIES]`, so both products use them without another transpose. Rows beyond the last
+    key hold arbitrary values, which are not stored.
     """
     for at in tl.range(start, stop, 1 if MASK == "cells" else QUERIES):
         if MASK == "cells":
@@ -196,7 +196,7 @@ def queries_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head. Grid: (query blocks, heads, batch)."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows of a causal tile first
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     start, stop, open_start, open_size = key_ranges(
@@ -231,7 +231,7 @@ def _over_all_keys(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dQ, which is yet to be scaled. For HAS_NAN see `triton_forward._attend`."""
+    """Return dQ, not yet scaled. For HAS_NAN see `triton_forward._attend`."""
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     acc = _over_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
@@ -256,7 +256,7 @@ def _over_keys(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the blocks of keys from `start` to `stop` of `key_ranges` give to dQ."""
+    """Accumulate dQ over the blocks of keys from `start` to `stop` of `key_ranges`."""
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
@@ -285,14 +285,14 @@ def _over_keys(
 
 @triton.jit
 def slope_of(scores, cap):
-    """Return the derivative of `capped`, from its results."""
+    """Return the derivative of `capped`, given its results."""
     share = scores / cap
     return 1.0 - share * share
 
 
 @triton.jit
 def queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head):
-    """Return what backward reads of a head's queries, as `load_queries` takes it: where it begins, and its strides."""
+    """Return pointers and strides of a head's queries, dO and statistics, for `load_queries`."""
     return (
         matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head),
         matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head),
@@ -304,7 +304,7 @@ def queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_
 def load_queries(
     of_queries, first, queries, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return queries `first` to `first + QUERIES` with their dO, `load_levels` and deltas; without MASKED all exist."""
+    """Return queries `first` to `first + QUERIES` with dO, `load_levels` and deltas; without MASKED all must exist."""
     q_matrix, grad_matrix, lse_row, delta_row, q_stride, grad_stride, lse_stride, delta_stride = of_queries
     query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
     grad_out = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
@@ -315,7 +315,7 @@ def load_queries(
 
 @triton.jit
 def load_levels(row, first, stride, length, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Return log-sum-exps in units of log 2; where there is no query, or it saw no key, inf: its weights become 0."""
+    """Return log-sum-exps in units of log 2; inf for rows without a query or visible key, so their weights are 0."""
     level = load_numbers(row, first, stride, length, ROWS, MASKED) * LOG2_E
     if MASKED:
         level = tl.where(first + tl.arange(0, ROWS) < length, level, float("inf"))
@@ -324,7 +324,7 @@ def load_levels(row, first, stride, length, ROWS: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def load_numbers(row, first, stride, length, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Return ROWS numbers of a row in fp32, zero beyond its length."""
+    """Return ROWS numbers of a row in fp32, zero beyond `length`."""
     rows = first + tl.arange(0, ROWS)
     at = row + rows.to(tl.int64) * stride
     numbers = tl.load(at, mask=rows < length, other=0.0) if MASKED else tl.load(at)

@@ -11,17 +11,17 @@ import triton.language as tl
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NOT_SPECIALIZED = ("queries", "keys", "cell_columns")
-"""Numbers of a block that kernels take: they are not compiled again for each 1 and each multiple of 16 among them."""
+"""Integer arguments that Triton must not specialize on: else it would recompile for 1 and for multiples of 16."""
 
 
 @triton.jit
 def load_rows(
     matrix, first, stride, length, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return rows `first` to `first + ROWS` of a `[length, HEAD_DIM]` matrix as `[ROWS, DIM]`, zero outside of it.
+    """Return rows `first` to `first + ROWS` of a `[length, HEAD_DIM]` matrix as `[ROWS, DIM]`, zero outside the matrix.
 
-    Without MASKED all rows must be inside. The first row's offset is 64 bits wide, those within a block 32: the host
-    sees to it that ROWS strides fit.
+    Without MASKED all rows must be inside. The offset of the first row has 64 bits, offsets within a block have 32: the
+    host ensures that ROWS strides fit.
     """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
     at = matrix + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
@@ -44,7 +44,7 @@ def store_rows(matrix, block, first, stride, length, HEAD_DIM: tl.constexpr, ROW
 
 @triton.jit
 def add_dot(acc, a, b, PRECISION: tl.constexpr):
-    """Return `acc + a b` in fp32. PRECISION: "ieee", "tf32", or "interpreter", which multiplies bf16 as integers."""
+    """Return `acc + a b` in fp32. PRECISION: "ieee", "tf32", or "interpreter", which would multiply bf16 as integers."""
     if PRECISION == "interpreter":
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -64,10 +64,10 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def capped(products, cap):
-    """Return `cap * tanh(products / cap)` in fp32, which has no tanh of its own; cap is softcap / scale.
+    """Return `cap * tanh(products / cap)` in fp32; cap is softcap / scale. Triton has no tanh.
 
-    Far from zero its absolute error is that of a number as large as cap. Near zero that would be all of a product under
-    a large cap: there it is a series, whose first term left out is below half a bit.
+    Far from zero the absolute error is one rounding error of cap. Near zero, with a large cap, this could be as large
+    as the product itself. So a series is used there; its first omitted term is below half a unit in the last place.
     """
     share = products / cap
     square = share * share
@@ -84,16 +84,16 @@ def has_nan(block):
 
 @triton.jit
 def add_visible_dot(acc, a, b, visible, PRECISION: tl.constexpr):
-    """Return `acc + a b`, where a row of b that is not finite counts only for the rows of a that see it.
+    """Return `acc + a b`, where a non-finite row of b affects only the rows of a that see it.
 
-    A weight of 0 times NaN is NaN, and a row that is hidden may be of another document. A row of the sum whose row of
-    a sees one that is not finite is NaN.
+    A weight of 0 times NaN is NaN, and a hidden row may belong to another document. A row of the result is NaN if its
+    row of a sees a non-finite row of b.
 
     Args:
         acc: fp32 `[ROWS, DIM]`.
         a: `[ROWS, COLUMNS]`, 0 where hidden.
         b: `[COLUMNS, DIM]`.
-        visible: Which rows see which, `[ROWS, COLUMNS]`.
+        visible: Which rows of a see which rows of b, `[ROWS, COLUMNS]`.
         PRECISION: See `add_dot`.
     """
     is_finite = tl.abs(b.to(tl.float32)) < float("inf")
@@ -105,7 +105,7 @@ def add_visible_dot(acc, a, b, visible, PRECISION: tl.constexpr):
 
 @triton.jit
 def matrix_of(tensor, strides, batch, head):
-    """Return where the `[tokens, head_dim]` matrix of a batch and a head begins; strides of (batch, token, head)."""
+    """Return a pointer to the `[tokens, head_dim]` matrix of a batch and head; strides are of (batch, token, head)."""
     return tensor + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
 
 
@@ -113,10 +113,11 @@ def matrix_of(tensor, strides, batch, head):
 def ranges(
     first, count, starts, stops, tile_ends, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASK: tl.constexpr
 ):  # fmt: skip
-    """Return what rows `first` to `first + ROWS` of `count` have to do with: `(start, stop, open_start, open_size)`.
+    """Return the loop bounds of rows `first` to `first + ROWS` of `count`: `(start, stop, open_start, open_size)`.
 
-    With MASK "rows" these are columns: whole blocks from `open_start` on that all rows see, within whole blocks that
-    any sees. With "cells" they are places in a list of blocks, and the open ones end where the others start.
+    In an open block every row sees every column, so it needs no mask. With MASK "rows" the bounds are columns: open
+    blocks cover `open_size` columns from `open_start` on, within the blocks that any row sees. With "cells" they are
+    indices in a list of blocks, in which the open blocks come before the others.
     """
     if MASK == "cells":
         ends = tile_ends + first // ROWS * 2
@@ -128,7 +129,7 @@ def ranges(
         stop = tl.load(stops + last)
         open_start = tl.cdiv(tl.load(starts + last), COLUMNS) * COLUMNS
         open_size = tl.maximum(tl.load(stops + first) // COLUMNS * COLUMNS - open_start, 0)
-        stop -= open_size  # which the loop over the others leaps over
+        stop -= open_size  # the loop over masked blocks skips the open ones
     return start, stop, open_start, open_size
 
 
@@ -138,8 +139,8 @@ def key_ranges(
 ):  # fmt: skip
     """Return `ranges` of a block of queries."""
     if MASK == "full" or MASK == "causal":
-        hidden = keys - queries  # bottom-right aligned: the first query sees this many keys and one more
-        open_size, stop = keys, keys  # keys that every query of the block sees, and that any sees
+        hidden = keys - queries  # bottom-right aligned: the first query sees hidden + 1 keys
+        open_size, stop = keys, keys  # keys that every query of the block sees, and keys that any of them sees
         if MASK == "causal":
             open_size = tl.maximum(tl.minimum(first + hidden + 1, keys), 0)
             stop = tl.maximum(tl.minimum(first + hidden + QUERIES, keys), 0)
@@ -154,7 +155,7 @@ def key_ranges(
 
 @triton.jit
 def first_of_block(at, gap, gap_size, tiles, MASKED: tl.constexpr, MASK: tl.constexpr):
-    """Return the first column of the block that a loop over `ranges` has come to."""
+    """Return the first column of the current block in a loop over `ranges`."""
     if MASK == "cells":
         first = tl.load(tiles + at)
     elif MASKED and MASK == "rows":
@@ -175,7 +176,7 @@ def is_visible(
     first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return which queries of a block see which keys of a block, `[QUERIES, KEYS]`."""
+    """Return the mask of a block, `[QUERIES, KEYS]`."""
     rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
     if MASK == "full" or MASK == "causal":
         visible = (columns < keys)[None, :]
@@ -201,10 +202,10 @@ def forward_kernel(
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
 
     Strides are of (batch, token, head), those of lse `[batch, heads, queries]` of a batch and of a head; bits_scale is
-    scale * log2(e), not negative; cap is that of `capped`, None without a softcap. For MASK and the vectors see
+    scale * log2(e), not negative; cap is as in `capped`, None without a softcap. For MASK and the vectors see
     `triton_launch.MaskArguments`.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows of a causal tile first
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
@@ -243,8 +244,8 @@ def _attend(
 ):  # fmt: skip
     """Return the running softmax over all keys: the sum of weighted values, the sum of weights, and the largest score.
 
-    Without HAS_NAN, values must be finite: a weight of 0 times NaN is NaN, and a hidden value may be another
-    document's. With it, NaN comes only from values that are seen.
+    Without HAS_NAN, all values must be finite: a weight of 0 times NaN is NaN, and a hidden value may belong to another
+    document. With HAS_NAN, only visible values can make the result NaN.
     """
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -272,7 +273,7 @@ def _over_keys(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the blocks of keys from `start` to `stop` of `key_ranges` into the running softmax."""
+    """Update the running softmax with the blocks of keys from `start` to `stop` of `key_ranges`."""
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
@@ -285,7 +286,7 @@ def _over_keys(
                 QUERIES, KEYS, MASK,
             )  # fmt: skip
             scores = tl.where(visible, scores * bits_scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))  # of full and causal, finite from the first block on
+            higher = tl.maximum(peak, tl.max(scores, 1))  # full and causal masks: finite from the first block on
             base = higher
             if MASK == "rows" or MASK == "cells":
                 base = tl.where(higher == float("-inf"), 0.0, higher)

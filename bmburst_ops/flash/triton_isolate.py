@@ -1,8 +1,8 @@
-"""Attention of single documents again, where the tokens behind one hold what is not finite. Needs Triton.
+"""Recomputation of packed documents whose following tokens are not finite. Importing this file needs Triton.
 
-A kernel that loads whole tiles of packed documents reads tokens of the next document behind the last of one. It weighs
-them with 0, and 0 times NaN is NaN. Each program here looks at those tokens. Only if one is not finite, it computes its
-part of the document again, from the document's own tokens.
+A kernel that loads whole tiles also reads the first tokens of the next document. It gives them weight 0, but 0 times
+NaN is NaN. Each program here checks those tokens. If one is not finite, it recomputes its part of the document from the
+document's own tokens.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +20,7 @@ NOT_SPECIALIZED = ("parts", "tokens", "left", "right")
 def is_finite_behind(
     tensor, strides, batch, batches, head, after, tokens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return whether ROWS tokens are finite: those of a sample from token `after` on, then those of the next samples.
+    """Return whether ROWS tokens are finite, from token `after` of a sample on and into the next samples.
 
     Strides are of (batch, token, head) of `[batch, tokens, heads, HEAD_DIM]`.
     """
@@ -46,7 +46,7 @@ def document_of(query_ends, key_ends, parts, ROWS: tl.constexpr):
 
 @triton.jit
 def is_inside(rows, columns, first_key, query_end, key_end, left, right):
-    """Return which queries `rows` see which keys `columns` of a document whose last query and key are aligned."""
+    """Return the mask of queries `rows` and keys `columns` in a document, aligned at the bottom right."""
     middle = rows[:, None] + (key_end - query_end)
     visible = (columns[None, :] >= first_key) & (columns[None, :] < key_end)
     return visible & (columns[None, :] >= middle - left) & (columns[None, :] <= middle + right)
@@ -61,8 +61,8 @@ def forward_kernel(
 ):  # fmt: skip
     """One program: a part of a document's queries, all heads of a KV head. Grid: (documents * parts, KV heads, batch).
 
-    Strides are of (batch, token, head); `tokens` are the keys of a sample; left and right are the bounds of the band;
-    cap is that of `capped`, or None.
+    Strides are of (batch, token, head); `tokens` is the number of keys of a sample; left and right are the bounds of
+    the band; cap is as in `capped`, or None.
     """
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
@@ -104,7 +104,7 @@ def keys_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of a part of a document's keys. See `forward_kernel`; `tokens` are queries."""
+    """One program: dK and dV of a part of a document's keys. See `forward_kernel`; `tokens` is a number of queries."""
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, KEYS)
     is_finite = kv_head >= 0

@@ -12,33 +12,33 @@ from bmburst_ops.flash.memory import DeviceVectors, copy_to_device
 from bmburst_ops.flash.reference import cell_of
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, VisibleRanges, transposed, visible_ranges
 
-_CHUNK = 2**22  # tiles looked at once
+_CHUNK = 2**22  # tiles classified at once
 
 Side = Literal["queries", "keys"]
 
 
 class MaskArguments(NamedTuple):
-    """Mask arguments of a kernel, in the order in which it takes them; None for those that it does not read."""
+    """Mask arguments of a kernel, in its order of arguments; None for those that it does not read."""
 
     kind: Literal["full", "causal", "rows", "cells"]
     starts: Tensor | None = None
-    """For each token of the kernel's side, the first of the other that it has to do with; int32, as all of them."""
+    """For each token of the kernel's side, the first visible token of the other side; int32, as all of these."""
     stops: Tensor | None = None
-    """And the one after the last."""
+    """The token after the last visible one."""
     query_cells: Tensor | None = None
-    """In which cell each query lies."""
+    """The cell of each query."""
     key_cells: Tensor | None = None
     cells: Tensor | None = None
     """Whether a cell is on, `[rows of cells, columns]`, flat."""
     cell_columns: int = 0
     tiles: Tensor | None = None
-    """First tokens of the blocks that a block of the kernel's side has to do with: those all open, then the others."""
+    """For each block of the kernel's side, the first tokens of the visible blocks: wholly visible ones, then others."""
     tile_ends: Tensor | None = None
-    """Where these begin in `tiles`: two numbers a block, and the end."""
+    """Where these two lists start in `tiles`: two numbers per block, and the end."""
 
 
 def mask_arguments(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, columns: int) -> MaskArguments:
-    """Return the mask of a kernel whose programs hold `rows` tokens of a side and go over `columns` of the other."""
+    """Return the mask of a kernel whose programs hold `rows` tokens of a side and loop over `columns` of the other."""
     queries, keys, device = q.shape[1], k.shape[1], q.device
     if isinstance(pattern, Band):
         pattern = pattern.within(queries, keys)
@@ -84,10 +84,10 @@ def _rows(pattern: Pattern, queries: int, keys: int, side: Side) -> VisibleRange
 def tile_lists(
     seen: VisibleRanges, row_cells: IntArray, column_cells: IntArray, cells: NDArray[np.bool_], rows: int, columns: int
 ) -> tuple[IntArray, IntArray]:
-    """Return `(tiles, ends)` as `MaskArguments` has them, for blocks of so many rows and columns.
+    """Return `tiles` and `tile_ends` of `MaskArguments`, for blocks of `rows` and `columns` tokens.
 
-    A tile is listed if any of its cells is on and any of its rows' intervals reaches into it; among the open ones if
-    all are, and all do so over its whole width. How many are on is a sum over a rectangle, which four numbers tell.
+    A tile is listed if any of its cells is on and the interval of any of its rows reaches into it. It is open if all
+    its cells are on and all its rows see its whole width. Cells that are on are counted with a summed-area table.
     """
     row_first, row_last = _blocks(len(row_cells), rows)
     first, last = _blocks(len(column_cells), columns)
@@ -129,12 +129,12 @@ class BlockSizes(NamedTuple):
 
     @property
     def over_keys(self) -> tuple[Side, int, int]:
-        """Of programs that hold queries: their side, and rows of it and of the other."""
+        """For programs that hold queries: their side, its rows per block, and those of the other side."""
         return "queries", self.queries, self.keys
 
     @property
     def over_queries(self) -> tuple[Side, int, int]:
-        """Of programs that hold keys."""
+        """The same for programs that hold keys."""
         return "keys", self.keys, self.queries
 
 
@@ -148,7 +148,7 @@ class FlashBlockSizes(NamedTuple):
 
 P = TypeVar("P")
 Table = tuple[tuple[int, P], ...]
-"""Block sizes by the largest padded head dim that each entry is for."""
+"""Block sizes with the largest padded head dim that each entry supports."""
 
 
 def block_sizes_for(
@@ -158,21 +158,21 @@ def block_sizes_for(
 
     Args:
         q: The queries.
-        kernel: One of the kernels, as Triton made it.
-        hopper: For 16 bits, up to 192 KiB of shared memory.
-        small: Likewise, up to 72 KiB: any card from Ampere on.
-        fp32: Without tensor cores: what a product takes is in registers.
+        kernel: One of the kernels, as returned by `triton.jit`.
+        hopper: For 16-bit dtypes, with up to 192 KiB of shared memory.
+        small: For 16-bit dtypes, with up to 72 KiB of shared memory: any GPU from Ampere on.
+        fp32: For fp32, without tensor cores: operands of products are in registers.
         interpreted: For Triton's interpreter.
     """
     table = interpreted
     if not is_interpreted(kernel):
-        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
+        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # shared memory; 12 has less again
         table = fp32 if q.dtype == torch.float32 else hopper if has_much else small
     return next(sizes for largest, sizes in table if padded_head_dim(q.shape[-1]) <= largest)
 
 
 class Kernels(NamedTuple):
-    """The kernels of one attention, as Triton made them: compiled, or interpreted."""
+    """The kernels of one attention, as returned by `triton.jit`: compiled or interpreted."""
 
     forward: Any
     keys: Any
@@ -182,15 +182,15 @@ class Kernels(NamedTuple):
 def launch_grid(
     kernel: Any, side: Tensor, programs: int, arguments: tuple[Any, ...], blocks: BlockSizes, **constants: Any
 ) -> None:
-    """Run so many programs for each head and batch of a side, the queries or the keys.
+    """Launch a kernel with `programs` programs for each head and batch of a side, the queries or the keys.
 
     Args:
-        kernel: As Triton made it.
-        side: `[batch, tokens, heads, head_dim]`.
-        programs: How many; none where there is nothing of the side.
-        arguments: What the kernel takes by position.
-        blocks: Its block sizes.
-        constants: What is compiled in beside head dim, blocks and precision.
+        kernel: The kernel, as returned by `triton.jit`.
+        side: `[batch, tokens, heads, head_dim]`; if it is empty, nothing is launched.
+        programs: Number of programs per head and batch.
+        arguments: Positional arguments of the kernel.
+        blocks: Block sizes of the kernel.
+        constants: Compile-time constants besides head dim, block sizes and precision.
     """
     batch, _, heads, head_dim = side.shape
     if not batch * heads * programs:
@@ -211,17 +211,17 @@ def launch_grid(
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether a kernel runs in Triton's interpreter: TRITON_INTERPRET decided when it was imported."""
+    """Return whether a kernel runs in Triton's interpreter: TRITON_INTERPRET was read when it was imported."""
     import triton
 
     return not isinstance(kernel, triton.JITFunction)
 
 
 def blocks_of(side: Tensor, rows: int) -> int:
-    """How many blocks of so many tokens a side has."""
+    """Return the number of blocks of `rows` tokens on a side."""
     return -(-side.shape[1] // rows)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that a head dim is padded to; Triton's products take no fewer than 16."""
+    """Return the power of two to which a head dim is padded; Triton's products need at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

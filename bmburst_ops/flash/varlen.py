@@ -1,4 +1,4 @@
-"""Patterns as arguments of flash attention packages: a window, and cumulative offsets of variable-length sequences."""
+"""Patterns as arguments of flash attention packages: a window, and the cu_seqlens of variable-length sequences."""
 
 from typing import Any, NamedTuple
 
@@ -13,18 +13,18 @@ from bmburst_ops.pattern import CAUSAL, Band, IntArray, Segments
 
 
 class PackageArguments(NamedTuple):
-    """A pattern as a package takes it. Its tensors are `[tokens, ...]` with offsets, else `[batch, tokens, ...]`."""
+    """A package's arguments for a pattern. Tensors are `[tokens, ...]` with offsets, else `[batch, tokens, ...]`."""
 
     band: Band
     queries: Tensor | None
     keys: Tensor | None
-    """int32, from 0 to the number of tokens of all batches; as many as segments of all batches and one"""
+    """cu_seqlens: int32, from 0 to the number of tokens of all batches; one more than segments of all batches."""
     longest_queries: int
     longest_keys: int
 
     @property
     def causal(self) -> bool:
-        """Whether it is the causal mask of its own argument."""
+        """Whether the mask is passed with the causal flag."""
         return self.band == CAUSAL
 
     @property
@@ -35,7 +35,7 @@ class PackageArguments(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, Any]:
-        """The offsets and lengths by the names that the functions of flash-attn 2 and 4 have for them, if any."""
+        """Offsets and lengths by their names in flash-attn 2 and 4; empty without segments."""
         if self.queries is None:
             return {}
         return {
@@ -46,15 +46,15 @@ class PackageArguments(NamedTuple):
         }
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Return `[batch, tokens, ...]` as the package takes it: a copy only where samples do not follow each other."""
+        """Return `[batch, tokens, ...]` in the package's shape; a copy only if samples are not adjacent in memory."""
         return tensor if self.queries is None else tensor.flatten(0, 1)
 
     def flat_statistic(self, tensor: Tensor) -> Tensor:
-        """Return `[batch, heads, queries]` as the package takes it, which is `[heads, tokens]` with offsets."""
+        """Return `[batch, heads, queries]` in the package's shape: `[heads, tokens]` with offsets."""
         return tensor if self.queries is None else tensor.transpose(0, 1).flatten(1)
 
     def flat_target(self, target: Tensor | None) -> Tensor | None:
-        """Return memory to write to as the package takes it, or None where it cannot be seen that way."""
+        """Return output memory in the package's shape, or None if no such view exists."""
         if target is None or self.queries is None:
             return target
         batch, tokens, *_ = target.shape
@@ -62,19 +62,19 @@ class PackageArguments(NamedTuple):
         return target.flatten(0, 1) if follows else None
 
     def flat_statistic_target(self, target: Tensor | None) -> Tensor | None:
-        """Return memory for a `[batch, heads, queries]` as the package takes it, or None where it is not one row."""
+        """Return memory for `[batch, heads, queries]` in the package's shape, or None if no such view exists."""
         if target is None or self.queries is None:
             return target
         return target[0] if target.shape[0] == 1 else None
 
     def flat_targets(self, into: Gradients | None) -> Gradients | None:
-        """Return memory for gradients as the package takes it, or None where any cannot be seen that way."""
+        """Return memory for gradients in the package's shape, or None if any of them has no such view."""
         flat = [self.flat_target(target) for target in into or ()]
         found = [target for target in flat if target is not None]
         return Gradients(*found) if len(found) == len(Gradients._fields) else None
 
     def partial(self, out: Tensor, lse: Tensor, q: Tensor, into: Partial | None) -> Partial:
-        """Return the package's results as `Kernel.forward` does, shaped by q."""
+        """Return the package's results as `Kernel.forward` does, with the shape of q."""
         if self.queries is None:
             return deliver_partial(Partial(out, lse), into)
         sizes = q.shape[:2]
@@ -89,7 +89,7 @@ class PackageArguments(NamedTuple):
 
 
 def package_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArguments:
-    """Return the arguments of a package for a pattern of these queries and keys, neither of which is empty."""
+    """Return the arguments of a package for a pattern of these queries and keys. Neither may be empty."""
     if isinstance(pattern, Band):
         return PackageArguments(pattern, None, None, q.shape[1], k.shape[1])
     offsets = _offsets(pattern, q.shape[0], q.device)
@@ -100,9 +100,9 @@ def package_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> Package
 def fa2_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArguments:
     """Return the arguments of FlashAttention-2, as a package or inside torch.
 
-    The kernel ignores a right window of at least `max_seqlen_k`, which is wrong if there are more queries than keys: so
-    `max_seqlen_k` is set above the window. With `max_seqlen_q` = 1 it takes every segment to have one query: so it is 2
-    or more.
+    The kernel ignores a right window of at least `max_seqlen_k`, which is wrong with more queries than keys. So
+    `max_seqlen_k` is set above the window. With `max_seqlen_q` = 1 the kernel assumes one query in every segment. So
+    `max_seqlen_q` is at least 2.
     """
     if isinstance(pattern, Band) and k.shape[1] <= (pattern.right or 0):
         pattern = Segments(pattern, (0, q.shape[1]), (0, k.shape[1]))
@@ -116,7 +116,7 @@ def fa2_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArgu
 class _Offsets(NamedTuple):
     sent: DeviceVectors
     longest: tuple[int, int]
-    """The most queries, and the most keys, of a segment."""
+    """The largest number of queries and of keys in a segment."""
 
 
 @bounded_cache(maxsize=256)
@@ -127,6 +127,6 @@ def _offsets(pattern: Segments, batch: int, device: torch.device) -> _Offsets:
 
 
 def _repeated(offsets: IntArray, batch: int) -> IntArray:
-    """Return the offsets of that many samples in a row."""
+    """Return the offsets of `batch` samples, one after another."""
     later = offsets[1:] + np.arange(batch)[:, None] * offsets[-1]
     return np.concatenate((offsets[:1], later.ravel()))
