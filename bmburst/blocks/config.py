@@ -119,7 +119,7 @@ class LlamaConfig:
         "Longest sequence that the model supports.", default=4096, unit="tokens", minimum=1
     )
     sliding_window: int | None = field(
-        "Sliding window: tokens that a query sees, its own included (Mistral).",
+        "Sliding window: tokens that a query attends to, including its own (Mistral).",
         default=None,
         default_text="all",
         unit="tokens",

@@ -22,7 +22,7 @@ class LoRAConfig:
     rank: int = field("Rank of the adapters; 0: none, all weights are trained.", default=0, minimum=0, maximum=65536)
     alpha: float = field("Adapters are multiplied by alpha / rank.", default=16.0, above=0)
     targets: tuple[str, ...] = field(
-        f"Matrices that have one: {', '.join(TARGETS)}; or {ALL}.", default=("q_proj", "v_proj")
+        f"Matrices with adapters: {', '.join(TARGETS)}; or {ALL}.", default=("q_proj", "v_proj")
     )
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: P
     """Return the pairs of each sample; empty if every sample is one pair without padding."""
     if attention_mask is not None:
         if pairs is not None:
-            raise UserError("attention_mask beside pairs\nfix: pairs alone; tokens behind the last one are padding")
+            raise UserError("attention_mask with pairs\nfix: give pairs only; tokens after the last one are padding")
         return _padded(source, attention_mask, targets)
     each = (pairs,) * len(source) if isinstance(pairs, Pairs) else tuple(pairs or ())
     if not all(isinstance(pair, Pairs) for pair in each):
@@ -195,7 +195,7 @@ def _padded(source: Tensor, attention_mask: Tensor, targets: int) -> tuple[Pairs
     counts: list[int] = seen.sum(1).tolist()
     if bool((~seen[:, :-1] & seen[:, 1:]).any()):
         raise UserError(
-            "attention_mask has padding before a token\nallowed: behind the last token of a sample\n"
+            "attention_mask has padding before a token\nallowed: after the last token of a sample\n"
             "fix: tokenizer.padding_side = 'right'"
         )
     if 0 in counts:

@@ -102,7 +102,7 @@ class Session:
 
     def _require_newest(self, answer: object) -> None:
         if answer is not self._answer:
-            raise UserError("the session went on behind this answer\nfix: iterate over session.generate() anew")
+            raise UserError("the session has continued after this answer\nfix: call session.generate() again")
 
     def fork(self) -> "Session":
         """Return an independent session with a copy of the text and its cache."""

@@ -84,7 +84,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         self._coming: dict[torch.Tensor, Future[dict[str, Any]]] = {}
         self._factor: float | None = None
         if self._host is None and any(host_shard(each) for each in self._parameters()):
-            raise UserError("weights are in host memory, and the optimizer is not\nfix: AdamW(..., offload=True)")
+            raise UserError("weights are in host memory, but the optimizer state is not\nfix: AdamW(..., offload=True)")
 
     def prepare(self, after: Callable[[], None] = lambda: None) -> None:
         """Start to create the state in host memory in a thread. Weights must not change until the first step.

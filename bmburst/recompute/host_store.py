@@ -186,7 +186,7 @@ class _HostTensor:
         """
         if self._here is not None and self._here._version != self._version:
             raise RuntimeError(
-                "a tensor was changed in place while it was on its way to host memory\n"
+                "a tensor was changed in place while it was copied to host memory\n"
                 "change a copy, or use a recompute policy without '+offload'"
             )
         if self._done is not None:

@@ -127,8 +127,8 @@ class Policy:
         if base not in NAMES or plus + rest not in OFFLOADS:
             if name == AUTO:
                 raise UserError(
-                    "recompute policy 'auto' is decided by what a step needs, which is not known here\n"
-                    "fix: block-keep-attention, or what bmburst train --recompute auto says"
+                    "recompute policy 'auto' depends on the memory of a step, which is not known here\n"
+                    "fix: block-keep-attention, or the policy that bmburst train --recompute auto prints"
                 )
             raise unknown("recompute policy", name, POLICIES)
         keeps = base == "block-keep-attention"
@@ -137,7 +137,7 @@ class Policy:
         if colon and not keeps:
             raise UserError(f"recompute policy '{name}': '{base}' keeps no attention\nfix: block-keep-attention:0.5")
         if rest == "offload-all" and not keeps:
-            raise UserError(f"recompute policy '{name}' has inputs alone to offload\nfix: {base}+offload")
+            raise UserError(f"recompute policy '{name}' has only inputs to offload\nfix: {base}+offload")
         attention = (_fraction(name, fraction) if colon else 1.0) if keeps else 0.0
         return cls(recomputes=base != "none", attention=attention, offload=OFFLOADS[plus + rest])  # type: ignore[arg-type]
 
@@ -247,7 +247,7 @@ class Policy:
             raise UserError(f"recompute policy '{name}' offloads all layers\nfix: one offload alone")
         if EVERY in given and (0 < self.attention < 1 or self.offload == "all"):
             raise UserError(
-                f"recompute policy '{name}' cannot compute inputs again\n"
+                f"recompute policy '{name}' cannot recompute inputs\n"
                 f"fix: block+{EVERY}-{given[EVERY]}, or block-keep-attention+{EVERY}-{given[EVERY]}"
             )
         return replace(

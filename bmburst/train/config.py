@@ -47,12 +47,12 @@ class TrainConfig:
     )
     sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
-        "What a token sees; stream: all text before it in its sequence; documents: only its own document, in which "
-        "positions and labels restart.",
+        "What tokens attend to; stream: all text before them in the sequence; documents: only their own document, "
+        "where positions and labels restart.",
         default="stream",
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
-    batch_size: int = field("Sequences a step, over all data parallel groups.", default=1, unit="sequences", minimum=1)
+    batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
@@ -94,14 +94,14 @@ class TrainConfig:
         minimum=0,
         none_text="never",
     )
-    keep_checkpoints: int = field("Newest checkpoints that are kept.", default=2, unit="checkpoints", minimum=1)
+    keep_checkpoints: int = field("Number of newest checkpoints to keep.", default=2, unit="checkpoints", minimum=1)
     eval_every: int = field("Steps between evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
     eval_sequences: int = field(
-        "Largest number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
+        "Maximum number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
     resume: bool = field("Continue from the newest complete checkpoint in the run folder.", default=False)
     init_from: Path | None = field(  # noqa: RUF009
-        "Hugging Face model directory to start from, with its weights and shape.", default=None
+        "Hugging Face model directory whose weights and shape the run starts from.", default=None
     )
     sample_tokens: int = field(
         "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0

@@ -18,11 +18,11 @@ class EvalConfig:
     adapter: Path | None = field("LoRA adapter of the model.", default=None)  # noqa: RUF009
     data: str = field(
         "Held-out data, as training takes them: a text file, JSONL file, directory of them, token file, or mixture of "
-        "sources. Of records the loss is that of answers alone."
+        "sources. For records, the loss is that of answers only."
     )
     sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
-        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
+        "What tokens attend to; stream: all text before them in the sequence; documents: only their own document.",
         default="stream",
         default_text="documents for records, else stream",
     )
@@ -36,7 +36,7 @@ class EvalConfig:
         "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
     )
     max_sequences: int | None = field(
-        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
+        "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
@@ -65,12 +65,12 @@ class EvalConfig:
         default=False,
     )
     output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture beside it has the same name and .png.",
+        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
         default=None,
         default_text="by_position.json or passkey.json",
     )
     nproc: int | None = field(
-        "Number of ranks to start on this machine; they share every sequence.",
+        "Number of ranks to start on this machine; all of them share each sequence.",
         default=None,
         default_text="all GPUs, else 2",
         unit="processes",

@@ -20,7 +20,7 @@ class DataConfig:
     source: str = field(
         "Training text: a text file, JSONL file, directory of them, token file of `bmburst data`, or 'stdlib' for the "
         "source files of this Python's standard library. JSONL of messages, or of prompt and completion, and data sets "
-        "of the package datasets are fine-tuned on: loss on answers alone. With dpo.beta, JSONL of preference pairs.",
+        "of the package datasets are for fine-tuning: loss on answers only. With dpo.beta, JSONL of preference pairs.",
         default=STANDARD_LIBRARY,
     )
     tokenizer: str | None = field(
@@ -33,14 +33,14 @@ class DataConfig:
         "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
     )
     held_out_fraction: float = field(
-        "Part of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
+        "Fraction of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
     )
     cache: Path | None = field(  # noqa: RUF009
         "Folder for token files.", default=None, default_text="tokens, beside the run folder"
     )
     verify: bool = field(
-        "Compare the tokens of a token file with their checksum before training, which reads the whole file; its "
-        "header and tables are always compared.",
+        "Verify the checksum of a token file's tokens before training, which reads the whole file; its header and "
+        "tables are always verified.",
         default=True,
     )
 
@@ -60,9 +60,9 @@ class OptimizerConfig:
         "twentieth of these with dpo.beta",
         above=0,
     )
-    beta1: float = field("Decay of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
+    beta1: float = field("Decay rate of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
     beta2: float = field(
-        "Decay of the mean of squared gradients.",
+        "Decay rate of the mean of squared gradients.",
         default=None,
         default_text="0.95 as for LLaMA, 0.999 for adapters",
         unit="per step",
@@ -80,12 +80,12 @@ class OptimizerConfig:
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
     offload: bool = field(
         "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
-        "for each weight of a rank in bfloat16, 8 in float32.",
+        "per weight of a rank in bfloat16, 8 in float32.",
         default=False,
     )
     offload_weights: bool = field(
         "With optimizer.offload: keep weights and gradients of blocks in host memory too, and copy them to the GPU "
-        "block by block. Saves another 4 bytes for each weight in bfloat16.",
+        "block by block. Saves another 4 bytes per weight in bfloat16.",
         default=False,
     )
     kernel: Literal["auto", "bmtrain"] = field(
@@ -94,8 +94,8 @@ class OptimizerConfig:
         default="auto",
     )
     loss_scale: float | None = field(
-        "With dtype float16: loss scale of the first step, a power of 2. It halves with each gradient that is not "
-        "finite, whose step is skipped.",
+        "With dtype float16: loss scale of the first step, a power of 2. It halves at each step that is skipped "
+        "because its gradient is not finite.",
         default=None,
         default_text=f"{LOSS_SCALE:.0f}",
         minimum=1,
@@ -151,7 +151,7 @@ class ScheduleConfig:
         minimum=0,
     )
     decay_fraction: float = field(
-        "wsd: part of all steps that decay at the end.", default=0.2, minimum=0, maximum=1, unit="of steps"
+        "wsd: fraction of all steps in the final decay.", default=0.2, minimum=0, maximum=1, unit="of steps"
     )
     final_lr_fraction: float = field(
         "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
@@ -209,7 +209,7 @@ class ParallelConfig:
         minimum=1,
     )
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens of a sequence; balanced: equal work a rank for packed documents.",
+        "Which rank holds which tokens of a sequence; balanced: equal work per rank for packed documents.",
         default="zigzag",
     )
     strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"] = (
@@ -221,12 +221,12 @@ class ParallelConfig:
         "Attention kernel; auto: the fastest that is installed and supports the inputs.", default="auto"
     )
     transport: Literal["auto", "peer", "nccl", "gloo"] = field(
-        "How attention moves blocks between ranks; auto: peer (copy-engine transfers) where possible.", default="auto"
+        "How attention sends blocks between ranks; auto: peer (copy-engine transfers) if possible.", default="auto"
     )
     zero_level: Literal[2, 3] = field(
         "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
     )
-    deterministic: bool = field("Repeated runs give the same bits, at the cost of speed.", default=False)
+    deterministic: bool = field("Bitwise reproducible runs, at the cost of speed.", default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

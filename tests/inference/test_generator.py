@@ -134,9 +134,9 @@ def test_an_answer_ends_where_its_session_goes_on() -> None:
     session.prefill(prompt(13))
     never, answer = session.generate(max_new_tokens=9), session.generate(max_new_tokens=9, eos_ids=(VOCAB + 1,))
     first = next(answer)
-    refuse(lambda: next(never), "went on", "generate() anew")
+    refuse(lambda: next(never), "has continued", "generate() again")
     session.prefill(prompt(4))
-    refuse(lambda: next(answer), "went on", "generate() anew")
+    refuse(lambda: next(answer), "has continued", "generate() again")
     assert session.tokens == (*prompt(13), first, *prompt(4))
     assert list(session.generate(max_new_tokens=5, eos_ids=(VOCAB + 1,))) == greedy("llama", session.tokens[:18], 5)
 
