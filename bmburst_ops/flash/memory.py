@@ -105,7 +105,7 @@ class DeviceVectors(NamedTuple):
 def collect_vectors() -> Iterator[list[DeviceVectors]]:
     """Return a context that collects all vectors used inside it in a list. Inside, none is waited for or may be copied.
 
-    It is for CUDA graph capture: a graph reads vectors at their addresses, and cannot wait for events outside the graph.
+    It is for CUDA graph capture: a graph reads vectors at their addresses, and cannot wait for outside events.
     """
     vectors = list[DeviceVectors]()
     token = _holder.set(vectors)

@@ -131,7 +131,7 @@ class CudnnKernel:
 
     For GQA, KV heads are expanded during a call. Tiles of one query or one key, which not every cuDNN supports, are
     computed in plain torch. cuDNN builds a plan for each new shape (once per thread). The operation is called directly,
-    so it also works if `torch.backends.cudnn.enabled` is off. BMTrain turns this switch, which is for convolutions, off.
+    so it also works if `torch.backends.cudnn.enabled` is off. BMTrain turns off this switch for convolutions.
     """
 
     name = "cudnn"
