@@ -44,7 +44,7 @@ def store_rows(matrix, block, first, stride, length, HEAD_DIM: tl.constexpr, ROW
 
 @triton.jit
 def add_dot(acc, a, b, PRECISION: tl.constexpr):
-    """Return `acc + a b` in fp32. PRECISION: "ieee", "tf32", or "interpreter" (it multiplies bf16 as integers)."""
+    """Return `acc + a b` in fp32. PRECISION: "ieee", "tf32", or "interpreter", which gets bf16 inputs as fp32."""
     if PRECISION == "interpreter":
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
