@@ -1,4 +1,4 @@
-"""`functools.lru_cache` for plans made of masks, of which some are a few bytes and some many megabytes."""
+"""`functools.lru_cache` bounded by memory, for plans of masks that take from a few bytes to many megabytes."""
 
 import dataclasses
 import sys
@@ -13,26 +13,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NBYTES = 64 << 20
-"""What a cache may hold, as far as that is seen."""
+"""Default limit of a cache in bytes, as far as sizes can be estimated."""
 
-_LEAST = 4  # entries like the newest that are kept, however large: the masks of a batch, or of a model's layers
-_HEAVY = 1 << 12  # bytes from which on what several entries share is counted once
-_RECORD = 32  # values that may be of different kinds; more, the first of which is a number, are all numbers
+_LEAST = 4  # entries of the newest one's size that always fit: the masks of a batch, or of a model's layers
+_HEAVY = 1 << 12  # bytes; objects from this size on are counted once if several entries share them
+_RECORD = 32  # a longer sequence that starts with a number is assumed to hold only numbers
 _NUMBER, _HEADER = 32, 64  # bytes of a Python number, and of an object
 
 
 def bounded_cache(maxsize: int, nbytes: int = NBYTES) -> Callable[[Callable[P, T]], "BoundedCache[P, T]"]:
-    """Return a decorator: results are kept by arguments, at most `maxsize` and about `nbytes` with their arguments.
+    """Return a decorator that caches at most `maxsize` results, and about `nbytes` of results and arguments.
 
-    Arrays, tensors, tuples, lists, mappings and dataclasses of them are weighed, others have the bytes that they say
-    (`__sizeof__`). When there are too many bytes all are let go, the newest aside; four entries like the newest may be
-    kept in any case.
+    Sizes are computed for arrays, tensors, tuples, lists, mappings and dataclasses of these; other objects count with
+    `__sizeof__`. If a new entry exceeds the limit, all older entries are dropped. The limit is at least four times the
+    size of the newest entry.
     """
     return lambda function: BoundedCache(function, maxsize, nbytes)
 
 
 class BoundedCache(Generic[P, T]):
-    """A function that keeps its results; see `bounded_cache`."""
+    """A function that caches its results; see `bounded_cache`."""
 
     def __init__(self, function: Callable[P, T], maxsize: int, nbytes: int) -> None:
         update_wrapper(self, function)
@@ -43,11 +43,11 @@ class BoundedCache(Generic[P, T]):
         self._lock = threading.Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the function's result, an earlier one where the arguments are equal."""
-        return self._kept(*args, **kwargs)  # type: ignore[arg-type]  # what cannot be hashed raises, as in lru_cache
+        """Return the function's result, from the cache if the arguments were seen before."""
+        return self._kept(*args, **kwargs)  # type: ignore[arg-type]  # unhashable arguments raise, as in lru_cache
 
     def cache_clear(self) -> None:
-        """Forget all results."""
+        """Drop all results."""
         with self._lock:
             self._forget()
 
@@ -57,7 +57,7 @@ class BoundedCache(Generic[P, T]):
         return result
 
     def _count(self, entry: object) -> None:
-        """Add an entry that is about to be kept, and make room for it."""
+        """Count the bytes of a new entry; drop all older entries if there is no room."""
         heavy, light = _weighed(entry)
         whole = light + sum(heavy[number][1] for number in heavy)
         with self._lock:
@@ -66,7 +66,7 @@ class BoundedCache(Generic[P, T]):
                 self._forget()
                 added = whole
             self._nbytes += added
-            self._heavy |= {number: part for number, (part, _) in heavy.items()}  # alive, so that no other has its id
+            self._heavy |= {number: part for number, (part, _) in heavy.items()}  # keeps them alive, so no other object gets their id
 
     def _forget(self) -> None:
         self._kept.cache_clear()
@@ -75,7 +75,7 @@ class BoundedCache(Generic[P, T]):
 
 
 def _weighed(value: object) -> tuple[dict[int, tuple[object, int]], int]:
-    """Return the heavy parts of a value by id, each with its bytes, and the bytes of all others."""
+    """Return the large parts of a value by id, each with its bytes, and the bytes of all other parts together."""
     heavy: dict[int, tuple[object, int]] = {}
     light = 0
     for part, nbytes in _parts(value):
@@ -87,11 +87,11 @@ def _weighed(value: object) -> tuple[dict[int, tuple[object, int]], int]:
 
 
 def _parts(value: object) -> Iterator[tuple[object, int]]:
-    """Yield every part of a value, and the bytes that it has of its own."""
+    """Yield every part of a value, with its bytes without nested parts."""
     rest: list[Any] = [value]
     while rest:
         part = rest.pop()
-        if isinstance(part, np.ndarray) or hasattr(part, "data_ptr"):  # the latter a tensor: torch is not imported here
+        if isinstance(part, np.ndarray) or hasattr(part, "data_ptr"):  # data_ptr: a tensor, without importing torch
             yield part, _HEADER + int(part.nbytes)
         elif isinstance(part, Mapping):
             yield part, _HEADER + 2 * _HEADER * len(part)

@@ -1,14 +1,14 @@
-"""RMSNorm's forward by the package cpm-kernels (OpenBMB, 1.0.11), for fp16 where Triton's kernels do not run.
+"""RMSNorm forward with the package cpm-kernels (OpenBMB, 1.0.11), for fp16 where Triton's kernels do not run.
 
-Of its kernels two fit what bmburst computes: `layernorm_step` without mean, which takes rows of features one after
-another and sums in fp32, and `arith_batch_mul` for the weight. Its other norms, with their backward, want the features
-in the middle, `[batch, features, tokens]`: for rows of features 31 of 32 of their threads would have nothing to do. It
-has no SiLU, rotary embedding or cross entropy of logits in fp32; sums and products of two tensors torch has as well.
+Two of its kernels fit: `layernorm_step` without mean, for contiguous rows of features with sums in fp32, and
+`arith_batch_mul` for the weight. Its other norms, which have a backward, need the features in the middle,
+`[batch, features, tokens]`: with rows of features, 31 of 32 threads would be idle. It has no SiLU, no rotary embedding,
+and no cross entropy of fp32 logits. For sums and products of two tensors torch is as good.
 
-The package holds machine code (sm_61 to sm_86) and nothing that a driver could adapt. Importing it needs a driver, the
-CUDA runtime and cuBLASLt as shared libraries of the system, and `pkg_resources` (setuptools before 82), so it is
-imported where it is first used. We have not run it: we have no GPU that it runs on. Tests call a stand-in with its
-signatures, which does what its published CUDA sources do.
+The package contains machine code for sm_61 to sm_86, without PTX that a driver could compile for newer GPUs. Importing
+it needs a driver, the CUDA runtime and cuBLASLt as system libraries, and `pkg_resources` (setuptools before 82). So it
+is imported at first use. We have not run it, because we have no GPU that it supports. Tests use a stand-in with the
+same signatures, which does the same as its published CUDA sources.
 """
 
 import torch
@@ -18,12 +18,12 @@ from bmburst_ops.flash.limits import import_package, is_there
 
 NAME = "cpm-kernels"
 _MODULE = "cpm_kernels"
-_FROM, _BELOW = (7, 0), (9, 0)  # machine code runs on its own generation, from its own minor number on
-_NUMBERS = 2**31 - 1  # of a call: it counts them in 32 bits
+_FROM, _BELOW = (7, 0), (9, 0)  # machine code runs on GPUs of the same major version, from its minor version on
+_NUMBERS = 2**31 - 1  # elements per call: the package counts them in 32 bits
 
 
 def refusal(x: Tensor, weight: Tensor) -> str | None:
-    """Return why it cannot take these, as words behind the kernel's name, or None."""
+    """Return why the package does not support these tensors, as a phrase after the kernel's name; None if it does."""
     if not x.is_cuda or weight.device != x.device:
         return f"runs on NVIDIA GPUs only, and the tensors are on {x.device} and {weight.device}"
     found = torch.cuda.get_device_capability(x.device)
@@ -39,7 +39,7 @@ def refusal(x: Tensor, weight: Tensor) -> str | None:
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
-    """Return the norm of fp16 x, contiguous, rounded before the weight and again after; it tells no statistic.
+    """Return the norm of fp16 x, contiguous, rounded before and after the weight; the package returns no statistic.
 
     Raises:
         KernelError: The package cannot be imported.
@@ -48,10 +48,10 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
     features = x.shape[-1]
     rows = x.reshape(-1, features).contiguous()
     result = torch.empty_like(rows)
-    factors = weight.to(torch.float16, copy=True)  # it reads pairs, which a part of a larger tensor may not begin with
+    factors = weight.to(torch.float16, copy=True)  # aligned: the kernel reads pairs of numbers
     stream = torch.cuda.current_stream(x.device).cuda_stream
     most = _NUMBERS // features
-    with torch.cuda.device_of(x):  # it launches on the current device
+    with torch.cuda.device_of(x):  # the package launches on the current device
         for given, out in zip(rows.split(most), result.split(most), strict=True):
             if not len(given):
                 continue

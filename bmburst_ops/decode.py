@@ -1,6 +1,6 @@
-"""Attention of one new token per sequence over a cache of keys and values, and the token's way into the cache.
+"""Decoding: attention of one new token per sequence over the KV cache, and writing the token to the cache.
 
-By Triton (`triton_decode`), or by its twins in plain torch, which take any float dtype and device.
+Computed with Triton (`triton_decode`), or with plain torch for any float dtype and device.
 """
 
 import torch
@@ -32,33 +32,33 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention of one new query per sequence over its cached keys and values. It has no gradient.
 
-    On GPUs lengths and starts are read on the device, nothing waits for it, and the launch depends on shapes alone: a
-    call that is captured in a CUDA graph serves while lengths grow, with the same bits as a call outside of it.
+    On GPUs, lengths and starts are read on the device, without synchronization, and the launch depends on shapes only.
+    So a call captured in a CUDA graph stays valid while lengths grow, and is bitwise equal to a call outside the graph.
 
     Args:
         q: Queries `[batch, heads, head_dim]`. Query head h reads KV head `h // (heads / kv_heads)`.
-        keys: `[batch, capacity, kv_heads, head_dim]` in q's dtype, with any strides but a contiguous last dimension.
-            What lies outside of the visible tokens is never used and may be NaN.
+        keys: `[batch, capacity, kv_heads, head_dim]` in q's dtype, with a contiguous last dimension and otherwise any
+            strides. Tokens that are not visible are never used and may be NaN.
         values: As keys.
-        lengths: How many cached tokens each sequence sees, `[batch]` int32 or int64, on q's device. A sequence that
-            sees none (0 or less) has an output of zero and a log-sum-exp of `-inf`. More than the capacity counts as
-            all of it.
-        starts: The first visible token of each sequence, as `lengths`, for sliding windows. Below 0 counts as 0; at
-            or above the length the sequence sees none. Default: 0.
+        lengths: Number of cached tokens of each sequence, `[batch]` int32 or int64, on q's device. A sequence without
+            visible tokens (0 or less) has an output of zero and a log-sum-exp of `-inf`. Values above the capacity
+            count as the capacity.
+        starts: The first visible token of each sequence, as `lengths`, for sliding windows. Below 0 counts as 0; from
+            the length on, no token is visible. Default: 0.
         scale: Factor on the scores, usually `head_dim ** -0.5`.
         softcap: Scaled scores become `softcap * tanh(score / softcap)`; above 0, or None.
-        out_dtype: Dtype of the output; default q's. For a merge over ranks take torch.float32.
-        kernel: "triton", "reference" (plain torch), or "auto": Triton on NVIDIA GPUs from Ampere on where it is
-            installed and takes the inputs (fp32, bf16 and fp16, head dims up to 256), else the reference.
-        num_splits: Into how many parts the Triton kernel cuts the visible tokens of a sequence, to fill the GPU,
-            1 to 1024. Default: by the capacity, batch and heads. The reference does not split.
+        out_dtype: Dtype of the output; default q's. Use torch.float32 for a merge over ranks.
+        kernel: "triton", "reference" (plain torch), or "auto": Triton on NVIDIA GPUs from Ampere on if it is installed
+            and supports the inputs (fp32, bf16 and fp16, head dims up to 256), else the reference.
+        num_splits: Number of parts into which the Triton kernel splits the visible tokens of a sequence, to fill the
+            GPU; 1 to 1024. Default: by capacity, batch and heads. The reference does not split.
 
     Returns:
         The output `[batch, heads, head_dim]`, and the log-sum-exp of the scores `[batch, heads]` in nats, fp32
-        (fp64 where q is fp64).
+        (fp64 if q is fp64).
 
     Raises:
-        KernelError: The kernel is unknown, or cannot take these inputs on this machine.
+        KernelError: The kernel is unknown, or does not support these inputs on this machine.
         ValueError: Shapes, dtypes, devices or strides do not fit.
     """
     _check(q, keys, values, lengths, starts, num_splits)
@@ -78,12 +78,12 @@ def merge_decode(
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the tokens of all parts, as if they shared one softmax.
 
-    The result depends on the order of the parts, and on nothing else: ranks that merge equal parts have equal bits.
+    Ranks that merge the same parts in the same order get bitwise equal results.
 
     Args:
-        outs: Outputs over disjoint tokens `[parts, batch, heads, head_dim]`, with any strides but a contiguous last
-            dimension; fp32 loses no accuracy.
-        lses: Their log-sum-exps `[parts, batch, heads]` in nats, any strides; `-inf` where a part saw no token.
+        outs: Outputs over disjoint tokens `[parts, batch, heads, head_dim]`, with a contiguous last dimension and
+            otherwise any strides; fp32 loses no accuracy.
+        lses: Their log-sum-exps `[parts, batch, heads]` in nats, any strides; `-inf` if a part saw no token.
         out_dtype: Dtype of the output; default that of `outs`.
         kernel: As for `decode_attention`.
 
@@ -108,17 +108,17 @@ def merge_decode(
 
 
 def _runs_triton(kernel: str, values: Tensor) -> bool:
-    """Return whether Triton runs, which takes what flash attention in Triton takes.
+    """Return whether the Triton kernel runs. It supports the same inputs as Triton's flash attention.
 
     Args:
         kernel: One of `KERNELS`.
-        values: With the dtype, the device and, last, the head dim of the call.
+        values: A tensor with the dtype, the device and, as last dimension, the head dim of the call.
     """
     if kernel == "reference":
         return False
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
-    if kernel == "auto" and not values.is_cuda:  # the interpreter is for tests: it is asked for by name
+    if kernel == "auto" and not values.is_cuda:  # the interpreter is for tests, which select it by name
         return False
     reason = TritonKernel().refusal(values, values)
     if reason and kernel == "triton":
@@ -129,7 +129,7 @@ def _runs_triton(kernel: str, values: Tensor) -> bool:
 def _check(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, num_splits: int | None
 ) -> None:
-    """Refuse what does not fit. Values of lengths are not looked at: they are on the device."""
+    """Refuse inputs that do not fit. Values of lengths are not checked, because they are on the device."""
     fits = q.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape
     if not (fits and keys.shape[::3] == q.shape[::2] and keys.shape[2] and q.shape[1] % keys.shape[2] == 0):
         raise ValueError(
@@ -159,9 +159,9 @@ def _check(
 def append_rotated(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
-    """Return the rotated queries of one new token per sequence; its rotated key and its value go to the cache.
+    """Return the rotated queries of one new token per sequence, and write its rotated key and its value to the cache.
 
-    On NVIDIA GPUs where Triton is installed this is one kernel.
+    On NVIDIA GPUs with Triton this is one kernel.
 
     Args:
         q: `[batch, heads, head_dim]`, any strides.
@@ -171,7 +171,7 @@ def append_rotated(
         sin: As `cos`.
         keys: Cache `[batch, capacity, kv_heads, head_dim]`, any strides. Overwritten at `rows`.
         values: As keys.
-        rows: `[batch]` int64, the row of each sequence that the token takes.
+        rows: `[batch]` int64, the index in the cache at which each sequence stores the token.
     """
     fused = triton_twin("triton_decode", q, k, v, keys, values)
     if fused and cos.dtype == sin.dtype == torch.float32:
@@ -195,8 +195,8 @@ def _decode_plainly(
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider; see `decode_attention`.
 
-    On CPUs the lengths are read, so the cost is that of the visible tokens. On other devices reading them would wait
-    for the device and could not be captured in a CUDA graph, so the whole capacity is scored and then masked.
+    On CPUs lengths are read, so the cost depends on the visible tokens. On other devices, reading them would
+    synchronize and could not be captured in a CUDA graph, so the whole capacity is scored and then masked.
     """
     if q.device.type != "cpu":
         return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale, softcap)
@@ -205,7 +205,7 @@ def _decode_plainly(
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:2])
     for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
-        one, seen = slice(i, i + 1), slice(first, max(first, stop))  # cut at the capacity, as slices are
+        one, seen = slice(i, i + 1), slice(first, max(first, stop))  # slices end at the capacity
         out[one], lse[one] = attend_visible(q[one], keys[one, seen], values[one, seen], None, scale, softcap)
     return out, lse
 
@@ -224,10 +224,9 @@ def attend_visible(
 
     Args:
         q: `[batch, heads, head_dim]`.
-        keys: `[batch, tokens, kv_heads, head_dim]`. The query heads of a KV head share it as a dimension of the
-            product: it is not repeated in memory.
+        keys: `[batch, tokens, kv_heads, head_dim]`. A KV head is not repeated in memory for its query heads.
         values: As keys.
-        visible: `[batch, tokens]`, or None where all are. Other tokens may hold NaN.
+        visible: Mask `[batch, tokens]`; None if all tokens are visible. Other tokens may be NaN.
         scale: Factor on the scores.
         softcap: See `decode_attention`.
     """

@@ -1,4 +1,4 @@
-"""Refusals of single-device operations: of a kernel that cannot run, and of second derivatives that do not exist."""
+"""Errors of single-device operations: a kernel that cannot run, and unsupported second derivatives."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ Backward = Callable[..., Any]
 
 
 class KernelError(ValueError):
-    """A kernel was asked for by name and cannot run on these inputs or this machine; the message says why."""
+    """A kernel selected by name cannot run on these inputs or this machine; the message says why."""
 
 
 def unknown_kernel(name: str, known: Sequence[str]) -> KernelError:
-    """Return the refusal of a kernel's name, with the nearest of the known ones."""
+    """Return the error for an unknown kernel name, with the nearest known name."""
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return KernelError(f"unknown kernel '{name}'{hint}\nknown: {', '.join(known)}\nfix: give one of the known names")
@@ -25,13 +25,12 @@ def unknown_kernel(name: str, known: Sequence[str]) -> KernelError:
 def first_order(error: type[Exception]) -> Callable[[Backward], Backward]:
     """Return a decorator for the `backward` of a `torch.autograd.Function` that has no derivative of its own.
 
-    It stands below `@staticmethod`. torch's `once_differentiable` notices only where the gradient that comes in
-    requires a gradient itself. Of a loss that is linear in the output (a sum) it does not: `create_graph=True` then
-    returns gradients without a graph, and what is derived of them, a penalty on gradients or a Hessian, is silently
-    without this part.
+    Put it below `@staticmethod`. torch's `once_differentiable` raises only if the incoming gradient itself requires a
+    gradient. For a loss that is linear in the output (a sum) it does not. `create_graph=True` then returns gradients
+    without a graph, and a gradient penalty or a Hessian silently misses this part.
 
     Args:
-        error: Raised where a graph of the gradients is asked for: torch runs backward with gradients enabled only then.
+        error: Raised if `create_graph=True`: only then does torch run backward with gradients enabled.
     """
 
     def decorate(backward: Backward) -> Backward:

@@ -1,7 +1,7 @@
-"""Where Triton's kernels stand in for their plain torch twins: the one place that decides.
+"""Selection between Triton kernels and their plain torch twins: `triton_twin`. No other module decides this.
 
-The kernels are ours and not Liger-Kernel's (0.6.4), whose SwiGLU writes gradients over the inputs that autograd has
-saved, whose rotary turns its inputs in place or copies heads that are a slice, and whose norm rounds twice as LLaMA's.
+Liger-Kernel (0.6.4) is not used, for three reasons. Its SwiGLU overwrites saved inputs with gradients. Its rotary
+embedding rotates its inputs in place, or copies heads that are a slice. Its norm rounds twice, as Hugging Face's LLaMA.
 """
 
 from functools import cache
@@ -17,11 +17,11 @@ _CAPABILITY = (8, 0)  # the first with bf16
 
 
 def triton_twin(module: str, *tensors: Tensor) -> Any | None:
-    """Return `bmburst_ops.<module>`, whose kernels do the work, or None where plain torch has to.
+    """Return the module `bmburst_ops.<module>` if its Triton kernels support these tensors; None: use plain torch.
 
     Args:
-        module: Its name. It needs Triton, so it is imported here and nowhere else.
-        tensors: What it would read, at least one. Kernels take fp32 and 16 bits, on one NVIDIA GPU.
+        module: Name of the module. It needs Triton, so it is imported only here.
+        tensors: Inputs of the operation, at least one. Kernels support fp32 and 16-bit dtypes on one NVIDIA GPU.
     """
     device = tensors[0].device
     is_taken = all(t.is_cuda and t.device == device and t.dtype in _DTYPES for t in tensors)

@@ -1,12 +1,12 @@
-"""LLaMA's MLP, down(silu(gate(x)) * up(x)), a chunk of tokens at a time.
+"""LLaMA's MLP, down(silu(gate(x)) * up(x)), a chunk of tokens at a time: `gated_mlp`.
 
-Between the matrices stands a tensor of the tokens times the MLP's width, 3.5 times the hidden size in LLaMA-3: at
-131,072 tokens 3.5 GiB in 16 bits, and four of them live in its backward. Here only those of one chunk do. Forward
-keeps the input alone; backward forms gate and up of a chunk again (2 of the forward's 3 products) and adds the
-chunk's share of the weights' gradients up in fp32.
+The activation between the matrices is `[tokens, width]`, with a width of 3.5 times the hidden size in LLaMA-3. For
+131,072 tokens it takes 3.5 GiB in 16 bits, and an unchunked backward holds four such tensors. Here only those of one
+chunk exist. Forward saves only the input. Backward recomputes gate and up of a chunk (2 of the 3 products of forward),
+and accumulates the weight gradients in fp32.
 
-Inside of a checkpoint this costs no product: a recomputation needs what backward reads, which is the input, so the
-caller has it leave the forward out (`is_needed`).
+Under activation checkpointing this costs no extra product. Backward reads only the input, so the recomputation can skip
+the forward: callers pass `is_needed=False`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_back
 from bmburst_ops.swiglu import swiglu
 
 Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
-"""A low-rank term, and the sums of the gradients of its two matrices."""
+"""A low-rank term, and the accumulated gradients of its two matrices."""
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Keeps the parameters themselves, as ZeRO-3 needs it: their numbers may be gone until backward."""
+    """Saves the parameters as they are: ZeRO-3 frees their data after forward and gathers it again for backward."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class _GatedMLP(torch.autograd.Function):
                 inner = swiglu(*pair)
                 torch.mm(inner, down.t(), out=result)
                 _with_term(result, inner, terms[2])
-                del inner  # nothing of a chunk lives while the next one is at work
+                del inner  # frees the tensors of this chunk before the next one
         return out
 
     @staticmethod
@@ -76,7 +76,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def _numbered(term: LowRank, rest: Iterator[tuple[Tensor, bool]], wide: torch.dtype) -> Adapter:
-    """Return a term with its matrices as they were saved, the next two, and with sums of their gradients."""
+    """Return a term with its two saved matrices, the next two of `rest`, and with sums for their gradients."""
     (a, of_a), (b, of_b) = ((each, GradientSum(wide) if wanted else None) for each, wanted in islice(rest, 2))
     return replace(term, a=a, b=b), (of_a, of_b)
 
@@ -96,19 +96,19 @@ def chunk_backward(
     sums: Sequence[GradientSum | None],
     adapters: Sequence[Adapter | None] = (None, None, None),
 ) -> None:
-    """Add a chunk's share to the sums of the weights' gradients, and write its input's gradient.
+    """Accumulate the weight gradients of a chunk, and write the gradient of its input.
 
-    A function of its own: nothing of a chunk may live while the next one is at work.
+    A separate function, so that the tensors of a chunk are freed before the next chunk.
 
     Args:
         states: The chunk of the MLP's input, `[rows, features]`.
-        grads: The gradient of its result, likewise.
-        result: Where the gradient of `states` goes; None: it is not needed.
+        grads: The gradient of the MLP's result, `[rows, features]`.
+        result: Memory for the gradient of `states`; None if it is not needed.
         gate: See `gated_mlp`.
         up: See `gated_mlp`.
         down: See `gated_mlp`.
-        sums: Of the gradients of gate, up and down; None for a weight that needs none.
-        adapters: The low-rank terms of gate, up and down with the sums of their gradients; None where there is none.
+        sums: Accumulated gradients of gate, up and down; None for a frozen weight.
+        adapters: The low-rank terms of gate, up and down with their accumulated gradients; None for no term.
     """
     grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down, adapters)
     for total, rows, columns in zip(sums, (grad_gate, grad_up, grads), (states, states, inner), strict=True):
@@ -132,7 +132,7 @@ def _of_activation(
     down: Tensor,
     adapters: Sequence[Adapter | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of what gate and up gave for a chunk, and the activation."""
+    """Return the gradients of the outputs of gate and up for a chunk, and the activation."""
     pair = [
         _with_term(linear(states, weight.detach()), states, adapter and adapter[0])
         for weight, adapter in zip((gate, up), adapters, strict=False)
@@ -164,17 +164,17 @@ def gated_mlp(
     """Return silu(x @ gate.T) * (x @ up.T) @ down.T.
 
     Args:
-        x: `[..., features]`, one row a token.
-        gate: `[width, features]`, the dtype of x.
+        x: `[..., features]`, one row per token.
+        gate: `[width, features]`, in the dtype of x.
         up: As `gate`.
         down: `[features, width]`.
-        chunk: Rows whose width exists at one time.
-        is_needed: False leaves the result undefined, for a recomputation that goes no further; gradients are the same.
-        adapters: The low-rank terms of gate, up and down; None where there is none.
+        chunk: Number of rows that are computed at once.
+        is_needed: False leaves the result undefined, for a recomputation that ends here; gradients are the same.
+        adapters: The low-rank terms of gate, up and down; None for no term.
 
     Returns:
-        `[..., features]` in x's dtype. Gradients of the weights are summed over chunks in fp32, or x's dtype if wider,
-        and rounded once; so are x's.
+        `[..., features]` in x's dtype. Weight gradients are summed over chunks in fp32, or x's dtype if wider, and
+        rounded once. The gradient of x is also rounded once.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.

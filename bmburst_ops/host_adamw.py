@@ -1,16 +1,16 @@
-"""AdamW's arithmetic in host memory (arXiv:1711.05101, algorithm 2): a compiled kernel and its plain torch twin.
+"""AdamW update on the CPU (arXiv:1711.05101, algorithm 2): a compiled kernel and its plain torch twin.
 
-The kernel, `host_adamw.c`, reads and writes each number once. It is compiled at its first use, in a fraction of a
-second, for the processor at hand. Where there is no C compiler, torch's own operations do the same, in three times the
-time on one thread and twelve times on 16.
+The kernel, `host_adamw.c`, reads and writes each number once. It is compiled at first use for the current processor, in
+a fraction of a second. Without a C compiler, torch's operations compute the same. They take three times as long on one
+thread, and twelve times on 16.
 
-A bf16 weight is the upper half of its fp32 master weight, so a master may be kept as what is missing of it: the
-remainder, a 16-bit integer.
+A bf16 weight is the upper half of its fp32 master weight. So instead of the master, only the difference may be stored:
+the remainder, a 16-bit integer.
 
     remainder = bits(master) - bits(weight as fp32)        master = float(bits(weight as fp32) + remainder)
 
-Weights are rounded to nearest even, so that remainders lie in -32768 ... 32768. The largest does not fit in 16 bits: of
-a master exactly between two weights, of which the lower one is even, the last bit is lost.
+Weights are rounded to nearest even, so remainders are in -32768 ... 32768. The largest does not fit in 16 bits: if a
+master is exactly between two weights and the lower one is even, its last bit is lost.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from bmburst_ops.errors import KernelError, unknown_kernel
 
 KERNELS = ("auto", "c", "torch")
 PIECE = 1 << 20
-"""Numbers that torch's operations work on at once: what they write in between stays in the processor's caches."""
+"""Elements that torch's operations process at once, so that intermediate results stay in the CPU's caches."""
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off")
 
 
@@ -73,15 +73,15 @@ def adamw_(
         gradient: In the dtype of the weights; only read.
         moments: The first and the second, fp32; updated.
         rates: The rates.
-        step: Counts from 1.
+        step: Number of this step, from 1.
         scale: Gradients are divided by it, in fp32.
-        factor: Of the gradient, before it is divided by the scale. The product is rounded to the gradient's dtype.
-        master: fp32 master weights of 16-bit weights; updated.
-        remainder: In place of the master of bf16 weights, int16; updated. fp32 weights are their own master.
-        kernel: "c", "torch", or "auto" for the former where it can be compiled.
+        factor: Factor on the gradient, before the division. The product is rounded to the gradient's dtype.
+        master: fp32 master weights of 16-bit weights; updated. fp32 weights have no separate master.
+        remainder: Remainders of bf16 weights instead of a master, int16; updated.
+        kernel: "c", "torch", or "auto": "c" if it can be compiled.
 
     Raises:
-        KernelError: The kernel is not known, or cannot be compiled.
+        KernelError: The kernel is unknown, or cannot be compiled.
     """
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
@@ -124,14 +124,14 @@ def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 
 
 def pieces(numbers: int, piece: int) -> Iterator[slice]:
-    """Yield the slices of `piece` numbers, and the last one of the rest."""
+    """Yield slices of `piece` numbers; the last one may be shorter."""
     return (slice(*ends) for ends in pairwise((*range(0, numbers, piece), numbers)))
 
 
 def _by_torch(
     master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], rates: Rates, step: int, scale: float
 ) -> None:
-    """Do a step on fp32 tensors by torch's fused operation, which divides the gradient in place."""
+    """Do a step on fp32 tensors with torch's fused operation, which divides the gradient in place."""
     torch._fused_adamw_(
         [master],
         [gradient],
@@ -203,5 +203,5 @@ def _call(
 
 @cache
 def _compiled() -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where that cannot be."""
+    """Return the compiled kernel; None if it cannot be compiled."""
     return compiled(Path(__file__).with_suffix(".c"), _FLAGS)

@@ -1,20 +1,20 @@
 """Language model head and cross entropy, a chunk of tokens at a time.
 
-The logits of a long sequence do not fit: 131,072 tokens of a 128,256-word vocabulary are 63 GiB in fp32. So the
-projection to the vocabulary and the loss are one operation that only ever holds the logits of one chunk.
+The logits of a long sequence do not fit in memory: for 131,072 tokens and a vocabulary of 128,256 they take 63 GiB in
+fp32. So the projection to the vocabulary and the loss are one operation, which holds the logits of one chunk at a time.
 
-The gradients are formed in the forward pass, while a chunk's logits exist, and only scaled in the backward pass (as
-Liger-Kernel does, arXiv:2410.10989). Forming them in the backward pass would need the logits again: four products with
-the weight instead of three. The price is that both gradients are held between the passes, which for the last operation
-of a model is no time at all: its backward runs first.
+Gradients are computed in the forward pass, while a chunk's logits exist, and only scaled in the backward pass (as in
+Liger-Kernel, arXiv:2410.10989). Computing them in the backward pass would need the logits again: four products with the
+weight instead of three. The cost is that both gradients are held between the passes. For the last operation of a model
+this time is short, because its backward runs first.
 
-The weight's gradient is a sum in fp32 over all tokens. A product of `n` tokens that is added to it reads and writes
-`8 * vocabulary * features` bytes for `2 * n * vocabulary * features` FLOPs, `n / 4` a byte. An H200, at 660 TFLOP/s and
-4.2 TB/s, needs as long for both at n = 630: where each chunk of 1,024 tokens adds its own share, the sum takes another
-0.6 of the product's time, or what of it the product does not hide (455 TFLOP/s were measured, 663 of the logits). So
-the gradients of the logits of several chunks are kept, in 16 bits, and multiplied at once: of 4 chunks the sum takes
-0.15 of the product's time, for `8 * chunk * vocabulary` bytes beside the logits' `4 * chunk * vocabulary` (of
-LLaMA-3-8B 1.0 and 0.5 GiB). Of 8 chunks it would take 0.08, for as much memory again.
+The weight gradient is an fp32 sum over all tokens. Adding the product of `n` tokens to it reads and writes
+`8 * vocabulary * features` bytes for `2 * n * vocabulary * features` FLOPs: `n / 4` FLOPs per byte. On an H200 at 660
+TFLOP/s and 4.2 TB/s, both take the same time at n = 630. If each chunk of 1,024 tokens were added separately, the sum
+would take 0.6 of the product's time, less the part that overlaps with it (455 TFLOP/s were measured, and 663 for the
+logits). So the logit gradients of several chunks are collected in 16 bits and multiplied at once. With 4 chunks the sum
+takes 0.15 of the product's time and `8 * chunk * vocabulary` bytes, in addition to `4 * chunk * vocabulary` for the
+logits (1.0 and 0.5 GiB for LLaMA-3-8B). With 8 chunks it would take 0.08, and twice the memory.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: 
     Args:
         logits: `[tokens, vocabulary]`, fp32 or wider, contiguous, finite; overwritten.
         labels: `[tokens]` int64; `ignore_index` or in [0, vocabulary).
-        ignore_index: Label of a token without a loss, which has loss and gradient 0.
-        gradient: `[tokens, vocabulary]`, contiguous, which takes the gradient of the logits, rounded to its dtype; it
-            may be `logits`. None: it is not formed.
+        ignore_index: Label of a token without a loss; its loss and gradient are 0.
+        gradient: Output `[tokens, vocabulary]`, contiguous: the gradient of the logits, rounded to its dtype. It may be
+            `logits`. None: no gradient is computed.
 
     Returns:
         `[tokens]` in the dtype of logits.
@@ -62,7 +62,7 @@ DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 50
 
 
 def num_chunks(tokens: int, chunk: int = DEFAULT_CHUNK) -> int:
-    """Return how many chunks this many tokens are cut into; it depends on nothing else."""
+    """Return the number of chunks for this many tokens; it depends on nothing else."""
     return -(-tokens // chunk)
 
 
@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # A GPU would round a tensor of no dimensions to the 16 bits of the other one.
+        # A GPU would round a 0-dim tensor to the 16-bit dtype of the other operand.
         factor = grad_output.view(1) if grad_output.is_cuda else grad_output
         grads = [
             None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
@@ -99,9 +99,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """The losses of the tokens one by one. Their factors are known in the backward pass, which makes the logits again.
+    """Per-token losses. The gradients of the losses are known only in the backward pass, which recomputes the logits.
 
-    Forming the gradients in the forward pass, as for the sum, would need those of every token: all logits.
+    Computing gradients in the forward pass, as for the sum, would need memory for the gradients of all logits.
     """
 
     @staticmethod
@@ -141,14 +141,14 @@ def _in_chunks(
     """Return the loss of each token, and the gradients of the sum of the losses times their factors.
 
     Args:
-        hidden: `[tokens, features]`; for the other arguments see `linear_cross_entropy`.
-        weight: See there.
+        hidden: `[tokens, features]`.
+        weight: See `linear_cross_entropy`.
         labels: `[tokens]`.
-        ignore_index: See there.
-        chunk: See there.
-        gathered: See there.
-        of_hidden: Whether the gradient of `hidden` is formed.
-        of_weight: Whether the gradient of `weight` is formed.
+        ignore_index: See `linear_cross_entropy`.
+        chunk: See `linear_cross_entropy`.
+        gathered: See `linear_cross_entropy`.
+        of_hidden: Whether to compute the gradient of `hidden`.
+        of_weight: Whether to compute the gradient of `weight`.
         factors: `[tokens]`, 0 for ignored tokens. Default: 1.
 
     Returns:
@@ -163,11 +163,11 @@ def _in_chunks(
     rows = min(chunk * gathered, len(hidden))
     place = hidden.new_empty((rows, len(weight)), dtype=narrow) if of_hidden or of_weight else None
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-    # States times factors are in 16 bits on a GPU: only what is at most 1 keeps fp16 in its range.
+    # On a GPU, hidden states times factors are in 16 bits. Factors of at most 1 keep fp16 in range.
     largest = factors.abs().max().clamp(min=torch.finfo(wide).tiny) if factors is not None and len(hidden) else None
     for start in range(0, len(hidden), max(1, rows)):
         group = slice(start, start + rows)
-        # What an ignored token holds must not matter, not even if it is NaN: 0 x NaN would spoil the weight.
+        # An ignored token must have no effect, even if it is NaN: 0 * NaN would make the weight gradient NaN.
         states = hidden[group].masked_fill((labels[group] == ignore_index).unsqueeze(-1), 0)
         grad_logits = None if place is None else place[: len(states)]
         for part in _slices(len(states), chunk):
@@ -189,7 +189,7 @@ def _in_chunks(
 def _chunk_losses(states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
     """Return the losses of a chunk's tokens, and write the gradient of its logits.
 
-    A function of its own: the logits of a chunk may not live while those of the next one are made.
+    A separate function, so that the logits of a chunk are freed before those of the next chunk are computed.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     place = gradient if gradient is not None and gradient.dtype == wide else None
@@ -213,18 +213,18 @@ def linear_cross_entropy(
     """Return the sum over tokens of -log softmax(hidden @ weight.T)[label], in nats.
 
     Args:
-        hidden: `[..., features]`, one row a token.
+        hidden: `[..., features]`, one row per token.
         weight: `[vocabulary, features]`, same dtype as `hidden`.
-        labels: `[...]` int64; `ignore_index` or in [0, vocabulary), which is not checked here: on a GPU looking at
-            them would make the host wait.
+        labels: `[...]` int64; `ignore_index` or in [0, vocabulary). The range is not checked here, because on a GPU
+            that would synchronize.
         ignore_index: Label of a token without a loss.
-        chunk: Tokens whose logits exist at one time.
-        gathered: Chunks whose gradients of logits exist at one time, for one product. Default: `GATHERED_CHUNKS` where
-            they are narrower than the logits, else 1.
+        chunk: Number of tokens whose logits are computed at once.
+        gathered: Number of chunks whose logit gradients are collected for one product. Default: `GATHERED_CHUNKS` if
+            the inputs are narrower than the logits, else 1.
 
     Returns:
-        A scalar in fp32, or the inputs' dtype if wider; exactly 0, with zero gradients, where every label is ignored.
-        The weight's gradient is summed over chunks in that same dtype and rounded once.
+        A scalar in fp32, or the inputs' dtype if wider; exactly 0, with zero gradients, if every label is ignored. The
+        weight gradient is summed over chunks in the same dtype and rounded once.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.
@@ -247,19 +247,19 @@ def token_cross_entropy(
 ) -> Tensor:
     """Return -log softmax(hidden @ weight.T)[label] of each token, in nats.
 
-    Unlike `linear_cross_entropy` it makes the logits of each chunk again in the backward pass, because the factors of
-    the tokens are known only there: four products with the weight in place of three.
+    Unlike `linear_cross_entropy`, it recomputes the logits of each chunk in the backward pass, because only there the
+    gradients of the losses are known: four products with the weight instead of three.
 
     Args:
-        hidden: See `linear_cross_entropy`, as the other arguments.
-        weight: See there.
-        labels: See there.
-        ignore_index: See there.
-        chunk: See there.
-        gathered: See there.
+        hidden: See `linear_cross_entropy`.
+        weight: See `linear_cross_entropy`.
+        labels: See `linear_cross_entropy`.
+        ignore_index: See `linear_cross_entropy`.
+        chunk: See `linear_cross_entropy`.
+        gathered: See `linear_cross_entropy`.
 
     Returns:
-        The shape of `labels`, in fp32, or the inputs' dtype if wider; 0 where the label is ignored.
+        The losses in the shape of `labels`, in fp32 or the inputs' dtype if wider; 0 where the label is ignored.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.

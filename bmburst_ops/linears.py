@@ -1,11 +1,11 @@
 """Matrix products that accumulate in fp32, and linear layers that share one input, with low-rank terms.
 
-Linear layers that share an input run as one autograd operation. Its backward adds the gradients of the input inside the
-matrix products (addmm), in fp32. With separate operations autograd would round each product and add the rounded
-tensors: 18 bytes an element in a 16-bit LLaMA block instead of 6.
+Linear layers that share an input run as one autograd operation. Its backward accumulates the input's gradient inside
+the matrix products (addmm), in fp32. With separate operations, autograd would round each product and add the rounded
+tensors: 18 bytes of memory traffic per element in a 16-bit LLaMA block, instead of 6.
 
-The weights stay separate tensors. One fused product would need them side by side in memory, which is a copy on each
-use, because they are separate parameters that ZeRO gathers one by one.
+The weights stay separate tensors. A single fused product would need them adjacent in memory, so a copy on each use:
+they are separate parameters that ZeRO gathers one by one.
 
 A low-rank term of a frozen layer (LoRA, arXiv:2106.09685) is scale * (x @ a.T) @ b.T.
 """
@@ -21,14 +21,14 @@ from bmburst_ops.errors import KernelError, first_order
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Return a @ b accumulated in, and never rounded below, the wide dtype; in `out`, if that is given."""
+    """Return a @ b, accumulated and returned in the dtype `wide`; written to `out` if it is given."""
     if a.is_cuda and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide, out=out)
     return torch.mm(a.to(wide), b.to(wide), out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a wide total in place: a second tensor of the weight's size would cost its memory and traffic."""
+    """Add a @ b to a wide total in place, without a second tensor of the weight's size."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -36,10 +36,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class GradientSum:
-    """The gradient of a weight, added up over chunks of tokens.
+    """The gradient of a weight, accumulated over chunks of tokens.
 
     Args:
-        dtype: Of the sum: that of the chunks' numbers, or wider.
+        dtype: dtype of the sum: that of the chunks, or wider.
 
     Attributes:
         total: The sum so far; None before the first chunk.
@@ -67,9 +67,9 @@ class LowRank:
 
     Attributes:
         a: `[rank, in]`.
-        b: `[out, rank]`; of its rows `rows` are used.
+        b: `[out, rank]`; only its rows `rows` are used.
         scale: alpha / rank.
-        rows: The outputs that are computed.
+        rows: The rows of `b`, so the outputs, that are computed.
     """
 
     a: Tensor
@@ -79,13 +79,14 @@ class LowRank:
 
 
 class _Linears(torch.autograd.Function):
-    """`F.linear` with some rows of each weight, that keeps the parameters themselves for its backward.
+    """`F.linear` with some rows of each weight, which saves the parameters themselves for backward.
 
-    torch's own keeps the transpose, a view of the numbers gathered by ZeRO-3 for the forward pass: every layer's would
-    stay in memory until its backward pass. BMTrain gathers them again, into the same parameter, so nothing is lost.
+    torch's `F.linear` saves the transpose, a view of the data that ZeRO-3 gathered for forward. So the gathered weights
+    of every layer would stay in memory until its backward. BMTrain gathers them again into the same parameter, so it is
+    enough to save the parameter.
 
-    Low-rank terms are added in place, forward to the results and backward to the input's gradient: as operations of
-    their own they would take a tensor of its size, and autograd another for the sum.
+    Low-rank terms are added in place: in forward to the results, in backward to the input's gradient. Separate
+    operations would need another tensor of that size, and autograd one more for the sum.
     """
 
     @staticmethod
@@ -109,7 +110,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: torch's checkpoint refuses the second time
+        saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
         weights, of_terms = saved[ctx.reads_x :][: len(ctx.rows)], iter(saved[ctx.reads_x + len(ctx.rows) :])
         states: Any = saved[0].flatten(0, -2) if ctx.reads_x else None
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
@@ -136,7 +137,7 @@ def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
 
 
 def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the sum of grad @ weight, in their dtype: the gradient of the input that linear layers share."""
+    """Return the sum of grad @ weight, in their dtype: the gradient of an input that several linear layers share."""
     total = grads[0] @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total.addmm_(grad, weight)
@@ -144,7 +145,7 @@ def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 
 
 def _in_rows(gradient: Tensor, weight: Tensor, rows: slice) -> Tensor:
-    """Return the gradient of all of a weight, of that of some rows."""
+    """Return the gradient of a whole weight, given that of some of its rows."""
     if gradient.shape == weight.shape:
         return gradient
     whole = torch.zeros_like(weight)
@@ -160,17 +161,17 @@ def linears(
     *,
     is_needed: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Return x @ weight[rows].T for each weight, with a low-rank term where it has one.
+    """Return x @ weight[rows].T for each weight, plus its low-rank term if it has one.
 
     Args:
         x: `[..., features]`.
         weights: At least one, each `[width, features]` in the dtype of x.
-        rows: Of each weight, those that are used. Default: all of each.
-        terms: Of each weight, for the same rows; None for one without. Default: none has.
-        is_needed: False leaves the results undefined, for a recomputation that goes no further; gradients are the same.
+        rows: For each weight, the rows that are used. Default: all rows.
+        terms: For each weight, its low-rank term with the same rows, or None. Default: no terms.
+        is_needed: False leaves the results undefined, for a recomputation that ends here; gradients are the same.
 
     Returns:
-        For each weight `[..., width]` in x's dtype, its width that of its rows.
+        For each weight `[..., width]` in x's dtype, where width is the number of its rows.
     """
     chosen = [slice(None)] * len(weights) if rows is None else rows
     added = [None] * len(weights) if terms is None else terms
@@ -182,21 +183,21 @@ def linears(
 
 
 def low_rank_product(x: Tensor, term: LowRank, rows: slice = slice(None)) -> Tensor:
-    """Return some outputs of a term without a graph: `[tokens, outputs]` for `[tokens, in]`."""
+    """Return `rows` of a term's outputs, `[tokens, outputs]` for `[tokens, in]`; without an autograd graph."""
     return ((x @ term.a.t()) * term.scale) @ term.b[term.rows][rows].t()
 
 
 def low_rank_backward(
     x: Tensor, grad: Tensor, term: LowRank, sums: Sequence[GradientSum | None], of_x: Tensor | None
 ) -> None:
-    """Add the gradients of a term to those of its input and of a and b, in place.
+    """Backward of a low-rank term: add the gradients of its input and of a and b in place.
 
     Args:
         x: The input, `[tokens, in]`; not read if a and b need no gradient.
         grad: The gradient of the layer's result, `[tokens, rows]`.
         term: The term.
-        sums: Of the gradients of a and of the used rows of b; None for one that needs none.
-        of_x: The gradient of `x`; None if it needs none.
+        sums: Accumulated gradients of a and of the used rows of b; None for a matrix that needs no gradient.
+        of_x: The gradient of `x`; None if it is not needed.
     """
     of_a, of_b = sums
     of_inner = (grad @ term.b[term.rows]) * term.scale

@@ -1,7 +1,7 @@
-"""Partial attention results and their log-sum-exp: the arithmetic that joins tiles.
+"""Merging of partial attention results by their log-sum-exp, and sums of partial gradients.
 
-What stands here is plain torch and the definition; on NVIDIA GPUs where Triton is installed, `triton_merge` does the
-same in one pass over the memory.
+The definitions here are plain torch. On NVIDIA GPUs with Triton, `triton_merge` computes the same in one pass over
+memory.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from bmburst_ops.fused import triton_twin
 
-_FUSED_HEAD_DIM = 4096  # a row is held at once
+_FUSED_HEAD_DIM = 4096  # a Triton program holds a whole row
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which results of inputs of `dtype` are accumulated: fp32, or wider if the input is."""
+    """Return the dtype in which results for inputs of `dtype` are accumulated: fp32, or `dtype` if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -23,8 +23,8 @@ def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
     """Merge a tile's attention into a running one, in place, as if they shared one softmax.
 
     Args:
-        out: Running output `[batch, queries, heads, head_dim]`, any float dtype: added up as wide as `lse`,
-            rounded once. Overwritten.
+        out: Running output `[batch, queries, heads, head_dim]`, any float dtype. The sum is computed in the dtype of
+            `lse` and rounded once. Overwritten.
         lse: Running log-sum-exp of the scaled scores `[batch, heads, queries]` in nats, fp32 or wider; `-inf` where a
             query has seen no key. Overwritten.
         part: The tile's output, shaped as `out`, any float dtype.
@@ -37,7 +37,7 @@ def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
         fused.merge_partials_(out, lse, part, part_lse)
         return
     total = torch.logaddexp(lse, part_lse)
-    # Where neither side has seen a key both are -inf and -inf - -inf is NaN: any finite peak gives weights of zero.
+    # If neither side has seen a key, both are -inf, and -inf - -inf is NaN. Any finite peak gives weights of zero.
     peak = total.masked_fill(total == -torch.inf, 0.0)
     wide = out.to(torch.promote_types(out.dtype, lse.dtype))
     wide.mul_(_by_query(torch.exp(lse - peak)))
@@ -66,8 +66,8 @@ def row_dots(grad_out: Tensor, out: Tensor) -> Tensor:
 def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
     """Return O' with rowsum(dO * O') = delta, for kernels that take O and compute delta themselves.
 
-    O' = dO * delta / |dO|^2, zero where dO is zero. It is built where it is used and never sent. Delta then never
-    passes through an O rounded to 16 bits, so gradients are at least as accurate as with the real O.
+    O' = dO * delta / |dO|^2, zero where dO is zero. It is computed on the rank that uses it, and never sent. Delta does
+    not depend on an O rounded to 16 bits, so gradients are at least as accurate as with the real O.
 
     Args:
         grad_out: dO, `[batch, queries, heads, head_dim]`.
@@ -80,7 +80,7 @@ def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
         out: Tensor = fused.surrogate_out(grad_out, delta)
         return out
     wide = grad_out.to(delta.dtype)
-    # In units of a row's largest number: the square of a gradient as small as 1e-23 is zero in fp32.
+    # Scale by the row's largest magnitude: in fp32 the square of a gradient as small as 1e-23 is zero.
     peak: Tensor = torch.linalg.vector_norm(wide, torch.inf, dim=-1, keepdim=True)
     unit = wide / peak.masked_fill(peak == 0, 1.0)
     squared = unit.square().sum(-1, keepdim=True)
@@ -93,7 +93,7 @@ def add_(total: Tensor, share: Tensor) -> None:
 
     Args:
         total: Running gradient, `[batch, tokens, heads, head_dim]`, any strides, fp32 or wider. Overwritten.
-        share: The tile's, the same shape, any float dtype and strides.
+        share: The tile's gradient, the same shape, any float dtype and strides.
     """
     if fused := _fused(total, share):
         fused.add_(total, share)
@@ -102,7 +102,7 @@ def add_(total: Tensor, share: Tensor) -> None:
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of partial results, taken in fp32 or wider, in the dtype of where it goes.
+    """Write the sum of partial results to `out`. It is computed in fp32 or wider and rounded once.
 
     Args:
         parts: `[parts, batch, tokens, heads, head_dim]`, any float dtype and strides.
@@ -115,16 +115,16 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with its last dimension contiguous, a copy only where it is not: kernels read whole vectors."""
+    """Return the tensor if its last dimension is contiguous, else a contiguous copy: kernels read whole vectors."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _by_query(statistic: Tensor) -> Tensor:
-    """`[batch, heads, queries]` to `[batch, queries, heads, 1]`."""
+    """Return `[batch, heads, queries]` as `[batch, queries, heads, 1]`."""
     return statistic.transpose(1, 2)[..., None]
 
 
 def _fused(values: Tensor, *others: Tensor) -> Any | None:
-    """Return `triton_merge` if it takes these tensors, the first of them `[batch, tokens, heads, head_dim]`, here."""
+    """Return `triton_merge` if it supports these tensors, the first `[batch, tokens, heads, head_dim]`, else None."""
     is_shaped = values.ndim == 4 and values.shape[-1] <= _FUSED_HEAD_DIM
     return triton_twin("triton_merge", values, *others) if is_shaped else None

@@ -1,4 +1,4 @@
-"""Which keys the queries of one kernel call see: a value, the same for every kernel."""
+"""Attention patterns of one kernel call, as plain values that all kernels share: which keys each query sees."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 Need = Literal["window", "segments", "blocks", "cells", "softcap"]
-"""What a kernel must be able to do beyond full and causal rectangles of plain scores. Patterns have all but the last.
+"""What a kernel must support beyond full and causal rectangles of plain scores. "softcap" is not a need of patterns.
 
-A block-sparse pattern has one of two: "blocks" where `blocks_of` can express it, else "cells".
+A block-sparse pattern needs "blocks" if `blocks_of` can express it, else "cells".
 """
 
 BLOCK = 128
-"""Tokens of a side of the blocks that a kernel for block-sparse patterns takes whole or leaves out."""
+"""Side length, in tokens, of the blocks that block-sparse kernels compute or skip as a whole."""
 
 
 class Band(NamedTuple):
-    """Query i of n sees, of m keys, those from `i + m - n - left` to `i + m - n + right`; None is no bound.
+    """A band: query i of n sees the keys from `i + m - n - left` to `i + m - n + right`, of m keys; None is no bound.
 
-    Aligned at the bottom right: with `right` 0 the last query sees the last key. Neither is negative.
+    It is aligned at the bottom right: with `right` 0 the last query sees the last key. Bounds are not negative.
     """
 
     left: int | None = None
@@ -34,7 +34,7 @@ class Band(NamedTuple):
         return frozenset() if self in (FULL, CAUSAL) else frozenset({"window"})
 
     def within(self, queries: int, keys: int) -> "Band":
-        """Return the same band of so many queries and keys, without bounds that bound nothing there."""
+        """Return the same band without bounds that have no effect for this many queries and keys."""
         left = None if self.left is not None and self.left >= keys - 1 else self.left
         right = None if self.right is not None and self.right >= queries - 1 else self.right
         return Band(left, right)
@@ -46,11 +46,11 @@ CAUSAL = Band(None, 0)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Rectangles along the diagonal, each with the same band: what kernels call variable lengths.
+    """Packed segments: rectangles along the diagonal, each with the same band (varlen in flash attention).
 
-    Rectangle i is of queries `queries[i]` to `queries[i + 1]` and keys `keys[i]` to `keys[i + 1]`, the band aligned at
-    its own bottom right. Either may be empty: such queries see nothing, such keys are seen by none. Both start at 0 and
-    end at the call's number of queries and keys.
+    Rectangle i has queries `queries[i]` to `queries[i + 1]` and keys `keys[i]` to `keys[i + 1]`. Its band is aligned at
+    its own bottom right. Either side may be empty: then its queries see no key, or its keys are seen by no query. Both
+    tuples start at 0 and end at the call's number of queries and keys.
     """
 
     band: Band
@@ -95,7 +95,7 @@ class VisibleRanges(NamedTuple):
 
 
 def visible_ranges(pattern: Pattern, queries: int, keys: int) -> VisibleRanges:
-    """Return what each query sees, cells aside."""
+    """Return the interval of keys that each query sees, without regard to cells."""
     if isinstance(pattern, Cells):
         return VisibleRanges(pattern.start, pattern.stop)
     whole = pattern if isinstance(pattern, Segments) else Segments(pattern, (0, queries), (0, keys))
@@ -111,7 +111,7 @@ def visible_ranges(pattern: Pattern, queries: int, keys: int) -> VisibleRanges:
 
 
 class Rectangle(NamedTuple):
-    """Some queries and some keys: none of these queries sees nothing, none of these keys is seen by none."""
+    """Queries and keys of a band, in which every query sees a key and every key is seen by a query."""
 
     queries: slice
     keys: slice
@@ -119,11 +119,11 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(pattern: Band | Segments, queries: int, keys: int) -> Iterator[Rectangle]:
-    """Yield where somebody sees something. No two share queries, nor keys."""
+    """Yield the disjoint rectangles of a pattern, without queries and keys that are wholly masked."""
     whole = pattern if isinstance(pattern, Segments) else Segments(pattern, (0, queries), (0, keys))
     left, right = whole.band
     for (q0, q1), (k0, k1) in zip(pairwise(whole.queries), pairwise(whole.keys), strict=True):
-        # The last query sees the last key: what nobody sees, and who sees nothing, is at the start.
+        # The last query sees the last key, so queries and keys that are wholly masked are at the start.
         first_query = q0 if right is None else max(q0, q1 - (k1 - k0) - right)
         first_key = k0 if left is None else max(k0, k1 - (q1 - q0) - left)
         if k1 > k0 and q1 > q0:
@@ -132,19 +132,19 @@ def rectangles(pattern: Band | Segments, queries: int, keys: int) -> Iterator[Re
 
 
 def transposed(rows: VisibleRanges, keys: int) -> VisibleRanges:
-    """Return which queries see each key, cells aside: an interval each, and neither end of it decreases."""
+    """Return the interval of queries that see each key, without regard to cells. Neither end decreases."""
     every = np.arange(keys)
-    first = np.searchsorted(rows.stop, every, side="right")  # the first whose interval ends behind the key
+    first = np.searchsorted(rows.stop, every, side="right")  # the first query whose interval ends after the key
     return VisibleRanges(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))
 
 
 class Blocks(NamedTuple):
-    """A pattern in blocks of `BLOCK` queries and `BLOCK` keys; the last of either side may be shorter.
+    """A pattern in blocks of `BLOCK` queries and `BLOCK` keys; the last block of either side may be shorter.
 
     Attributes:
-        band: What each query sees of a block in `part`. It hides nothing of a block in `whole`.
+        band: The mask inside the blocks of `part`. It hides nothing in the blocks of `whole`.
         part: `[blocks of queries, blocks of keys]`, true where some pairs of the block are visible and others are not.
-        whole: The same shape, true where all pairs are.
+        whole: The same shape, true where all pairs of the block are visible.
     """
 
     band: Band
@@ -153,10 +153,10 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(pattern: Cells) -> Blocks | None:
-    """Return the pattern in blocks, or None where it has cells or intervals that blocks cannot express.
+    """Return the pattern in blocks, or None if blocks cannot express its cells or intervals.
 
-    Edges of cells must be multiples of `BLOCK`. Intervals may cut a block where their ends form one band: under a
-    causal mask the blocks on the diagonal.
+    Edges of cells must be multiples of `BLOCK`. Intervals may cut a block if their ends form one band, as in the
+    diagonal blocks of a causal mask.
     """
     queries, keys = len(pattern.start), int(pattern.key_edges[-1])
     for edges, count in ((pattern.query_edges, queries), (pattern.key_edges, keys)):
@@ -164,7 +164,7 @@ def blocks_of(pattern: Cells) -> Blocks | None:
             return None
     rows, columns = np.arange(0, queries, BLOCK), np.arange(0, keys, BLOCK)
     last = np.minimum(rows + BLOCK, queries) - 1
-    # Of edges that repeat, an empty cell's, the last one begins the cell of the token there.
+    # Repeated edges are those of empty cells: the last of them starts the cell of the token there.
     row_cells = np.searchsorted(pattern.query_edges, rows, side="right") - 1
     column_cells = np.searchsorted(pattern.key_edges, columns, side="right") - 1
     ends = np.minimum(columns + BLOCK, keys)

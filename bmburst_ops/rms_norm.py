@@ -1,7 +1,7 @@
-"""Root mean square normalisation (arXiv:1910.07467): plain torch, Triton where `fused` says so, or what is named.
+"""Root mean square norm (arXiv:1910.07467), in Triton where `fused.triton_twin` allows it, else in plain torch.
 
-`stream_norm` is the norm in front of attention or MLP together with the stream that goes past them: what is added to
-it before, and backward the gradient that it brings along. The norm reads and writes these numbers anyway.
+`stream_norm` fuses the norm before attention or MLP with the residual stream: in forward with the addition to the
+stream, in backward with the addition of the stream's gradient. The norm reads and writes these tensors anyway.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from bmburst_ops.errors import KernelError, first_order, unknown_kernel
 from bmburst_ops.fused import triton_twin
 
 KERNELS = ("auto", "torch", "triton", cpm_kernels.NAME)
-"""What can be asked for; auto is Triton, or torch where that cannot be."""
+"""Values of `kernel`. auto: Triton if it supports the tensors, else torch."""
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves the input in its own dtype and one number a row, where autograd would keep three wide copies."""
+    """Saves the input in its own dtype and one number per row; autograd would save three wide copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernel: str) -> Tensor:
@@ -36,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _StreamNorm(torch.autograd.Function):
-    """Saves the stream that it returns, which what follows keeps as well, and one number a row."""
+    """Saves the returned stream, which later operations save too, and one number per row."""
 
     @staticmethod
     def forward(
@@ -64,7 +64,7 @@ class _StreamNorm(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad_output: Tensor, beside: Tensor | None = None, *, wants_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the norm's input, plus `beside`, and of the weight; None if it needs none."""
+    """Return the gradient of the norm's input plus `beside`, and that of the weight; None if it is not needed."""
     x, weight, inverse_rms = ctx.saved_tensors
     if inverse_rms is None:
         inverse_rms = _inverse_rms(x.to(torch.promote_types(x.dtype, torch.float32)), ctx.eps)
@@ -101,16 +101,16 @@ def _backward(
 
 
 def _fused(x: Tensor, weight: Tensor) -> Any | None:
-    """Return `triton_elementwise` if it takes these tensors here."""
+    """Return `triton_elementwise` if it supports these tensors, else None."""
     fused = triton_twin("triton_elementwise", x, weight)
     return fused if fused and x.shape[-1] <= fused.WIDEST_ROW else None
 
 
 def choose_norm(kernel: str, x: Tensor, weight: Tensor) -> Any | None:
-    """Return the module whose `norm_forward` computes the norm of such tensors, or None: plain torch does.
+    """Return the module whose `norm_forward` computes the norm of such tensors; None: use plain torch.
 
     Raises:
-        KernelError: The name is none of `KERNELS`, or the kernel cannot take these tensors here.
+        KernelError: The name is not in `KERNELS`, or the kernel does not support these tensors on this machine.
     """
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
@@ -131,15 +131,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str = "auto") -> Ten
     Args:
         x: `[..., features]`.
         weight: `[features]`.
-        eps: Added to the mean square, in the square of x's unit.
-        kernel: One of `KERNELS`; of "cpm-kernels" the forward pass alone, backward is as with "auto".
+        eps: Added to the mean square.
+        kernel: One of `KERNELS`. "cpm-kernels" has only a forward; backward is then as with "auto".
 
     Returns:
-        `[..., features]` in x's dtype, rounded once; by cpm-kernels once more, before the weight.
+        `[..., features]` in x's dtype, rounded once; with cpm-kernels also before the weight.
 
     Raises:
-        ValueError: weight is not one number a feature.
-        KernelError: The kernel is unknown, or cannot take these tensors here.
+        ValueError: `weight` is not `[features]`.
+        KernelError: The kernel is unknown, or does not support these tensors on this machine.
     """
     _require_weight(x, weight)
     result: Tensor = _RMSNorm.apply(x, weight, eps, kernel)  # type: ignore[no-untyped-call]
@@ -149,29 +149,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str = "auto") -> Ten
 def stream_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, factor: float = 1.0, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return x + factor * added, or x, and its `rms_norm`: both as they are by themselves.
+    """Return the stream x + factor * added, and its `rms_norm`, with the same values as separate operations.
 
-    Backward adds the stream's gradient to the norm's before it rounds.
+    Backward adds the stream's gradient to the norm's before rounding.
 
     Args:
         x: `[..., features]`, the stream.
-        added: In its shape and dtype. None: nothing is.
+        added: Addend in the shape and dtype of `x`; None: the stream is `x`.
         weight: `[features]`.
         eps: See `rms_norm`.
-        factor: On what is added.
+        factor: Factor on `added`.
         kernel: See `rms_norm`.
 
     Returns:
-        The stream, rounded to x's dtype, and its norm, likewise.
+        The stream and its norm, both rounded to x's dtype.
 
     Raises:
-        ValueError: weight is not one number a feature, or what is added is not like x.
-        KernelError: The kernel is unknown, or cannot take these tensors here.
+        ValueError: `weight` is not `[features]`, or `added` differs from `x` in shape or dtype.
+        KernelError: The kernel is unknown, or does not support these tensors on this machine.
     """
     _require_weight(x, weight)
     if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
         raise ValueError(
-            f"to a stream {tuple(x.shape)} {x.dtype} the like is added, got {tuple(added.shape)} {added.dtype}"
+            f"stream_norm needs added like x, {tuple(x.shape)} {x.dtype}, got {tuple(added.shape)} {added.dtype}"
         )
     result: tuple[Tensor, Tensor] = _StreamNorm.apply(  # type: ignore[no-untyped-call]
         x, added, factor, weight, eps, kernel

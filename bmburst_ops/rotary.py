@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) of one tensor of heads: plain torch, or Triton where `fused` says so."""
+"""Rotary position embedding (arXiv:2104.09864), in Triton where `fused.triton_twin` allows it, else in plain torch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from bmburst_ops.fused import triton_twin
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Turn x by the angles of cos and sin, or back."""
+    """Rotate x by the angles of cos and sin, or by the negative angles if `back`."""
     if fused := _fused(x, cos, sin):
         turned: Tensor = fused.rotate(x, cos, sin, back=back)
         return turned
@@ -21,14 +21,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
-    """Return `triton_elementwise` if it takes these tensors here."""
+    """Return `triton_elementwise` if it supports these tensors, else None."""
     fused = triton_twin("triton_elementwise", x, cos, sin)
     is_taken = cos.dtype == sin.dtype == torch.float32
     return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST_HEAD else None
 
 
 class _Rotary(torch.autograd.Function):
-    """The transpose of a rotation is the rotation back, so x itself need not be kept."""
+    """Backward is the rotation by the negative angles, so x need not be saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     This is the pairing of Hugging Face's LLaMA weights (the original LLaMA release pairs neighbours instead).
 
     Args:
-        x: `[batch, tokens, heads, head_dim]`, queries or keys, or both; any strides, as of heads out of one projection.
-        cos: `[batch, tokens, head_dim / 2]`, fp32 or wider; may carry a common factor with `sin`.
+        x: `[batch, tokens, heads, head_dim]`, queries, keys, or both; any strides, for example a slice of the heads.
+        cos: `[batch, tokens, head_dim / 2]`, fp32 or wider; cos and sin may have a common factor.
         sin: As `cos`.
 
     Returns:
-        As x, in x's dtype; the products are formed in the dtype of `cos`, or x's if wider.
+        The shape and dtype of x; the products are computed in the dtype of `cos`, or x's if wider.
 
     Raises:
         ValueError: The shapes do not fit.

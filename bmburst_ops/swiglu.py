@@ -1,4 +1,4 @@
-"""The gated activation of LLaMA's MLP (SwiGLU, arXiv:2002.05202): plain torch, and Triton where `fused` says so."""
+"""SwiGLU, the activation of LLaMA's MLP (arXiv:2002.05202): Triton where `fused.triton_twin` allows it, else torch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from bmburst_ops.fused import triton_twin
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Saves the two inputs only; the sigmoid is cheaper to repeat than to keep."""
+    """Saves only the two inputs: recomputing the sigmoid is cheaper than saving it."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
@@ -23,7 +23,7 @@ class _SwiGLU(torch.autograd.Function):
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        # One that is expanded, as the gradient of a sum, has several numbers at one place.
+        # An expanded gradient, such as that of a sum, must not be overwritten: elements share memory.
         overwrite = ctx.overwrite and grad_output.is_contiguous()
         fused = triton_twin("triton_elementwise", gate, up)
         grad_gate, grad_up = (fused.swiglu_backward if fused else _backward)(grad_output, gate, up, overwrite=overwrite)
@@ -50,11 +50,11 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_grad: bool = False) -> Tensor:
     Args:
         gate: Any shape.
         up: Same shape and dtype as `gate`.
-        overwrite_grad: Put the gradient of `gate` in the place of the result's, where that is dense. For a caller who
-            knows that nothing else reads it: the result has one user, whose backward makes a new tensor for it.
+        overwrite_grad: Whether the gradient of `gate` may overwrite that of the result, if it is dense. Set it only if
+            nothing else reads that gradient: the result has one user, whose backward allocates it.
 
     Returns:
-        Same shape and dtype.
+        The same shape and dtype as the inputs.
 
     Raises:
         ValueError: The shapes or dtypes differ.

@@ -1,8 +1,8 @@
 """AdamW on 16-bit weights with fp32 state, each tensor read and written once. Importing it needs Triton.
 
-The arithmetic is that of BMTrain's kernel for bf16 weights (csrc/cuda/adam_cuda.cu, 1.0.1), which is its plain twin:
-the same state, and results that differ by what a compiler contracts. A thread of BMTrain's takes one number of each
-tensor; here it takes 16 bytes, since nothing but these bytes takes time: 28 for each number.
+The arithmetic is that of BMTrain's kernel for bf16 weights (csrc/cuda/adam_cuda.cu, 1.0.1): the state is the same, and
+results differ only by the compiler's fused multiply-adds. A thread of BMTrain's kernel accesses one element of each
+tensor; here it accesses 16 bytes, because the kernel is bound by memory traffic, 28 bytes per element.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # numbers of a program: 8 for each of its 128 threads
+_BLOCK = 1024  # elements per program: 8 for each of its 128 threads
 
 
 def adamw_(
@@ -34,8 +34,8 @@ def adamw_(
     """Take one step of AdamW (arXiv:1711.05101, algorithm 2) in place.
 
     Args:
-        master: fp32 weights, contiguous, as all the others.
-        weights: Their copy in 16 bits, only written: rounded to nearest even.
+        master: fp32 master weights; contiguous, as all tensors.
+        weights: 16-bit weights, only written: the master rounded to nearest even.
         gradient: In the dtype of `weights`.
         mean: First moment, fp32.
         square: Second moment, fp32.
@@ -43,15 +43,15 @@ def adamw_(
         betas: Decay of the moments.
         eps: Added to the root of the second moment.
         weight_decay: Per unit of `lr`.
-        step: Steps taken, with this one.
-        scale: The gradient is divided by it: exactly, if it is a power of 2.
+        step: Number of steps taken, including this one.
+        scale: The gradient is divided by it; the result is exact if it is a power of 2.
     """
     tensors = master, weights, gradient, mean, square
     assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
     if not master.numel():
         return
     kept = [_in_fp32(beta) for beta in betas]
-    added = [_in_fp32(1 - beta) for beta in kept]  # as C subtracts floats: of 0.999 that is off by 1e-5
+    added = [_in_fp32(1 - beta) for beta in kept]  # as C subtracts floats: for 0.999 the error is 1e-5
     corrections = [1 - beta**step for beta in betas]
     numbers = (*kept, *added, eps, lr / corrections[0], 1 / corrections[1], lr * weight_decay, 1 / scale)
     with torch.cuda.device_of(master):  # Triton launches on the current device, wherever the tensors are

@@ -1,10 +1,10 @@
-"""Decoding in Triton, the twin of `decode`: attention over a cache, and the way of a new token into the cache.
+"""Decoding in Triton, the twin of `decode`: attention over the KV cache, and writing a new token to the cache.
 
-Attention has a kernel over parts of the cache, and one that merges the parts. Importing it needs Triton.
+Attention has one kernel over splits of the cache, and one that merges the splits. Importing this file needs Triton.
 
-Source: Flash-Decoding, https://pytorch.org/blog/flash-decoding: with one query per sequence, batch and KV heads are too
-few programs to fill a GPU, so the tokens of a sequence are split as well. Partial results are merged by log-sum-exp in
-a fixed order, without atomics.
+Source: Flash-Decoding, https://pytorch.org/blog/flash-decoding. With one query per sequence, programs over batch and KV
+heads are too few to fill a GPU, so the tokens of a sequence are split as well. Partial results are merged by
+log-sum-exp in a fixed order, without atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,22 +22,23 @@ from bmburst_ops.merge import accumulation_dtype, dense_rows
 
 
 class Tuning(NamedTuple):
-    """How the kernel over the cache is cut."""
+    """Launch configuration of the kernel over the cache."""
 
     tokens: int
-    """Of a block: loaded at once, keys and values apart. At least 16."""
+    """Tokens per block; keys and values are loaded separately. At least 16."""
     heads: int
-    """Query heads of one program, at most. Further ones of the same KV head read the cache again. At least 16."""
+    """Most query heads per program. More query heads of a KV head need more programs, which read the cache again. At
+    least 16."""
     warps: int
     stages: int
-    """Blocks in the pipeline of loads."""
+    """Software pipelining stages of the loads."""
     programs: int
-    """For each multiprocessor, at most: sets the number of splits. Several times as many as run at once, so that all
-    multiprocessors finish at about the same time."""
+    """Most programs per multiprocessor; sets the number of splits. It is several times the number that run at once, so
+    that all multiprocessors finish at about the same time."""
 
 
-# By dtype and device, and by the largest padded head dim that each row is for.
-_HOPPER: Table[Tuning] = (  # compiled for sm_90 none spills
+# Tables by dtype and device; each row starts with the largest padded head dim that it supports.
+_HOPPER: Table[Tuning] = (  # compiled for sm_90, none spills
     (64, Tuning(128, 64, 4, 3, 8)),
     (128, Tuning(64, 64, 4, 3, 8)),
     (256, Tuning(32, 64, 4, 3, 8)),
@@ -48,11 +49,11 @@ _SMALL: Table[Tuning] = (
     (256, Tuning(16, 64, 4, 3, 8)),
 )
 _FP32: Table[Tuning] = ((64, Tuning(32, 16, 4, 2, 8)), (256, Tuning(16, 16, 4, 2, 8)))
-_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 16, 4, 1, 8)),)  # small, so that small tensors meet every path
+_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 16, 4, 1, 8)),)  # small, so that small tensors in tests cover every path
 _INTERPRETED_MULTIPROCESSORS = 2
-_MAX_SPLITS = 256  # of our own choice: one program of the merge holds the log-sum-exps of all
-_MERGE_NUMBERS = 4096  # of the partial outputs that a program of the merge holds at once
-_MERGE_COLUMNS = 32  # of the head dim: several programs share a head, for there are few heads
+_MAX_SPLITS = 256  # of the automatic choice: one program of the merge holds the log-sum-exps of all splits
+_MERGE_NUMBERS = 4096  # elements of partial outputs that a program of the merge holds at once
+_MERGE_COLUMNS = 32  # columns of the head dim per program of the merge: there are few heads, so several share one
 _NOT_SPECIALIZED = ("capacity", "group", "tiles", "splits", "heads")  # one compilation serves all
 
 
@@ -68,7 +69,7 @@ def decode_attention(
     tuning: Tuning | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. The tuning is by device, dtype and head dim, if none is given."""
+    """See `bmburst_ops.decode.decode_attention`. The default tuning depends on device, dtype and head dim."""
     q = dense_rows(q)
     (batch, heads, head_dim), kv_heads = q.shape, keys.shape[2]
     out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
@@ -79,7 +80,7 @@ def decode_attention(
         q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
     )
     group = heads // kv_heads
-    rows = min(padded_head_dim(group), tuning.heads)  # tensor cores take no fewer than 16
+    rows = min(padded_head_dim(group), tuning.heads)  # tensor cores need at least 16
     tiles = triton.cdiv(group, rows)
     splits = num_splits or splits_for(keys, batch * kv_heads * tiles, tuning)
     parts, part_lse = out[None], lse[None]
@@ -98,12 +99,12 @@ def decode_attention(
 
 
 def splits_for(keys: Tensor, rows: int, tuning: Tuning) -> int:
-    """Return how many splits fill the device, by the capacity and not by lengths, which only the device knows.
+    """Return the number of splits that fills the device. It depends on the capacity: lengths are on the device.
 
     Args:
         keys: `[batch, capacity, kv_heads, head_dim]`.
-        rows: How many programs there are for each split.
-        tuning: How the kernel is cut.
+        rows: Number of programs per split.
+        tuning: Launch configuration of the kernel.
     """
     multiprocessors = _INTERPRETED_MULTIPROCESSORS
     if keys.is_cuda:
@@ -144,7 +145,7 @@ def split_kernel(
 
     Grid: (KV heads * tiles, splits, batch). Strides of q are of (batch, head), those of the cache of (batch, token,
     head). parts `[splits, batch, heads, HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part of a
-    split without tokens is not written, unless it is the only one. cap is that of `capped`, or None.
+    split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
     """
     kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -191,7 +192,7 @@ def split_kernel(
 
 @triton.jit
 def _part(start, stop, split, splits, TOKENS: tl.constexpr):
-    """Return the tokens of a split: even shares in units of 16, but of a block at least, so that few are not spread."""
+    """Return the tokens of a split: equal shares in multiples of 16, but at least a block, so that few are not spread."""
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), splits), 16) * 16
     share = tl.maximum(share, TOKENS)
     first = start + tl.minimum(split * share, tl.maximum(stop - start, 0))
@@ -203,7 +204,7 @@ def merge_kernel(
     parts, part_lse, out, lse, part_strides, part_lse_strides, out_strides, lse_strides, count,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: COLUMNS numbers of one head of one sequence. Grid: (blocks of columns, heads, batch).
+    """One program: COLUMNS columns of one head of one sequence. Grid: (blocks of columns, heads, batch).
 
     Strides are of (part, batch, head) and (batch, head). Parts whose log-sum-exp is -inf are not read.
     """
@@ -238,7 +239,7 @@ IS_INTERPRETED = is_interpreted(split_kernel)
 def append_rotated(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
-    """See `bmburst_ops.decode.append_rotated`. One program is a head."""
+    """See `bmburst_ops.decode.append_rotated`. One program per head."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch, heads, head_dim = q.shape
     kv_heads, pairs = k.shape[1], head_dim // 2
@@ -284,7 +285,7 @@ def _append_kernel(
 
 @triton.jit
 def _rotate(source, step, target, to_step, cosines, sines, pair, PAIRS: tl.constexpr):
-    """Write a head turned by the angles of its pairs."""
+    """Write a head, rotated by the angles of its pairs."""
     inside = pair < PAIRS
     first = tl.load(source + pair * step, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + (pair + PAIRS) * step, mask=inside, other=0.0).to(tl.float32)

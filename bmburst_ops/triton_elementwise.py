@@ -1,7 +1,7 @@
-"""Elementwise operations in Triton, at the speed of memory: RMSNorm, SwiGLU, rotary embedding and cross entropy.
+"""Memory-bound operations in Triton: RMSNorm, SwiGLU, rotary embedding and cross entropy. Importing it needs Triton.
 
-The twins of `bmburst_ops.rms_norm`, `bmburst_ops.swiglu`, `bmburst_ops.rotary` and, of `linear_cross_entropy`,
-`cross_entropy_`. Each pass of the first three reads and writes its tensors once. Importing it needs Triton.
+They are the twins of `bmburst_ops.rms_norm`, `bmburst_ops.swiglu`, `bmburst_ops.rotary` and
+`bmburst_ops.linear_cross_entropy.cross_entropy_`. Each pass of the first three reads and writes its tensors once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST_ROW = 16384
-"""Features of a row that a program of the norm holds; it holds a tile of whole rows at once."""
-_NORM_NUMBERS = 4096  # of each tensor, that it holds at least
+"""Most features of a row: a program of the norm holds a tile of whole rows."""
+_NORM_NUMBERS = 4096  # elements of each tensor that a program of the norm holds, at least
 _NORM_NUMBERS_OF_WARP = 512
-_PROGRAMS = 1056  # its backward: 8 for each multiprocessor of an H100 or H200; their shares are 0.3 % of 128K rows
-_SWIGLU_NUMBERS = 2048  # of each tensor, that a program holds
+_PROGRAMS = 1056  # of the norm's backward: 8 per multiprocessor of an H100 or H200; their shares are 0.3 % of 128K rows
+_SWIGLU_NUMBERS = 2048  # elements of each tensor that a program holds
 WIDEST_HEAD = 4096
-"""Head dimension that a program of the rotation holds."""
-_PAIRS = 2048  # that it holds
-_LOGITS = 4096  # of a row, that a program of cross entropy holds
+"""Largest head dimension: a program of the rotation holds whole heads."""
+_PAIRS = 2048  # pairs that a program of the rotation holds
+_LOGITS = 4096  # logits of a row that a program of cross entropy holds at once
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def add_norm_forward(
     x: Tensor, added: Tensor, factor: float, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + factor * added, rounded to the dtype of x, contiguous, and what `norm_forward` returns of it."""
+    """Return x + factor * added, rounded to the dtype of x, contiguous, and the results of `norm_forward` for it."""
     return _run_norm_forward(x, added, factor, weight, eps)
 
 
@@ -64,8 +64,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x, contiguous, plus `beside`, and of the weight if wanted, each in its dtype.
 
-    A number of programs that depends on the sizes alone runs; each adds up its rows' share of the weight's gradient in
-    fp32, and the shares are added in a fixed order: the same bits every time.
+    The number of programs depends only on the sizes. Each program sums the weight gradient of its rows in fp32, and the
+    partial sums are added in a fixed order, so results are bitwise reproducible.
     """
     rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
     more = rows if beside is None else beside.reshape(-1, x.shape[-1])
@@ -106,7 +106,7 @@ def _norm_kernel(
     numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES).to(tl.float32)
     if ADDS:
         numbers += factor * _load_rows(added, rows, columns, added_row, added_column, count, FEATURES).to(tl.float32)
-        numbers = numbers.to(stream.dtype.element_ty).to(tl.float32)  # the norm is that of what the stream holds
+        numbers = numbers.to(stream.dtype.element_ty).to(tl.float32)  # the norm of the stream as it is stored
         _store_rows(stream, numbers, rows, columns, count, FEATURES)
     weights = tl.load(weight + columns * weight_step, mask=columns < FEATURES, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 1) / FEATURES + eps)
@@ -132,7 +132,7 @@ def _norm_backward_kernel(
     for _ in range(program * ROWS, count, step):
         grads, normed = next_grads.to(tl.float32), next_numbers.to(tl.float32) * next_inverse[:, None]
         inverse, own = next_inverse, rows
-        rows += step  # the next tile is on its way while this one's sum is taken
+        rows += step  # load the next tile while this one is summed
         next_grads = _load_rows(grad, rows, columns, grad_row, grad_column, count, FEATURES)
         next_numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES)
         next_inverse = tl.load(inverse_rms + rows, mask=rows < count, other=0.0)
@@ -156,7 +156,7 @@ def _load_rows(tensor, rows, columns, row_stride, column_stride, count, FEATURES
 
 @triton.jit
 def _store_rows(tensor, numbers, rows, columns, count, FEATURES: tl.constexpr):
-    """Into a contiguous tensor."""
+    """Store rows of a contiguous tensor."""
     inside = (rows < count)[:, None] & (columns < FEATURES)[None, :]
     at = tensor + rows[:, None] * FEATURES + columns[None, :]
     tl.store(at, numbers.to(tensor.dtype.element_ty), mask=inside)
@@ -170,7 +170,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate, in the place of the result's if that may be overwritten, and of up; contiguous."""
+    """Return the gradients of gate and up, contiguous. With `overwrite`, that of gate overwrites `grad`."""
     grad_gate = grad if overwrite else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     _launch_swiglu(_swiglu_backward_kernel, (grad, gate, up, grad_gate, grad_up))
@@ -178,7 +178,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool) 
 
 
 def _launch_swiglu(kernel: Any, tensors: tuple[Tensor, ...]) -> None:
-    """Run a program for each block of numbers: of all of them where they are dense, else of each row."""
+    """Launch one program per block of elements: over the whole tensors if they are dense, else over each row."""
     if not tensors[0].numel():
         return
     is_dense = all(t.is_contiguous() for t in tensors)
@@ -224,20 +224,20 @@ def _swiglu_backward_kernel(
 
 @triton.jit
 def _swiglu_block(width, BLOCK: tl.constexpr):
-    """Return row and columns `[BLOCK]`, in 64 bits."""
+    """Return the row and the columns `[BLOCK]` of a program, in 64 bits."""
     program = tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
     return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Return x turned, contiguous. A program turns a tile of tokens and heads: a token's angles are read once for all.
+    """Return x rotated, contiguous. A program rotates a tile of tokens and heads: heads share the loads of angles.
 
     Args:
         x: `[batch, tokens, heads, head_dim]`, any strides.
         cos: fp32 `[batch, tokens, head_dim / 2]`, any strides.
         sin: As `cos`.
-        back: By the negative angles.
+        back: Whether to rotate by the negative angles.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
@@ -296,7 +296,7 @@ def _halves(x, strides, batch, token, head, pair):
 def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
     """See `bmburst_ops.linear_cross_entropy.cross_entropy_`. Logits are read twice, the gradient is written once.
 
-    The normalizer is found in one reading (Milakov and Gimelshein, arXiv:1805.02867).
+    The normalizer is computed in one pass (online softmax; Milakov and Gimelshein, arXiv:1805.02867).
     """
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
@@ -331,7 +331,7 @@ def _cross_entropy_kernel(
     target = tl.load(at + label, mask=is_valid, other=0.0)
     tl.store(losses + row, tl.where(is_valid, log_normalizer - target, 0.0))
     if WITH_GRADIENT:
-        tl.debug_barrier()  # the gradient may lie where the target was read
+        tl.debug_barrier()  # the gradient may overwrite the logits: read the target's first
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = tl.load(at + columns, mask=columns < width, other=float("-inf"))

@@ -1,6 +1,7 @@
 """The Triton twins of `bmburst_ops.merge`: each reads and writes its tensors once. Importing this file needs Triton.
 
-Tensors are `[batch, tokens, heads, head_dim]` and statistics `[batch, heads, tokens]`, of any strides, up to fp32.
+Tensors are `[batch, tokens, heads, head_dim]` and statistics `[batch, heads, tokens]`, with any strides, in fp32 or
+16 bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_NUMBERS = 4096  # of each tensor, that a program holds
+_NUMBERS = 4096  # elements of each tensor that a program holds
 
 
 def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -47,7 +48,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 
 
 def _launch(kernel: Any, like: Tensor, arguments: tuple[Any, ...], **constants: int) -> None:
-    """Run a program for each block of tokens of each head of a tensor shaped as `like`."""
+    """Launch one program for each block of tokens of each head of a tensor shaped as `like`."""
     batch, tokens, heads, head_dim = like.shape
     if not like.numel():
         return
@@ -76,7 +77,7 @@ def _merge_kernel(
     mine = tl.load(lse_at, mask=inside, other=float("-inf")).to(tl.float32)
     other = tl.load(part_lse_at, mask=inside, other=float("-inf")).to(tl.float32)
     peak = tl.maximum(mine, other)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # neither has seen a key: -inf - -inf is NaN
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # neither side has seen a key: -inf - -inf is NaN
     mine = tl.exp(mine - peak)
     other = tl.exp(other - peak)
     total = mine + other
@@ -87,7 +88,7 @@ def _merge_kernel(
     merged = tl.load(out_at, mask=vectors_inside, other=0.0).to(tl.float32) * (mine / total)[:, None]
     merged += tl.load(part_at, mask=vectors_inside, other=0.0).to(tl.float32) * (other / total)[:, None]
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=vectors_inside)
-    tl.debug_barrier()  # several warps read the same old statistic: none may find another's new one
+    tl.debug_barrier()  # several warps read the old statistic: all must read it before it is overwritten
     tl.store(lse_at, merged_lse, mask=inside)
 
 
@@ -114,7 +115,7 @@ def _surrogate_kernel(
     grads = tl.load(_vectors(grad, grad_strides, batch, rows, head, columns), mask=vectors_inside, other=0.0)
     dots = tl.load(_numbers(delta, delta_strides, batch, rows, head), mask=inside, other=0.0).to(tl.float32)
     wide = grads.to(tl.float32)
-    # In units of a row's largest number: the square of a gradient as small as 1e-23 is zero in fp32.
+    # Scale by the row's largest magnitude: in fp32 the square of a gradient as small as 1e-23 is zero.
     peak = tl.max(tl.abs(wide), 1)
     empty = peak == 0.0
     unit = wide / tl.where(empty, 1.0, peak)[:, None]

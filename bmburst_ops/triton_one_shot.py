@@ -1,9 +1,9 @@
-"""A sum over ranks in one Triton kernel, by memory that all GPUs of a host can read. Importing it needs Triton.
+"""One-shot all-reduce in one Triton kernel, over peer memory of the GPUs of a host. Importing it needs Triton.
 
-Each program of a rank writes its numbers where the others can read them, tells its counterpart on each rank the number
-of the call, waits until all of them have told it theirs, and adds up all parts in the order of the ranks: equal bits
-everywhere. There are two places to write, used in turns. A rank that writes to one again has heard of the call between,
-so every counterpart has read what was there.
+Each program of a rank writes its elements to a buffer that all ranks can read, and sends the number of the call to its
+counterpart on each rank. It waits until all counterparts have sent theirs, and sums the parts in rank order, so results
+are bitwise equal on all ranks. Each rank has two buffers and alternates between them. When a rank reuses a buffer, all
+counterparts have signaled the call in between, so they have finished reading that buffer.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -14,22 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers of a program."""
+"""Elements per program."""
 
 
 def programs_for(numbers: int) -> int:
-    """Return the programs that a sum of so many numbers has."""
+    """Return the number of programs for an all-reduce of this many elements."""
     return int(triton.cdiv(numbers, BLOCK))
 
 
 def add_up(x: Tensor, boxes: Tensor, flags: Tensor, calls: Tensor, rank: int, most: int) -> Tensor:
-    """Return the sum over ranks of a tensor, in fp32 and rounded once. Every rank calls it, in the same order.
+    """Return the sum of a tensor over ranks, computed in fp32 and rounded once. Every rank calls it, in the same order.
 
     Args:
-        x: Contiguous, fp32 or 16 bits, at most `most` numbers.
-        boxes: `[ranks]` int64: the address of each rank's two places of `most` numbers, one after the other.
-        flags: `[ranks]` int64: the address of each rank's int32 words `[programs_for(most), ranks]`, zero at first.
-        calls: `[programs_for(most)]` int32 on this GPU, zero at first: calls of each program so far.
+        x: Contiguous, fp32 or 16 bits, at most `most` elements.
+        boxes: `[ranks]` int64: the address of each rank's two adjacent buffers of `most` elements each.
+        flags: `[ranks]` int64: the address of each rank's int32 flags `[programs_for(most), ranks]`, initially zero.
+        calls: `[programs_for(most)]` int32 on this GPU, initially zero: the number of calls of each program so far.
         rank: This rank.
         most: See `boxes`.
     """
@@ -50,7 +50,7 @@ def _sum_kernel(x, out, boxes, flags, calls, rank, numbers, most, RANKS: tl.cons
     place = (call % 2).to(tl.int64) * most + at
     kind = tl.pointer_type(x.dtype.element_ty)
     tl.store(tl.load(boxes + rank).to(kind) + place, tl.load(x + at, mask=inside, other=0.0), mask=inside)
-    tl.debug_barrier()  # all of it is written before anyone is told
+    tl.debug_barrier()  # all elements must be written before the flags
     for peer in tl.static_range(RANKS):
         if peer != rank:
             word = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * RANKS + rank
