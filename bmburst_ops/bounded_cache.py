@@ -66,7 +66,7 @@ class BoundedCache(Generic[P, T]):
                 self._forget()
                 added = whole
             self._nbytes += added
-            self._heavy |= {number: part for number, (part, _) in heavy.items()}  # keeps them alive, so no other object gets their id
+            self._heavy |= {number: part for number, (part, _) in heavy.items()}  # alive, so ids stay unique
 
     def _forget(self) -> None:
         self._kept.cache_clear()

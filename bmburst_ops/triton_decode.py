@@ -49,7 +49,7 @@ _SMALL: Table[Tuning] = (
     (256, Tuning(16, 64, 4, 3, 8)),
 )
 _FP32: Table[Tuning] = ((64, Tuning(32, 16, 4, 2, 8)), (256, Tuning(16, 16, 4, 2, 8)))
-_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 16, 4, 1, 8)),)  # small, so that small tensors in tests cover every path
+_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 16, 4, 1, 8)),)  # small, so that small tensors cover every path
 _INTERPRETED_MULTIPROCESSORS = 2
 _MAX_SPLITS = 256  # of the automatic choice: one program of the merge holds the log-sum-exps of all splits
 _MERGE_NUMBERS = 4096  # elements of partial outputs that a program of the merge holds at once
@@ -192,7 +192,7 @@ def split_kernel(
 
 @triton.jit
 def _part(start, stop, split, splits, TOKENS: tl.constexpr):
-    """Return the tokens of a split: equal shares in multiples of 16, but at least a block, so that few are not spread."""
+    """Return the tokens of a split: equal shares in multiples of 16, at least one block, so that few are not spread."""
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), splits), 16) * 16
     share = tl.maximum(share, TOKENS)
     first = start + tl.minimum(split * share, tl.maximum(stop - start, 0))

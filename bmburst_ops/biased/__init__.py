@@ -1,4 +1,4 @@
-"""Attention with a learned bias and a mask that are computed inside the kernel, from a few integers of each token."""
+"""Attention with a learned bias and a mask (CPM-Live), both computed in the kernel from a few integers per token."""
 
 from torch import Tensor
 
@@ -42,14 +42,14 @@ BIASED_NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in _KERNELS))
 
 
 def select_biased_kernel(name: str, q: Tensor) -> BiasedKernel:
-    """Return the kernel of that name; for "auto" Triton's on a GPU that it takes, else the plain one.
+    """Return the named kernel; for "auto" the Triton kernel if it supports the GPU, else plain torch.
 
     Args:
         name: "auto", "triton" or "reference".
         q: Queries `[batch, queries, heads, head_dim]`.
 
     Raises:
-        KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
+        KernelError: The name is unknown, or the named kernel does not support these inputs.
     """
     if name not in BIASED_NAMES:
         raise KernelError(

@@ -1,8 +1,8 @@
-"""What a biased attention asks of each token, which entry of the bias table a query and a key have, and who sees whom.
+"""The bias and mask formula of CPM-Live's attention: integers per token, row of the bias table per pair, visibility.
 
-Vectors of a token's integers travel with the keys, in place of matrices. This is the definition, for any block of
-queries and keys; `triton_formula` is the same inside kernels. What depends on distances alone is a vector, made here
-once, which both look up: no kernel takes a logarithm of its own.
+Vectors of integers per token travel with the keys, instead of bias and mask matrices. This module is the definition,
+for any block of queries and keys; `triton_formula` computes the same in kernels. The bucket of each distance is
+computed here once, as a vector that both look up, so kernels need no logarithm.
 
 Source: CPM-Live (github.com/OpenBMB/CPM-Live), cpm_live/layers/position_embedding.py, models/bee.py and models/ant.py.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from bmburst_ops.errors import KernelError
 
 PADDING = -1
-"""The span of a token that is none: it sees nothing and nothing sees it."""
+"""Span of a padding token: it sees no token, and no token sees it."""
 IN_CONTEXT = 1
 """The relation of tokens of different samples."""
 
@@ -26,18 +26,18 @@ _SHAPE = "[batch, tokens]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Six integers of each token, int32 `[batch, tokens]` each, on one device.
+    """Six integers per token, each an int32 vector `[batch, tokens]`, all on one device.
 
     Attributes:
-        position: In the whole sequence: distances and what is before a token are counted by it.
-        segment: Which column of a query's row of relations a key is looked up in.
-        row: Where a query's row begins in the relations of its batch.
-        sample: Queries of sample 0 see every sample of their span, the others their own.
+        position: Position in the whole sequence, for distances and the causal order.
+        segment: For a key, its column in the query's row of relations.
+        row: For a query, the start of its row in the relations of its batch.
+        sample: Queries of sample 0 see all samples of their span, other queries only their own sample.
         span: Tokens of different spans never see each other; below 0: `PADDING`.
-        context: Not 0: every token that may see the sample sees it, and it sees nothing that is not context.
+        context: Not 0: visible to every token that may see its sample, and itself sees only context tokens.
 
     Raises:
-        KernelError: Shapes, dtypes or devices are others.
+        KernelError: Shapes, dtypes or devices are wrong.
     """
 
     position: Tensor
@@ -72,11 +72,11 @@ class Tokens:
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors are."""
+        """The device of the vectors."""
         return self.position.device
 
     def packed(self) -> Tensor:
-        """Return all vectors as one tensor, `[6, batch, tokens]`: it travels, and kernels read it."""
+        """Return all vectors as one tensor, `[6, batch, tokens]`, for communication and kernels."""
         return torch.stack(vectors_of(self))
 
     @classmethod
@@ -104,19 +104,20 @@ def bee_tokens(
     context: Tensor,
     length: Tensor,
 ) -> Tokens:
-    """Return the vectors of CPM-Bee's tokens, by its own names; each `[batch, tokens]` of integers or bool.
+    """Return the vectors of CPM-Bee's tokens. Arguments have CPM-Bee's names, and are integers or bool.
 
-    A pair of its segments is looked up at `segment_q * num_segments_q + segment_rel_offset_q + segment_k`.
+    All but `length` are `[batch, tokens]`. The relation of two segments is at
+    `segment_q * num_segments_q + segment_rel_offset_q + segment_k`.
 
     Args:
-        position: In the whole sequence.
+        position: Position in the whole sequence.
         segment: Node of the sample's tree.
-        num_segments: Nodes of that tree.
-        segment_rel_offset: Where the tree's relations begin in the batch's.
-        sample_ids: 0 for the sample that is learned, others for its examples.
-        span: Which packed instance.
+        num_segments: Number of nodes in that tree.
+        segment_rel_offset: Start of the tree's relations in those of the batch.
+        sample_ids: 0 for the sample that is learned, other numbers for its examples.
+        span: Index of the packed instance.
         context: Whether the token is given, not predicted.
-        length: `[batch]`: positions from there on are padding.
+        length: `[batch]`: positions from this one on are padding.
     """
     row = segment * num_segments + segment_rel_offset
     span = torch.where(position < length[:, None], span, PADDING)
@@ -129,12 +130,12 @@ def ant_tokens(
     """Return the vectors of CPM-Ant's tokens; each `[batch, tokens]` of integers or bool.
 
     Args:
-        position: Place in the whole sequence: the model's own `position` is not what its bias looks at.
+        position: Index in the whole sequence; CPM-Ant's bias does not use the model's `position`.
         segment: Kind of segment.
-        span: Which packed instance.
-        context: Whether the token is given.
-        is_real: Whether the token is one; padding stands on the left.
-        num_segments: Kinds of segments.
+        span: Index of the packed instance.
+        context: Whether the token is given, not predicted.
+        is_real: Whether the token is not padding; padding is on the left.
+        num_segments: Number of kinds of segments.
     """
     span = torch.where(is_real, span, PADDING)
     return _as_int32(position, segment, segment * num_segments, torch.zeros_like(segment), span, context)
@@ -146,20 +147,20 @@ def _as_int32(*vectors: Tensor) -> Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeBias:
-    """How a bias is found: rows of the table for distances, then rows for relations between segments.
+    """The layout of a bias table: rows for distances, then rows for relations between segments.
 
-    A query and a key of one sample have the relation that is written at the query's row and the key's segment, of
-    different samples `IN_CONTEXT`. Relation 0 means that distance decides; relation n is row `num_buckets + n - 1`.
+    A query and a key of the same sample have the relation at the query's row and the key's segment; those of different
+    samples have `IN_CONTEXT`. For relation 0 the distance determines the row; relation n is row `num_buckets + n - 1`.
 
     Attributes:
-        num_buckets: Rows for distances.
-        num_relations: Rows for relations.
-        max_distance: From here on all distances share a row.
-        bidirectional: Whether half of the rows are for keys behind the query; if not, those all are at distance 0.
+        num_buckets: Number of rows for distances.
+        num_relations: Number of rows for relations.
+        max_distance: Distances from this one on share a row.
+        bidirectional: Whether half of the rows are for keys after the query. If not, such keys count as distance 0.
 
     Raises:
-        KernelError: A number is none, there are too few buckets, or the distance is within those that have a row of
-            their own.
+        KernelError: A value is not a whole number or not a bool, there are too few buckets, or `max_distance` is within
+            the distances that have their own row.
     """
 
     num_buckets: int
@@ -190,31 +191,30 @@ class RelativeBias:
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self.num_buckets + self.num_relations
 
     @property
     def one_way(self) -> int:
-        """Buckets for distances of one direction."""
+        """Number of buckets for distances of one direction."""
         return self.num_buckets // 2 if self.bidirectional else self.num_buckets
 
     @property
     def max_exact(self) -> int:
-        """The first distance that shares its bucket with others."""
+        """The smallest distance that shares its bucket with others."""
         return self.one_way // 2
 
     def distances(self, device: torch.device) -> Tensor:
-        """Return the bucket of each `key - query`, int32 `[2 * max_distance + 1]`, from -max_distance on."""
+        """Return the bucket of each distance `key - query`, int32 `[2 * max_distance + 1]`, from -max_distance on."""
         return _distances(self, device)
 
     def buckets(self, queries: Tokens, keys: Tokens, relations: Tensor) -> Tensor:
-        """Return the row of the table for each pair, int64 `[batch, queries, keys]`; of pairs that do not see each
-        other it is any row.
+        """Return the row of the table for each pair, int64 `[batch, queries, keys]`; arbitrary for masked pairs.
 
         Args:
-            queries: Their vectors.
-            keys: Theirs.
-            relations: int32 `[batch or 1, entries]`: all rows of relations of a batch, one after another.
+            queries: Vectors of the queries.
+            keys: Vectors of the keys.
+            relations: int32 `[batch or 1, entries]`: all rows of relations of a batch, concatenated.
         """
         is_same = queries.sample[:, :, None] == keys.sample[:, None]
         places = queries.row[:, :, None].long() + keys.segment[:, None]
@@ -238,12 +238,12 @@ def visible(queries: Tokens, keys: Tokens) -> Tensor:
 
 
 def bee_bias(*, num_buckets: int, num_segment_buckets: int, max_distance: int) -> RelativeBias:
-    """Return CPM-Bee's bias; its relations come with each batch, as `segment_rel`."""
+    """Return CPM-Bee's bias. Its relations differ by batch: `segment_rel`."""
     return RelativeBias(num_buckets=num_buckets, num_relations=num_segment_buckets, max_distance=max_distance)
 
 
 def ant_bias(*, num_buckets: int, num_segments: int, max_distance: int, bidirectional: bool) -> RelativeBias:
-    """Return CPM-Ant's bias; its relations are always `ant_relations`."""
+    """Return CPM-Ant's bias. Its relations are always `ant_relations`."""
     _require_int("num_segments", num_segments)
     return RelativeBias(
         num_buckets=num_buckets,
@@ -254,9 +254,7 @@ def ant_bias(*, num_buckets: int, num_segments: int, max_distance: int, bidirect
 
 
 def ant_relations(num_segments: int, device: torch.device) -> Tensor:
-    """Return CPM-Ant's relations, int32 `[1, num_segments ** 2]`: each pair of segments has one, and within a segment
-    distance decides.
-    """
+    """Return CPM-Ant's relations, int32 `[1, num_segments ** 2]`: one per pair of segments, and 0 within a segment."""
     relations = torch.arange(1, num_segments**2 + 1, dtype=torch.int32, device=device)
     relations[:: num_segments + 1] = 0
     return relations[None]
@@ -271,7 +269,7 @@ def _require_int(name: str, value: object) -> None:
 
 @lru_cache(maxsize=64)
 def _distances(bias: RelativeBias, device: torch.device) -> Tensor:
-    """Exact up to `max_exact`, then logarithmic; rounded as CPM-Live rounds it, in fp32."""
+    """Return the buckets: exact up to `max_exact`, then logarithmic; rounded in fp32, as in CPM-Live."""
     ahead = torch.arange(-bias.max_distance, bias.max_distance + 1)
     far = ahead.abs() if bias.bidirectional else -ahead.clamp(max=0)
     scale = math.log(bias.max_distance / bias.max_exact)

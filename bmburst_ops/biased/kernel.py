@@ -1,6 +1,6 @@
-"""What a biased attention kernel takes and returns: one block of queries and keys on one device.
+"""The interface of biased attention kernels, `BiasedKernel`: one block of queries and keys on one device.
 
-`Pairs` are the inputs that all layers of a batch share: tokens, relations and the bias formula.
+`Pairs` holds the inputs that all layers of a batch share: tokens, relations and the bias formula.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,7 +30,7 @@ class DerivedTensors:
         return DerivedTensors, ()
 
     def get(self, name: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the tensors of that name, computed by `make()` on first use, ready for the current stream."""
+        """Return the tensors named `name`, computed by `make()` on first use, ready for the current stream."""
         found = self._made.get(name)
         if found is None:
             found = self._made[name] = vectors_of_stream(make())
@@ -39,21 +39,20 @@ class DerivedTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """What a kernel must know beside q, k, v and the bias table.
+    """Inputs of a kernel besides q, k, v and the bias table.
 
-    What kernels find out of it is kept here: layers that are given the same value share it, forward and backward. So
-    the tensors must stay as they are.
+    Tensors that kernels derive from them are cached here, and shared by forward and backward of all layers that get the
+    same object. So the tensors must not be changed.
 
     Attributes:
-        formula: Which row of the table a query and a key have.
+        formula: Defines the row of the table for a query and a key.
         relations: int32 `[batch or 1, entries]`; see `RelativeBias.buckets`.
-        queries: What the queries are.
-        keys: What the keys are.
-        once: What was found.
+        queries: Vectors of the queries.
+        keys: Vectors of the keys.
+        once: The cache.
 
     Raises:
-        KernelError: Shapes, dtypes or devices do not fit each other. What is in the vectors is not looked at: see
-            `require_relations`.
+        KernelError: Shapes, dtypes or devices do not fit each other. Values are not checked: see `require_relations`.
     """
 
     formula: RelativeBias
@@ -85,11 +84,11 @@ class Pairs:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """The device of all tensors."""
         return self.relations.device
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return the vectors of queries and of keys as kernels read them, `Tokens.packed`."""
+        """Return the packed vectors of queries and of keys; see `Tokens.packed`."""
         if self.queries is self.keys:
             (packed,) = self.once.get("packed", lambda: (self.queries.packed(),))
             return packed, packed
@@ -97,8 +96,8 @@ class Pairs:
         return queries, keys
 
     def lookup(self) -> tuple[Any, ...]:
-        """Return how kernels look a bias up: relations, their stride of samples, how many there are, distances, the
-        largest of them, rows for distances, and all rows.
+        """Return the arguments of bias lookups in kernels: relations, their batch stride, their number, distances, the
+        largest distance, the number of rows for distances, and the number of all rows.
         """
         formula = self.formula
         relations, distances = self.once.get(
@@ -110,10 +109,10 @@ class Pairs:
 
 
 def require_relations(pairs: Pairs) -> None:
-    """Check that pairs of one sample find a relation, and that it is one that the table has. The host waits.
+    """Check that all pairs of one sample have a relation, and that the table has it. This synchronizes with the device.
 
     Raises:
-        KernelError: Some do not.
+        KernelError: A relation is missing or not in the table.
     """
     relations, queries, keys = pairs.relations, pairs.queries, pairs.keys
     bad = (relations < 0) | (relations > pairs.formula.num_relations)
@@ -146,22 +145,22 @@ class BiasedGradients(NamedTuple):
     table: Tensor
 
     def rounded(self, *like: Tensor) -> "BiasedGradients":
-        """Return them in the dtypes of q, k, v and the table."""
+        """Return the gradients in the dtypes of q, k, v and the table."""
         return BiasedGradients(*(grad.to(x.dtype) for grad, x in zip(self, like, strict=True)))
 
 
 class BiasedKernel(Protocol):
     """Attention of a block of queries to a block of keys with its log-sum-exp, forward and backward.
 
-    Scores are `q k^T * scale + table[bucket]`, of pairs that see each other; see `formula`. A query that sees none has
-    an output of zero, a log-sum-exp of `-inf` and gradients of zero; so has a key that no query sees. The same call
-    gives the same bits each time.
+    Scores are `q k^T * scale + table[bucket]` for visible pairs; see `formula`. A query that sees no key has an output
+    of zero, a log-sum-exp of `-inf` and a gradient of zero. A key that no query sees has a gradient of zero. Results
+    are bitwise reproducible.
     """
 
     name: str
 
     def refusal(self, q: Tensor) -> str | None:
-        """Return why the kernel cannot take such inputs on this machine, as a phrase; None if it can."""
+        """Return why the kernel does not support such inputs on this machine, as a phrase; None if it does."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs, *, scale: float) -> Partial:
@@ -172,7 +171,7 @@ class BiasedKernel(Protocol):
             k: Keys, `[batch, keys, heads, head_dim]`.
             v: Values, shaped as k.
             table: The bias table, `[pairs.formula.rows, heads]`, any float dtype.
-            pairs: What queries and keys are, and how the table is looked up.
+            pairs: Vectors of queries and keys, and the formula.
             scale: Factor on the products, above 0.
         """
         ...
@@ -198,12 +197,12 @@ class BiasedKernel(Protocol):
             q: Queries.
             k: Keys.
             v: Values.
-            lse: Global log-sum-exp `[batch, heads, queries]`, over all keys and not only the block's.
+            lse: Global log-sum-exp `[batch, heads, queries]`, over all keys, not only the block's.
             delta: Global rowsum(dO * O), shaped as lse.
             table: As in forward.
             pairs: As in forward.
             scale: Factor on the products, above 0.
-            rounded: Whether gradients have the dtypes of what they are of: where the block is the whole attention.
+            rounded: Whether gradients have the dtypes of their inputs; for a block that is the whole attention.
         """
         ...
 
@@ -212,7 +211,7 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs)
     """Check shapes, dtypes and devices.
 
     Raises:
-        KernelError: They do not fit each other.
+        KernelError: The inputs do not fit each other.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", table)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Biased attention in plain torch, any float dtype, tile by tile: what the Triton kernel is compared with."""
+"""Biased attention in plain torch, any float dtype, tile by tile: the reference for the Triton kernel."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.reference import finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
-_TILE = 256  # queries and keys scored at once: memory does not grow with either
+_TILE = 256  # queries and keys scored at once, so that memory does not grow with either
 
 
 class BiasedReferenceKernel:
@@ -21,7 +21,7 @@ class BiasedReferenceKernel:
     name = "reference"
 
     def refusal(self, q: Tensor) -> str | None:
-        """See `BiasedKernel.refusal`: it takes everything."""
+        """See `BiasedKernel.refusal`: it supports all inputs."""
         del q
         return None
 
@@ -75,8 +75,8 @@ class BiasedReferenceKernel:
 class _Tile(NamedTuple):
     """Some queries and keys that see each other.
 
-    `scores` are `[batch, heads, queries, keys]`, `-inf` where a key is not seen; `buckets`, `[batch, queries, keys]`;
-    `seen`, which pairs see each other, `[batch, 1, queries, keys]`.
+    `scores` are `[batch, heads, queries, keys]`, `-inf` for masked pairs; `buckets` are `[batch, queries, keys]`;
+    `seen` is the mask, `[batch, 1, queries, keys]`.
     """
 
     queries: slice
@@ -106,8 +106,8 @@ def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float) -> I
 def _product(weights: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
     """Return `[batch, queries, heads, head_dim]`, weights `[batch, heads, queries, keys]` times rows.
 
-    A weight of 0 times NaN is NaN. So numbers of `rows` `[batch, keys, heads, head_dim]` that are not finite are left
-    out, and make NaN of the sums that see them alone.
+    A weight of 0 times NaN is NaN. So non-finite elements of `rows` `[batch, keys, heads, head_dim]` are left out of
+    the product, and then make NaN only the results that see them.
     """
     lost = ~rows.isfinite()
     if not bool(lost.any()):
@@ -122,13 +122,13 @@ def _cuts(count: int) -> list[slice]:
 
 
 def _add_by_bucket(total: Tensor, buckets: Tensor, values: Tensor) -> None:
-    """Add `[batch, heads, queries, keys]` to the rows of `[rows, heads]` that `[batch, queries, keys]` name, always in
-    the same order.
+    """Add `values` `[batch, heads, queries, keys]` to the rows of `total` `[rows, heads]` given by `buckets`
+    `[batch, queries, keys]`, always in the same order.
     """
     heads = total.shape[1]
     places = buckets[:, None] * heads + torch.arange(heads, device=total.device)[:, None, None]
     flat, added = total.view(-1), values.to(total.dtype).flatten()
     if total.is_cuda:
-        flat.index_put_((places.flatten(),), added, accumulate=True)  # sorts, where index_add_ takes any order
+        flat.index_put_((places.flatten(),), added, accumulate=True)  # sorts; the order of index_add_ is undefined
     else:
-        flat.index_add_(0, places.flatten(), added)  # one after another
+        flat.index_add_(0, places.flatten(), added)  # sequential

@@ -1,7 +1,7 @@
-"""Biased attention in Triton: head dims up to 256, fp32 and 16 bits; its twin in plain torch is `reference`.
+"""Biased attention in Triton: head dims up to 256, fp32 and 16 bits. Its twin in plain torch is `reference`.
 
-Which blocks its kernels take, and how, is found on the device once for a batch. Memory is linear in the tokens, and the
-host waits for nothing. Importing this file needs no Triton.
+Blocks are classified on the device, once per batch, so that kernels skip masked blocks and use fast paths. Memory is
+linear in the tokens, and the host never synchronizes. Importing this file needs no Triton.
 """
 
 import math
@@ -28,7 +28,7 @@ from bmburst_ops.flash.triton_launch import (
 class BiasedBlockSizes(NamedTuple):
     """Block sizes of each biased attention kernel.
 
-    `queries` and `table` visit the same blocks: what one adds to the gradient of the table, the other leaves out. A
+    `queries` and `table` use the same blocks: each block's share of the table's gradient is added by one of them. A
     block of queries is one or more whole blocks of keys.
     """
 
@@ -38,8 +38,8 @@ class BiasedBlockSizes(NamedTuple):
     table: BlockSizes
 
 
-# Of head dim 128 the fastest on an H200; of the others compiled only, for sm_90 and sm_80, where no thread of the first
-# three spills a byte, and the table's do where a run ends.
+# For head dim 128 the fastest on an H200. The others were only compiled, for sm_90 and sm_80: the first three kernels
+# do not spill, the table's kernel spills at the end of a run.
 _HOPPER: Table[BiasedBlockSizes] = (
     (
         64,
@@ -85,12 +85,12 @@ _FP32: Table[BiasedBlockSizes] = (
     (128, BiasedBlockSizes(*[BlockSizes(32, 16, 8, 1)] * 4)),
     (256, BiasedBlockSizes(*[BlockSizes(16, 16, 8, 1)] * 4)),
 )
-# Uneven, so that small tensors meet every path.
+# Uneven, so that small tensors cover every path.
 _INTERPRETED: Table[BiasedBlockSizes] = ((256, BiasedBlockSizes(*[BlockSizes(32, 16, 4, 1)] * 4)),)
 _AT_ONCE = 256  # table entries, or sums of their gradients, that one program converts
-_NUMBERS = 8192  # matrix elements that one program reads in search of the largest row
-_BLOCKS_AT_ONCE = 64  # blocks of a line that are looked at together
-_MOST = 128  # runs of a line that there is room for
+_NUMBERS = 8192  # matrix elements that one program reads to find the largest row
+_BLOCKS_AT_ONCE = 64  # blocks of a line that are classified together
+_MOST = 128  # most runs of a line
 
 
 class BiasedTritonKernel:
@@ -130,7 +130,7 @@ class BiasedTritonKernel:
         scale: float,
         rounded: bool = False,
     ) -> BiasedGradients:
-        """See `BiasedKernel.backward`. Gradients are fp32 unless they are rounded."""
+        """See `BiasedKernel.backward`. Gradients are fp32 unless `rounded`."""
         require_inputs(q, k, v, table, pairs)
         grad_out, q, k, v = (near_rows(t) for t in (grad_out, q, k, v))
         grad_q, grad_k, grad_v, grad_table = grads = BiasedGradients(
@@ -177,7 +177,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
+    """Import Triton and the kernels at first use. TRITON_INTERPRET is read at that time."""
     from bmburst_ops.biased.triton_attention import forward_kernel, keys_kernel, queries_kernel
     from bmburst_ops.biased.triton_formula import biases_kernel
     from bmburst_ops.biased.triton_table import table_kernel
@@ -186,12 +186,12 @@ def _kernels() -> _Kernels:
 
 
 def _block_sizes(q: Tensor) -> BiasedBlockSizes:
-    """Return how each kernel is cut for these queries on this device."""
+    """Return the block sizes of each kernel for these queries on this device."""
     return block_sizes_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 def _biases(table: Tensor, pairs: Pairs) -> Tensor:
-    """Return the biases of each head, in units of log 2: of each row of the table, and of each distance."""
+    """Return the biases of each head, in units of log 2: first for each row of the table, then for each distance."""
     *_, distances, max_distance, _, rows = pairs.lookup()
     heads, width = table.shape[1], rows + 2 * max_distance + 1
     biases = torch.empty(heads, width, dtype=torch.float32, device=table.device)
@@ -210,13 +210,13 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
     the whole gradient non-finite.
 
     Args:
-        grad_out: dO, `[batch, queries, heads, head_dim]` with dense rows, at least one number, as all of these.
+        grad_out: dO, `[batch, queries, heads, head_dim]`; all tensors have dense rows and are not empty.
         v: `[batch, keys, heads, head_dim]`.
         delta: `[batch, heads, queries]`.
-        rows: Of the table.
+        rows: Number of rows of the table.
 
     Returns:
-        int64 `[heads * rows + PEAKS]`, which ends with what the unit follows from.
+        int64 `[heads * rows + PEAKS]`; the last `PEAKS` elements determine the unit. And the number of bits.
     """
     from bmburst_ops.biased.triton_table import FREE_BITS, PEAKS, peaks_kernel
 
@@ -242,7 +242,7 @@ def as_numbers(sums: Tensor, bits: int, numbers: Tensor) -> None:
 
 
 Cut = tuple[Side, int, int]
-"""Of which side a kernel's programs hold blocks, of how many tokens, and how many of the other's they take at once."""
+"""The side whose blocks a kernel's programs hold, tokens per block, and tokens per block of the other side."""
 
 
 class Runs(NamedTuple):
@@ -250,7 +250,7 @@ class Runs(NamedTuple):
 
     Attributes:
         runs: int32 `[batch, lines, most, 3]`: the first block, the one after the last, and their kind.
-        counts: int32 `[batch, lines]`: how many there are.
+        counts: int32 `[batch, lines]`: the number of runs.
     """
 
     runs: Tensor
@@ -258,12 +258,12 @@ class Runs(NamedTuple):
 
     @property
     def most(self) -> int:
-        """How many runs of a line there is room for."""
+        """Capacity: the most runs of a line."""
         return self.runs.shape[2]
 
 
 class Lines(NamedTuple):
-    """A line for each block of one side, and the extents that kinds were found by."""
+    """The runs of one line per block of one side, and the extents that determine the kinds."""
 
     runs: Runs
     query_extents: Tensor
@@ -271,12 +271,12 @@ class Lines(NamedTuple):
 
 
 def line_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Lines:
-    """Return the runs of a kernel that goes over lines of blocks.
+    """Return the runs of a kernel that loops over lines of blocks.
 
     Args:
         pairs: The queries and the keys.
-        cut: How they are cut.
-        most: How many runs there is room for; 0: as many as is usual.
+        cut: How they are divided into blocks.
+        most: Capacity of runs per line; 0: the default.
     """
     most = most or _MOST
     found = pairs.once.get(("lines", cut, most), partial(_make_lines, pairs, cut, most))
@@ -284,19 +284,19 @@ def line_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Lines:
 
 
 def diagonal_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Runs:
-    """Return the runs of the kernel that goes along diagonals, for both sides of which there are tokens.
+    """Return the runs of the kernel that loops along diagonals of blocks. Neither side may be empty.
 
     Args:
         pairs: The queries and the keys.
-        cut: How lines of queries are cut; a block of queries is some whole blocks of keys.
-        most: As in `line_runs`, whose are as many.
+        cut: How lines of queries are divided into blocks; a block of queries is one or more whole blocks of keys.
+        most: As in `line_runs`, with the same value.
     """
     most = most or _MOST
     return Runs(*pairs.once.get(("diagonals", cut, most), partial(_make_diagonals, pairs, cut, most)))
 
 
 def extents(pairs: Pairs, side: Side, size: int) -> Tensor:
-    """Return the numbers of a side's blocks of so many tokens, int32 `[batch, blocks, triton_runs.NUMBERS]`."""
+    """Return the extents of a side's blocks of `size` tokens, int32 `[batch, blocks, triton_runs.NUMBERS]`."""
     name = "queries" if pairs.keys is pairs.queries else side
     return pairs.once.get(("extents", name, size), partial(_make_extents, pairs, side, size))[0]
 
@@ -364,6 +364,6 @@ def _make_extents(pairs: Pairs, side: Side, size: int) -> tuple[Tensor, ...]:
 
 
 def _room(like: Tensor, lines: int, most: int) -> Runs:
-    """Return room for the runs of so many lines a batch."""
+    """Return memory for the runs of `lines` lines per sample of a batch."""
     batch = like.shape[0]
     return Runs(like.new_empty(batch, lines, most, 3), like.new_empty(batch, lines))

@@ -1,12 +1,12 @@
 """Biased attention in Triton: scores of a block with their bias, the forward and the backward pass. Needs Triton.
 
-Scores and the table are scaled by log2(e), for `exp2`. KIND is "common" (all pairs of the block see each other and have
-one bias), "near" (all see each other, and distance decides the bias) or "general".
+Scores and the table are scaled by log2(e), for `exp2`. KIND is "common" (all pairs of the block are visible and have
+the same bias), "near" (all pairs are visible, and the distance determines the bias) or "general".
 
-Backward starts from the log-sum-exp and delta. Two kernels: one a block of keys, for dK and dV, and one a block of
-queries, for dQ and for what blocks that have one row of the table add to it; what the others add is `triton_table`'s.
-That is added up as integers (`triton_table`), so that repeated calls give the same bits although programs add in any
-order.
+Backward needs the log-sum-exp and delta. It has two kernels: one with a program per block of keys, for dK and dV, and
+one with a program per block of queries, for dQ. The latter also computes the table's gradient from "common" blocks;
+`triton_table` computes it from all others. That gradient is summed in integers (`triton_table`), so repeated calls give
+bitwise equal results although programs add in any order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,7 +44,7 @@ from bmburst_ops.flash.triton_forward import (
 
 @triton.jit
 def stop_of(start, stop, kind, KIND: tl.constexpr):
-    """Return where a loop over a run of blocks ends: at its start if they are of another kind."""
+    """Return the end of a loop over a run of blocks; its start if the run is of another kind."""
     if KIND == "common":
         is_it = kind >= 0
     elif KIND == "near":
@@ -56,13 +56,13 @@ def stop_of(start, stop, kind, KIND: tl.constexpr):
 
 @triton.jit
 def common_bias(table_row, kind):
-    """Return the bias of a run of blocks, 0 where they have none in common."""
+    """Return the common bias of a run of blocks, 0 if it has none."""
     return tl.load(table_row + kind, mask=kind >= 0, other=0.0)
 
 
 @triton.jit
 def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """Return what a kind of block asks of tokens `first` to `first + ROWS`: positions, or all integers."""
+    """Return the integers that a kind of block needs of tokens `first` to `first + ROWS`: positions, or all six."""
     if KIND == "general":
         found = load_tokens(vectors, batch, first, batches, length, ROWS)
     else:
@@ -75,15 +75,15 @@ def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND
 def with_bias(
     scores, of_queries, of_keys, common, table_row, lookup, KIND: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Return scores with their bias, -inf where a query does not see a key.
+    """Return scores with their bias, -inf for masked pairs.
 
     Args:
-        scores: Of a block, either way round, in units of log 2.
-        of_queries: Their integers, as rows or columns; positions are enough if KIND is not "general".
-        of_keys: Theirs, the other way.
-        common: The bias of "common".
-        table_row: The head's biases, `table_row_of`.
-        lookup: How they are looked up, `lookup_of`.
+        scores: Scores of a block, with queries in rows or in columns, in units of log 2.
+        of_queries: Integers of the queries, as rows or columns; positions are enough if KIND is not "general".
+        of_keys: Integers of the keys, in the other dimension.
+        common: The bias, if KIND is "common".
+        table_row: The head's biases, from `table_row_of`.
+        lookup: Arguments of the lookup, from `lookup_of`.
     """
     if KIND == "common":
         scores += common
@@ -98,7 +98,7 @@ def with_bias(
 
 @triton.jit
 def is_seen(scores):
-    """Return which pairs of a block of `with_bias` see each other; a score that is NaN is of such a pair."""
+    """Return which scores of `with_bias` are of visible pairs; a NaN score is of a visible pair."""
     return scores != float("-inf")
 
 
@@ -116,7 +116,7 @@ def forward_kernel(
     biases see `triton_formula.biases_kernel`, for relations and what follows `Pairs.lookup`, for runs and counts
     `triton_runs.lines_kernel`.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see what is before them have most to do
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows first: late queries see most keys
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
@@ -150,7 +150,7 @@ def _attend(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the running softmax over all keys, see `flash.triton_forward._attend`, there for HAS_NAN too."""
+    """Return the running softmax over all keys; see `flash.triton_forward._attend`, also for HAS_NAN."""
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -171,7 +171,7 @@ def _over_runs(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the runs of a kind into the running softmax."""
+    """Update the running softmax with the runs of one kind."""
     MASKED: tl.constexpr = KIND == "general"
     of_queries = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
     for index in tl.range(count):
@@ -244,7 +244,7 @@ def _over_all_queries(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dK, which is yet to be scaled, and dV. For HAS_NAN see `flash.triton_forward._attend`."""
+    """Return dK, not yet scaled, and dV. For HAS_NAN see `flash.triton_forward._attend`."""
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
     for kind in tl.static_range(3):
@@ -264,7 +264,7 @@ def _over_queries(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the runs of a kind give to dK, which is yet to be scaled, and dV."""
+    """Accumulate dK, not yet scaled, and dV over the runs of one kind."""
     MASKED: tl.constexpr = KIND == "general"
     own = as_rows(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
     for index in tl.range(count):
@@ -302,8 +302,8 @@ def queries_kernel(
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head, and a share of the table's. Grid: (query blocks, heads, batch).
 
-    `sums` is int64 `[heads, rows]`, behind which the peaks stand that its unit follows from, so that it has so many
-    `bits` (`triton_table`). The others are those of `forward_kernel`.
+    `sums` is int64 `[heads, rows]`, followed by the peaks, which with `bits` determine its unit (`triton_table`). Other
+    arguments are as in `forward_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -338,7 +338,7 @@ def _over_all_keys(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dQ, which is yet to be scaled; add to the sums of a bias in common, unless HAS_NAN: it was done before."""
+    """Return dQ, not yet scaled. Add gradients of common biases to the sums, unless HAS_NAN: they were added before."""
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     for kind in tl.static_range(3):
         acc = _over_keys(
@@ -359,7 +359,7 @@ def _over_keys(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the runs of a kind give to dQ; for the sums of a bias in common see `_over_all_keys`."""
+    """Accumulate dQ over the runs of one kind; for the sums of a common bias see `_over_all_keys`."""
     MASKED: tl.constexpr = KIND == "general"
     own = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
     for index in tl.range(count):

@@ -1,10 +1,10 @@
 """The bias formula and its mask as Triton functions: the twin of `formula`. Needs Triton.
 
-Each token has six integers. Functions of two blocks return the shape to which the blocks broadcast, so that scores may
-have queries in rows or in columns.
+Each token has six integers. Functions of two blocks return the shape to which the blocks broadcast, so scores may have
+queries in rows or in columns.
 
-Table lookups go through inline PTX. Triton would prefetch an ordinary load in a loop into shared memory, in the layout
-of matrix rows. That suits rows, but not one 32-bit number for each pair, which is best read from L1 where it is used.
+Table lookups use inline PTX. Triton would prefetch an ordinary load in a loop into shared memory. That is good for rows
+of a matrix, but not for one 32-bit number per pair, which is best read from L1 where it is used.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,7 +22,7 @@ _SOME = tl.constexpr(
 
 @triton.jit
 def load_at(vector, index, PRECISION: tl.constexpr):
-    """Return int32 or fp32 `vector[index]`, all of which is there; for PRECISION see `flash.triton_forward.dot`."""
+    """Return int32 or fp32 `vector[index]`, all in range; for PRECISION see `flash.triton_forward.dot`."""
     if PRECISION == "interpreter":
         found = tl.load(vector + index)
     else:
@@ -33,7 +33,7 @@ def load_at(vector, index, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_masked_at(vector, index, is_there, other, PRECISION: tl.constexpr):
-    """Return int32 or fp32 `vector[index]`, `other` where it is not there."""
+    """Return int32 or fp32 `vector[index]`, and `other` where not `is_there`."""
     if PRECISION == "interpreter":
         found = tl.load(vector + index, mask=is_there, other=other)
     else:
@@ -48,14 +48,14 @@ IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)
 
 NOT_SPECIALIZED = ("queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows")
-"""Numbers of a batch that kernels take: they are not compiled again for each 1 and each multiple of 16 among them."""
+"""Integer arguments that Triton must not specialize on: else it would recompile for 1 and for multiples of 16."""
 
 
 @triton.jit
 def load_tokens(vectors, batch, first, batches, length, ROWS: tl.constexpr):
     """Return (position, segment, row, sample, span, context) of tokens `first` to `first + ROWS`, `[ROWS]` each.
 
-    `vectors` is `Tokens.packed()`, dense. Beyond the last token they are those of padding.
+    `vectors` is `Tokens.packed()`, dense. Beyond the last token, values are those of padding.
     """
     rows = first + tl.arange(0, ROWS)
     inside = rows < length
@@ -72,7 +72,7 @@ def load_tokens(vectors, batch, first, batches, length, ROWS: tl.constexpr):
 
 @triton.jit
 def load_positions(vectors, batch, first, length, ROWS: tl.constexpr):
-    """Return the positions of tokens `first` to `first + ROWS`, all of which there are, `[ROWS]`."""
+    """Return the positions of tokens `first` to `first + ROWS`, `[ROWS]`; all must exist."""
     return tl.load(vectors + tl.cast(batch, tl.int64) * length + first + tl.arange(0, ROWS))
 
 
@@ -104,14 +104,14 @@ def sees(query, key):
 
 @triton.jit
 def distance_of(key, query, max_distance):
-    """Return where the distance from a query's position to a key's stands in `RelativeBias.distances`."""
+    """Return the index of the distance from a query's to a key's position in `RelativeBias.distances`."""
     return tl.minimum(tl.maximum(key - query, -max_distance), max_distance) + max_distance
 
 
 @triton.jit
 def lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows):
-    """Return how biases of a batch are looked up, as all who look them up take it: its relations, how many there are,
-    `RelativeBias.distances`, the largest of them, rows for distances, and all rows. The arguments are `Pairs.lookup`.
+    """Return the lookup tuple of a batch, given `Pairs.lookup`: its relations, their number, `RelativeBias.distances`,
+    the largest distance, the number of rows for distances, and the number of all rows.
     """
     relations += tl.cast(batch, tl.int64) * relation_stride
     return relations, entries, distances, max_distance, buckets, rows
@@ -119,7 +119,7 @@ def lookup_of(batch, relations, relation_stride, entries, distances, max_distanc
 
 @triton.jit
 def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
-    """Return the row of the table for each pair; `rows` where a query does not see a key, or there is no such row."""
+    """Return the row of the table for each pair; `rows` for masked pairs and for rows that do not exist."""
     relations, entries, distances, max_distance, buckets, rows = lookup
     is_same = query[3] == key[3]
     place = query[2] + key[1]
@@ -133,19 +133,19 @@ def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
 
 @triton.jit
 def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
-    """Return the biases of a head, in the table's units; of a row that it does not have, NaN."""
+    """Return the biases of a head, in the table's units; NaN for a row that does not exist."""
     return load_masked_at(table_row, bucket, bucket < rows, float("nan"), PRECISION)
 
 
 @triton.jit
 def near_bias(table_row, query_position, key_position, lookup, PRECISION: tl.constexpr):
-    """Return the biases of a head of pairs where distance decides."""
+    """Return the biases of a head for pairs whose bias depends on the distance."""
     return load_at(table_row + lookup[5], distance_of(key_position, query_position, lookup[3]), PRECISION)
 
 
 @triton.jit
 def table_row_of(biases, head, lookup):
-    """Return where a head's biases begin: those of each row of the table, then those of each distance."""
+    """Return a pointer to a head's biases: first those of each row of the table, then those of each distance."""
     return biases + head * (lookup[5] + 2 * lookup[3] + 1)
 
 
@@ -155,7 +155,7 @@ def biases_kernel(
 ):  # fmt: skip
     """One program: AT_ONCE of a head's biases, in units of log 2, from the table. Grid: (blocks, heads).
 
-    `biases` is fp32 `[heads, rows + 2 * max_distance + 1]`: see `table_row_of`. One lookup finds what is near.
+    `biases` is fp32 `[heads, rows + 2 * max_distance + 1]`: see `table_row_of`. A "near" bias needs only one lookup.
     """
     head, place = tl.program_id(1), tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     width = rows + 2 * max_distance + 1

@@ -17,18 +17,18 @@ import triton.language as tl
 from bmburst_ops.biased.triton_formula import IN_CONTEXT, NOT_SPECIALIZED, PADDING, distance_of, load_tokens, lookup_of
 
 NUMBERS = 14
-"""Of a block: smallest and largest of each integer of its real tokens, in the order of `Tokens`, of contexts whether
-there is one; whether all of its tokens are there and real; by what positions go up in it, 0 where unevenly."""
+"""Numbers in the extents of a block: minimum and maximum of each integer of its real tokens, in the order of `Tokens`,
+but for contexts whether there is one; whether all tokens exist and are real; the step of positions, 0 if uneven."""
 
 _NUMBERS = tl.constexpr(NUMBERS)
 
 
 @triton.jit(do_not_specialize=("length",))
 def extents_kernel(vectors, extents, length, SIZE: tl.constexpr):
-    """One program: the numbers of a block of SIZE tokens. Grid: (blocks, batch).
+    """One program: the extents of a block of SIZE tokens. Grid: (blocks, batch).
 
-    `vectors` is `Tokens.packed()`, extents int32 `[batch, blocks, NUMBERS]`. Without a real token in the block all are
-    zero but for spans, which are of padding.
+    `vectors` is `Tokens.packed()`, extents are int32 `[batch, blocks, NUMBERS]`. For a block without real tokens all
+    are zero, except spans, which are those of padding.
     """
     block, batch = tl.program_id(0), tl.program_id(1)
     first = block * SIZE
@@ -49,22 +49,22 @@ def extents_kernel(vectors, extents, length, SIZE: tl.constexpr):
     start = vectors + tl.cast(batch, tl.int64) * length
     follows = tl.load(start + places + 1, mask=(places + 1 < length) & (places + 1 < first + SIZE), other=0)
     ahead = tl.where(places + 1 < first + SIZE, follows - position, tl.max(position) - tl.min(position))
-    step = tl.min(ahead)  # the last place has the whole way, which is longer than any step or as long
+    step = tl.min(ahead)  # the last element holds the whole range, which is no shorter than any step
     is_even = (step > 0) & (first + SIZE <= length) & (step * (SIZE - 1) == tl.max(position) - tl.min(position))
     tl.store(at + 13, tl.where(is_even, step, 0))
 
 
 @triton.jit
 def _store(at, values, is_real, count, none):
-    """Write the smallest and the largest value of the real tokens, `none` if there are no such."""
-    some = tl.max(tl.where(is_real, values, -2147483648))  # any that there is
+    """Store the minimum and the maximum of the real tokens' values; `none` if there are no real tokens."""
+    some = tl.max(tl.where(is_real, values, -2147483648))  # the value of any real token
     tl.store(at, tl.where(count > 0, tl.min(tl.where(is_real, values, some)), none))
     tl.store(at + 1, tl.where(count > 0, some, none))
 
 
 @triton.jit
 def load_extents(extents, batch, block, blocks):
-    """Return the numbers of a block of a batch; see `NUMBERS`."""
+    """Return the extents of a block; see `NUMBERS`."""
     at = extents + (tl.cast(batch, tl.int64) * blocks + block) * _NUMBERS
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
@@ -75,7 +75,7 @@ def load_extents(extents, batch, block, blocks):
 
 @triton.jit
 def is_hidden(query, key):
-    """Return whether no query of a block sees a key of a block, as far as their extents tell."""
+    """Return whether the extents prove that no query of a block sees a key of the other."""
     other_span = (query[9] < key[8]) | (key[9] < query[8]) | (query[9] < 0) | (key[9] < 0)
     other_sample = ((query[6] > 0) | (query[7] < 0)) & ((query[7] < key[6]) | (key[7] < query[6]))
     behind = (key[11] == 0) & ((query[10] != 0) | (key[0] > query[1]))
@@ -84,7 +84,7 @@ def is_hidden(query, key):
 
 @triton.jit
 def all_see(query, key):
-    """Return whether every query of a block sees every key of a block, as far as their extents tell."""
+    """Return whether the extents prove that every query of a block sees every key of the other."""
     one_span = (query[8] == query[9]) & (key[8] == key[9]) & (query[8] == key[8])
     all_there = (query[12] != 0) & (key[12] != 0)
     of_sample = is_one_sample(query, key) | ((query[6] == 0) & (query[7] == 0) & are_other_samples(query, key))
@@ -93,19 +93,19 @@ def all_see(query, key):
 
 @triton.jit
 def is_one_sample(query, key):
-    """Return whether all real tokens of two blocks are of one sample."""
+    """Return whether all real tokens of two blocks belong to one sample."""
     return (query[6] == query[7]) & (key[6] == key[7]) & (query[6] == key[6])
 
 
 @triton.jit
 def are_other_samples(query, key):
-    """Return whether no token of a block is of a sample of the other, as far as their extents tell."""
+    """Return whether the extents prove that two blocks have no sample in common."""
     return (query[7] < key[6]) | (key[7] < query[6])
 
 
 @triton.jit
 def relation_of(query, key, lookup):
-    """Return the relation that all pairs of two blocks of one sample have; -1 if their extents tell of none."""
+    """Return the relation of all pairs of two blocks of one sample; -1 if the extents do not prove a common one."""
     relations, entries, _, _, _, _ = lookup
     place = query[4] + key[2]
     is_there = (query[4] == query[5]) & (key[2] == key[3]) & (place >= 0) & (place < entries)
@@ -114,24 +114,24 @@ def relation_of(query, key, lookup):
 
 @triton.jit
 def common_bucket(query, key, lookup):
-    """Return the row of the table that all pairs of two blocks have, if their extents tell that all see each other and
-    have the same; else -1.
+    """Return the row of the table of all pairs of two blocks, if their extents prove that all are visible and have the
+    same row; else -1.
     """
     _, _, distances, max_distance, buckets, rows = lookup
     relation = tl.where(are_other_samples(query, key), IN_CONTEXT, relation_of(query, key, lookup))
     near = tl.load(distances + distance_of(key[0], query[1], max_distance))
-    # On either side buckets go one way, and the sides share none.
+    # Buckets are monotonic for either sign of the distance, and the two signs share no bucket.
     one_bucket = near == tl.load(distances + distance_of(key[1], query[0], max_distance))
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
     is_common = all_see(query, key) & ((relation > 0) | ((relation == 0) & one_bucket))
     return tl.where(is_common & (bucket < rows), bucket, -1)
 
 
-# Kinds of blocks; from 0 on the row of the table that all pairs have, which all see each other.
-HIDDEN = tl.constexpr(-1)  # nobody sees anybody, or on a diagonal: what concerns others
-NEAR = tl.constexpr(-2)  # all see each other, and distance decides
+# Kinds of blocks. From 0 on: all pairs are visible and have this row of the table.
+HIDDEN = tl.constexpr(-1)  # no pair is visible; on a diagonal also: another kernel handles the block
+NEAR = tl.constexpr(-2)  # all pairs are visible, and the distance determines the row
 GENERAL = tl.constexpr(-3)
-PARTLY = tl.constexpr(-4)  # on a diagonal: distance decides of those that see each other
+PARTLY = tl.constexpr(-4)  # on a diagonal: the distance determines the row of visible pairs
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -140,7 +140,7 @@ def lines_kernel(
     relations, relation_stride, entries, distances, max_distance, buckets, rows,
     OF_QUERIES: tl.constexpr, RUNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: runs of the blocks that one block has to do with. Grid: (own blocks, batch).
+    """One program: runs of the blocks of the other side, for one own block. Grid: (own blocks, batch).
 
     `queries` and `keys` are numbers of blocks. OF_QUERIES: own blocks are those of queries. Runs are int32
     `[batch, own blocks, RUNS, 3]`, counts `[batch, own blocks]`.
@@ -162,7 +162,7 @@ def lines_kernel(
 def _kind(
     place, own, stop, batch, query_extents, key_extents, queries, keys, lookup, OF_QUERIES: tl.constexpr
 ):  # fmt: skip
-    """Return the kinds of blocks on a line of `stop` blocks, one or more; `HIDDEN` outside of it."""
+    """Return the kinds of blocks on a line of `stop` >= 1 blocks; `HIDDEN` outside of it."""
     inside = (place >= 0) & (place < stop)
     other = tl.where(inside, place, 0)
     if OF_QUERIES:
@@ -183,9 +183,9 @@ def diagonals_kernel(
 ):  # fmt: skip
     """One program: runs of a diagonal, for the table's gradient. Grid: (diagonals, batch).
 
-    A block of queries is RATIO blocks of keys; see `diagonal`. Left out are blocks without pairs and those whose one
-    row of the table the queries' kernel adds to, whose runs are `line_runs`, as many as `line_counts`. Runs of `NEAR`
-    or `PARTLY` have the same distances in each block.
+    A block of queries is RATIO blocks of keys; see `diagonal`. Blocks without visible pairs are left out, and so are
+    blocks with a common row: the queries' kernel handles them, with the runs `line_runs` and `line_counts`. All blocks
+    of a `NEAR` or `PARTLY` run have the same distances.
     """
     batch = tl.program_id(1)
     line = tl.cast(batch, tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -209,9 +209,9 @@ def diagonals_kernel(
 
 @triton.jit
 def diagonal(index, queries, keys, RATIO: tl.constexpr):
-    """Return a diagonal's offset, and its first block of queries and the one after the last.
+    """Return a diagonal's offset, its first block of queries, and the one after the last.
 
-    It pairs each block of queries with the block of keys `RATIO * query + offset`, if there is one.
+    A diagonal pairs each block of queries with the block of keys `RATIO * query + offset`, if it exists.
     """
     offset = index - RATIO * (queries - 1)
     start = tl.cdiv(tl.maximum(-offset, 0), RATIO)
@@ -224,7 +224,7 @@ def _diagonal_kind(
     place, offset, start, stop, batch, query_extents, key_extents, line_runs, line_counts, queries, keys, lookup,
     RATIO: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the kinds of pairs of blocks; and of those where distance decides, what tells their distances."""
+    """Return the kinds of pairs of blocks, and for `NEAR` and `PARTLY` the numbers that determine their distances."""
     inside = (place >= start) & (place < stop)
     of_queries = tl.where(inside, place, start)
     of_keys = of_queries * RATIO + offset
@@ -244,7 +244,7 @@ def _diagonal_kind(
 
 @triton.jit
 def is_singled_out(line_runs, line_counts, batch, own, other, blocks, RUNS: tl.constexpr):
-    """Return whether a line's block is not in the run that is there for want of room; of `blocks` lines a batch."""
+    """Return whether a block of a line is not in the `GENERAL` run that ends a line without capacity for more runs."""
     line = tl.cast(batch, tl.int64) * blocks + own
     is_full = tl.load(line_counts + line) == RUNS
     return other < tl.load(line_runs + (line * RUNS + RUNS - 1) * 3, mask=is_full, other=2147483647)
@@ -252,20 +252,20 @@ def is_singled_out(line_runs, line_counts, batch, own, other, blocks, RUNS: tl.c
 
 @triton.jit
 def _write(runs, count, place, before, kind, differs, RUNS: tl.constexpr):
-    """Write the runs that end before some places, and those that begin there; return how many have begun.
+    """Store the runs that end before or begin at some places of a line; return how many runs have begun.
 
     Args:
-        runs: Of the line.
-        count: How many began before the first of these places.
-        place: Places, in order.
-        before: The kinds of blocks before them.
-        kind: Theirs.
-        differs: Whether the two are of different runs.
-        RUNS: How many there is room for.
+        runs: The runs of the line.
+        count: Number of runs that began before the first of these places.
+        place: The places, in order.
+        before: Kinds of the blocks before these places.
+        kind: Kinds of the blocks at these places.
+        differs: Whether the two blocks belong to different runs.
+        RUNS: Capacity of runs.
     """
     begins, ends = differs & (kind != HIDDEN), differs & (before != HIDDEN)
     begun = count + tl.cumsum(begins.to(tl.int32), 0)
-    last = tl.where(begins, begun - 2, begun - 1)  # that began before the place
+    last = tl.where(begins, begun - 2, begun - 1)  # the run before the place
     tl.store(runs + last * 3 + 1, place, mask=ends & (last < RUNS - 1))
     at = runs + (begun - 1) * 3
     tl.store(at, place, mask=begins & (begun <= RUNS))
@@ -275,14 +275,14 @@ def _write(runs, count, place, before, kind, differs, RUNS: tl.constexpr):
 
 @triton.jit
 def _finish(runs, at, count, stop, RUNS: tl.constexpr):
-    """Write how many runs there are; the last that there is room for ends with the line."""
+    """Store the number of runs. If capacity ran out, the last run extends to the end of the line."""
     tl.store(at, tl.minimum(count, RUNS))
     tl.store(runs + (RUNS - 1) * 3 + 1, stop)
 
 
 @triton.jit
 def line_of(runs, counts, batch, lines, index, RUNS: tl.constexpr):
-    """Return where the runs of a line begin, and how many they are; of `lines` lines a batch."""
+    """Return a pointer to the runs of a line, and their number; `lines` lines per sample of a batch."""
     line = tl.cast(batch, tl.int64) * lines + index
     return runs + line * RUNS * 3, tl.load(counts + line)
 

@@ -1,12 +1,13 @@
-"""The gradient of a bias table in Triton, of blocks with several of its rows. Importing this file needs Triton.
+"""The gradient of a bias table in Triton, from blocks with several rows of the table. Importing this file needs Triton.
 
-Along a diagonal of blocks each pair of places has the same distance in every block, so that what they give can be added
-up place by place, and goes to the rows of the table once a run. Only where relations decide too does each block so.
+Along a diagonal of blocks, each position in a block has the same distance in every block. So gradients of scores are
+summed position by position along a run, and added to the rows of the table once per run. Only blocks in which relations
+also matter are added one by one.
 
-Sums do not depend on the order of programs: they are sums of integers, in units of a power of two, which are exact and
-so the same bits each time; atomic adds of floats are not. A score's gradient is at most P (|dO_q| |V_k| + |delta_q|),
-and P adds up to 1 at most over the keys of a query. So all together are at most the queries times the largest bracket,
-and a unit is such that these have `FREE_BITS`.
+Sums do not depend on the order of programs, so they are bitwise reproducible: they are exact sums of integers, in units
+of a power of two. Atomic adds of floats are not. The gradient of a score is at most P (|dO_q| |V_k| + |delta_q|), and
+the sum of P over the keys of a query is at most 1. So a sum is at most the number of queries times the largest bracket,
+and the unit is chosen such that this bound fits in `FREE_BITS`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -43,10 +44,10 @@ from bmburst_ops.flash.triton_backward import load_numbers, load_queries, querie
 from bmburst_ops.flash.triton_forward import dot, load_rows, matrix_of
 
 FREE_BITS = 61
-"""Of a signed 64-bit integer, less one for rounding errors in the bound."""
+"""Bits of a signed 64-bit integer without the sign, less one for rounding errors in the bound."""
 PEAKS = 3
-"""Numbers that stand behind the sums: the largest square of dO's and of V's rows, and of delta the largest."""
-_LARGEST = tl.constexpr(100)  # of a unit's exponents: fp32 holds it, and its products with what it was made for
+"""Number of peaks after the sums: the largest squared norm of rows of dO and of V, and the largest |delta|."""
+_LARGEST = tl.constexpr(100)  # largest exponent of a unit, so that it and its products fit in fp32
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -54,8 +55,9 @@ def peaks_kernel(
     grad, v, delta, sums, grad_strides, v_strides, delta_strides, queries, keys, rows,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: what TOKENS queries and as many keys of a head raise the peaks to, which are zero before. They stand
-    behind the sums, `[heads, rows]`. Grid: (blocks, heads, batch).
+    """One program: update the peaks with TOKENS queries and TOKENS keys of a head. Grid: (blocks, heads, batch).
+
+    The peaks are initially zero and stored after the sums, `[heads, rows]`.
     """
     first, head, batch = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
     grad_matrix, v_matrix = matrix_of(grad, grad_strides, batch, head), matrix_of(v, v_strides, batch, head)
@@ -76,14 +78,14 @@ def _squares(block):
 
 @triton.jit
 def _raise(peak, numbers):
-    """Raise a peak to the largest magnitude: as bits, in whose order a NaN is above all numbers."""
+    """Raise a peak to the largest magnitude. Bit patterns are compared, in which NaN is above all numbers."""
     bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(peak, tl.max(bits, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def unit_of(peaks, bits):
-    """Return the factor that makes gradients of scores integers of so many bits, NaN if the bound is not finite."""
+    """Return the factor that scales gradients of scores to integers of `bits` bits; NaN if the bound is not finite."""
     bound = tl.sqrt(_peak(peaks)) * tl.sqrt(_peak(peaks + 1)) + _peak(peaks + 2)
     exponent = ((bound.to(tl.int32, bitcast=True) >> 23) & 255) - 127  # the bound is below 2 ** (exponent + 1)
     power = tl.minimum(bits - 1 - exponent, _LARGEST)
@@ -97,13 +99,13 @@ def _peak(peak):
 
 @triton.jit
 def add_integers(sums, values, unit, mask):
-    """Add values to sums in units."""
+    """Add values to sums, as integers in units."""
     tl.atomic_add(sums, (values * unit).to(tl.int64), mask=mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("bits", "rows", "heads"))
 def numbers_kernel(sums, bits, numbers, rows, heads, AT_ONCE: tl.constexpr):
-    """One program: AT_ONCE of the numbers that the sums are, `[rows, heads]` of `[heads, rows]`. Grid: blocks."""
+    """One program: convert AT_ONCE sums, `[heads, rows]`, to floats, `[rows, heads]`. Grid: blocks."""
     place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = place < rows * heads
     total = tl.load(sums + place % heads * rows + place // heads, mask=inside, other=0)
@@ -123,8 +125,8 @@ def table_kernel(
 ):  # fmt: skip
     """One program: the table's gradient of one head from one diagonal of blocks. Grid: (diagonals, heads, batch).
 
-    Blocks must be those of `queries_kernel`, whose runs are `line_runs` and arguments the others; for runs and counts
-    see `triton_runs.diagonals_kernel`.
+    Block sizes must be those of `queries_kernel`, whose runs are `line_runs`. For runs and counts see
+    `triton_runs.diagonals_kernel`; other arguments are as in `queries_kernel`.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)
@@ -189,7 +191,7 @@ def _grad_scores(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of a block's scores, `[QUERIES, KEYS]`, from their bias, -inf where nothing is seen."""
+    """Return the gradients of a block's scores, `[QUERIES, KEYS]`, given the bias, -inf for masked pairs."""
     query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
     key = load_rows(k_matrix, first_key, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
     scores = dot(query, tl.trans(key), PRECISION) * bits_scale + bias
@@ -200,6 +202,6 @@ def _grad_scores(
 
 @triton.jit
 def _add_by_bucket(sums, head, bucket, values, bits, rows):
-    """Add values to a head's sums of their buckets; none where the bucket is `rows`, nor zeros."""
+    """Add values to a head's sums by bucket, except zeros and values whose bucket is `rows`."""
     unit = unit_of(sums + tl.num_programs(1) * rows, bits)
     add_integers(sums + head * rows + bucket, values, unit, (bucket < rows) & (values != 0))

@@ -121,7 +121,7 @@ def test_like_shapes_are_required() -> None:
         rms_norm(torch.zeros(2, 13), torch.ones(1), 1e-5)
     with refused("13 features", error=ValueError):
         stream_norm(torch.zeros(2, 13), None, torch.ones(1), 1e-5)
-    with refused("the like is added", error=ValueError):
+    with refused("added like x", error=ValueError):
         stream_norm(torch.zeros(2, 13), torch.zeros(1, 13), torch.ones(13), 1e-5)
     with refused("even head_dim", error=ValueError):
         apply_rotary(torch.zeros(1, 2, 3, 5), torch.zeros(1, 2, 2), torch.zeros(1, 2, 2))
