@@ -155,6 +155,11 @@ class _Request:
         prompts = read_prompts(encoder, prompt=args.prompt, prompt_file=args.prompt_file, prompts=args.prompts)
         if args.output is not None:
             require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
+        if args.logprobs is not None and args.output is None and args.prompts is None:
+            raise UserError(
+                "--logprobs with an answer that is printed as text alone\n"
+                "allowed: --output or --prompts, which write lines with them\nfix: --output FILE.jsonl too"
+            )
         if args.stream and (len(prompts) > 1 or options.num_samples > 1):
             raise UserError(
                 f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"

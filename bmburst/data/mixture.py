@@ -89,6 +89,11 @@ class MixedFiles:
                 )
 
     @property
+    def eos_id(self) -> int:
+        """The end-of-document id of all files."""
+        return self.files[0].eos_id
+
+    @property
     def tokenizer_identity(self) -> str:
         """The `identity` of the tokenizer of all files."""
         return self.files[0].tokenizer_identity

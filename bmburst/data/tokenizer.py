@@ -135,6 +135,7 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer.model",
@@ -148,7 +149,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     CHAT_TEMPLATE,
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 """Files of a tokenizer's directory that belong to the model."""
 # Common end-of-document tokens, for a tokenizer.json without tokenizer_config.json.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from bmburst.config import read_json
 from bmburst.config.fields import convert_value, field, shown, spec_of
-from bmburst.data.tokenizer import TokenIds
+from bmburst.data.tokenizer import GENERATION_CONFIG, TokenIds
 from bmburst.errors import UserError, with_fix
 
-GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
 _EOS = "eos_token_id"
 # Keys of generation_config.json, mapped to fields of `GenerationOptions`.

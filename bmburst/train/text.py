@@ -1,5 +1,6 @@
 """The data of a run: checks them before ranks start, tokenizes them on the first rank of each host, opens them."""
 
+import json
 import sys
 import tempfile
 import time
@@ -9,10 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
+from bmburst.config import read_json
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
+from bmburst.data.tokenizer import GENERATION_CONFIG
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
@@ -115,6 +118,20 @@ def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None
     if chat_template is not None:
         files[data.CHAT_TEMPLATE] = chat_template
     return {name: path.read_bytes() for name, path in files.items()}
+
+
+def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
+    """Return what checkpoints keep of the text's tokenizer, by file name, and which token ends an answer.
+
+    That is the end-of-document token, unless the model that the run starts from names its own. An adapter leaves it to
+    the model.
+    """
+    files = kept_tokenizer(text, config.data.chat_template)
+    if config.lora.is_on or GENERATION_CONFIG in files:
+        return files
+    before = None if config.init_from is None else read_json(config.init_from / "config.json").get("eos_token_id")
+    ends = json.dumps({"eos_token_id": text.eos_id if before is None else before})
+    return files | {GENERATION_CONFIG: f"{ends}\n".encode()}
 
 
 def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:

@@ -151,6 +151,7 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
         (("--prompt", "x", "--stop", ""), ("stop", "not empty")),
         (("--prompt", "x", "--num-samples", "2"), ("num_samples", "temperature")),
         (("--prompt", "x", "--temperature", "1", "--num-samples", "2", "--stream"), ("--stream", "one prompt")),
+        (("--prompt", "x", "--logprobs", "2"), ("--logprobs", "--output")),
         (("--prompt", "x", "--chunk-tokens", "0"), ("--chunk-tokens 0", "at least 1")),
         (("--prompt", "x", "--max-new-tokens", "0"), ("max_new_tokens", "0")),
         (("--prompt", "x", "--max-new-tokens", "100000G"), ("--max-new-tokens",)),

@@ -1,5 +1,7 @@
 """Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from bmburst.train.data_paths import set_defaults_of_data
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.evaluate import find_model
 from bmburst.train.resolve import resolve
-from bmburst.train.text import kept_tokenizer
+from bmburst.train.text import kept_tokenizer, kept_with_model
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -94,6 +96,25 @@ def test_a_checkpoint_has_the_tokenizer_and_the_template(folder):
     (moved / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
     assert kept_tokenizer(replace(text, tokenizer_name=str(moved)), None) == {}
     assert kept_tokenizer(replace(text, tokenizer_name="bytes"), None) == {}
+
+
+def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
+    words = chat.directory(folder / "words")
+    text = open_corpus(folder / "chats.jsonl", str(words), folder / "cache")
+    given = {"data.source": str(folder / "chats.jsonl"), "data.tokenizer": str(words), "sequence_length": "64"}
+    ends = "generation_config.json"
+    assert json.loads(kept_with_model(text, resolve((), given))[ends]) == {"eos_token_id": text.eos_id}
+    # The model knows better; an adapter leaves it to the model; a file of the tokenizer's is kept as it is.
+    config = json.loads((folder / "base" / "config.json").read_text())
+    shutil.copytree(folder / "base", folder / "own")
+    (folder / "own" / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 1]}))
+    (folder / "own" / ends).unlink()
+    started = given | {"init_from": str(folder / "own")}
+    assert json.loads(kept_with_model(text, resolve((), started))[ends]) == {"eos_token_id": [3, 1]}
+    assert ends not in kept_with_model(text, resolve((), started | {"lora.rank": "2"}))
+    (folder / "own" / ends).write_text('{"top_k": 3}')
+    named = replace(text, tokenizer_name=str(folder / "own"))
+    assert kept_with_model(named, resolve((), started))[ends] == b'{"top_k": 3}'
 
 
 def test_text_is_read_with_the_models_own_tokenizer(folder):

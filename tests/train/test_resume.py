@@ -55,7 +55,7 @@ KILLS = [
     ("_save_random", 2, 2),  # in its second, with half of it written
     ("_save_state", 1, 2),  # the second again, all but the file that makes it one
     ("_sync", 3, 2),  # all of it is written, but not under its name
-    ("_sync", 7, 4),  # just after it got its name
+    ("_sync", 8, 4),  # just after it got its name
     ("_remove_hidden", 2, 6),  # while the first is removed, the last being there
 ]
 
