@@ -1,6 +1,6 @@
 """Compares predictions with measured and published numbers: `bmburst plan --check`.
 
-`data/measured.toml` and `data/published.toml` hold the runs and their sources.
+`data/measured.toml` and `data/published.toml` contain the runs and their sources.
 """
 
 import tomllib
@@ -26,16 +26,16 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One measured number beside its prediction.
+    """One measured number with its prediction.
 
     Attributes:
-        group: Whose number it is, and of what: attention or training.
+        group: Who measured it, and whether it is of attention or training.
         name: The run.
-        source: File or publication that has the number.
-        quantity: What was measured, with its unit.
+        source: File or publication with the number.
+        quantity: The measured quantity, with its unit.
         actual: The measured number.
         predicted: The planner's number.
-        assumed: Facts that the source does not state, or that limit the comparison.
+        assumed: Assumptions that the source does not state, or limits of the comparison.
     """
 
     group: str
@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Predicted over actual, less 1."""
+        """Relative error, predicted / actual - 1."""
         return self.predicted / self.actual - 1
 
 
@@ -64,7 +64,7 @@ def compare_predictions() -> list[Comparison]:
 
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons as Markdown tables, after a summary of median and largest errors."""
+    """Return a summary of median and largest errors, and the comparisons, as Markdown tables."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for each in comparisons:
         groups.setdefault((each.group, each.quantity), []).append(each)
@@ -107,7 +107,7 @@ def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
 
 
 def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
-    """Compare each row; a run on one GPU gets the FLOPs of one rank of the others."""
+    """Compare each row. A run on one GPU has the FLOPs of one rank of the other runs."""
     hardware = load_hardware("h200")
     for row in rows:
         task = _attention_task(row["num_heads"], row["num_kv_heads"], row["tokens"], row["ranks"], 1)
@@ -138,7 +138,7 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Compariso
 
 
 def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
-    """Compare each row; those of long sequences name their GPU, what is in host memory, and the rank of adapters."""
+    """Compare each row. Rows of long sequences also have the GPU, the offload and the rank of adapters."""
     for row in rows:
         hardware, whole = load_hardware(row.get("hardware", "h200")), PRESETS[row["preset"]]
         model = replace(whole, num_layers=row.get("layers", whole.num_layers), sliding_window=row.get("window"))
@@ -212,7 +212,7 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
 def _published(
     what: str, name: str, row: Mapping[str, Any], values: Mapping[str, tuple[str, float]]
 ) -> Iterator[Comparison]:
-    """Yield a comparison for each of the values, `(quantity, predicted)` by key, that a row has."""
+    """Yield a comparison for each key of `values` that a row has; `values` maps keys to `(quantity, predicted)`."""
     for key, (quantity, predicted) in values.items():
         if key in row:
             yield Comparison(

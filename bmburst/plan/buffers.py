@@ -1,8 +1,8 @@
-"""Predicts the bytes of attention's buffers beside inputs and results, on one rank and for one layer.
+"""Predicts the bytes of attention's buffers, without inputs and results, on one rank and for one layer.
 
-The formulas are those in the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Where copy
-engines move blocks, buffers that other ranks read or write ("boxes") lie outside of torch's allocator and stay for the
-next layer. Memory of kernels that run as CUDA graphs belongs to the graphs, and torch's peak does not count it.
+The formulas are explained in the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. With the copy
+engine transport, buffers that other ranks read or write ("boxes") are outside torch's allocator and are kept for the
+next layer. Memory of kernels that run as CUDA graphs belongs to the graphs, and torch's peak does not include it.
 """
 
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import WIDE
 from bmburst.schedule.units import Sizes
 
-_TURNS = 2  # buffers and boxes are double: one is filled while the other is read
+_TURNS = 2  # double buffering: one buffer is filled while the other is read
 
 
 class Buffers(NamedTuple):
     """Bytes of one pass.
 
     Attributes:
-        results: Output and log-sum-exp forward; gradients of queries, keys and values, and delta, backward.
-        kernel: What the kernel allocates for itself: sums in fp32.
+        results: In forward output and log-sum-exp; in backward gradients of queries, keys and values, and delta.
+        kernel: Internal buffers of the kernel: sums in fp32.
         working: Partial results and blocks in transfer, in torch's allocator.
         boxes: Buffers that other ranks read or write.
     """
@@ -53,14 +53,14 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
 
 
 def held_outside(candidate: Candidate) -> float:
-    """Return the bytes of boxes outside of torch's allocator, for the larger of both passes."""
+    """Return the bytes of boxes outside torch's allocator, for the larger of both passes."""
     if candidate.sequence == 1 or candidate.transport != "peer" or candidate.sequence_nodes > 1:
         return 0.0
     return max(attention_buffers(candidate, backward=direction).boxes for direction in (False, True))
 
 
 def held_by_graphs(candidate: Candidate) -> float:
-    """Return the bytes that CUDA graphs of one-tile kernels keep for the kernels' own buffers."""
+    """Return the bytes that CUDA graphs of one-tile kernels hold for internal buffers of the kernels."""
     own = candidate.sizes
     if not own.records_kernels(candidate.transport, candidate.sequence_nodes):
         return 0.0
@@ -68,7 +68,7 @@ def held_by_graphs(candidate: Candidate) -> float:
 
 
 def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -> float:
-    """FlashAttention-4: statistics; backward dQ in fp32, and dK and dV where query heads share them."""
+    """FlashAttention-4: statistics; in backward dQ in fp32, and with GQA also dK and dV."""
     if not backward:
         return own.shapes.statistics_bytes * share
     wide = WIDE / candidate.task.itemsize
@@ -96,7 +96,7 @@ def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
 
 
 def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
-    """What visits and what arrives, sums in fp32, a tile's results; see `bmburst/attention/ring.py`."""
+    """The current and the incoming block, sums in fp32, results of a tile; see `bmburst/attention/ring.py`."""
     wide = WIDE / own.shapes.itemsize
     q, k = own.shapes.q_bytes * share, own.shapes.k_bytes * share
     if not backward:

@@ -1,8 +1,8 @@
-"""What is to be trained (`Task`), and the ways to train it (`Candidate`).
+"""The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks
-stand as `bmburst.schedule.mesh_shape` says, node by node: tensor ranks are neighbours, then the ranks of a head
-exchange, then the ring or gather between such groups, then data.
+A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
+placed as in `bmburst.schedule.mesh_shape`, node by node: from the innermost dimension to the outermost, tensor ranks,
+ranks that exchange heads (Ulysses), the ring or gather between such groups, and data parallel ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -33,20 +33,20 @@ class Task:
 
     Attributes:
         model: The model's configuration.
-        preset: Its name, for the command line.
-        init_from: Hugging Face directory that it starts from, in place of the preset.
-        sequence: Tokens of a sequence.
+        preset: Name of the model, for the command line.
+        init_from: Hugging Face directory that training starts from, instead of the preset.
+        sequence: Tokens per sequence.
         gpus: Number of GPUs.
         nodes: Number of nodes, with the same number of GPUs each.
-        batch: Sequences of a step.
+        batch: Sequences per step.
         micro_batch: Sequences that a data parallel group computes at once.
         dtype: dtype of weights and activations.
-        loss_chunk: Tokens of a rank whose logits are computed at once.
-        mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.parts.mlp_chunk`.
-        lora: Adapters that are trained in place of the weights, which are frozen; None trains the weights.
-        pairs: Whether answers are compared with a reference's (DPO), which computes them forward in each step.
-        second_model: Whether the reference is a model beside the trained one, not that without its adapters.
-        host_memory: GiB of host memory of a node that the run's command names; None for what is free.
+        loss_chunk: Number of a rank's tokens whose logits are computed at once.
+        mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.parts.mlp_chunk`.
+        lora: Adapters to train with frozen weights; None trains the weights.
+        pairs: Whether it is preference training (DPO), in which each step also runs a reference model forward.
+        second_model: Whether the reference is a separate model, not the trained model without its adapters.
+        host_memory: GiB of a node's host memory in the run's command; None for the free memory.
 
     Raises:
         UserError: A value is out of range or the values do not fit together.
@@ -91,12 +91,12 @@ class Task:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of a node."""
+        """Number of GPUs per node."""
         return self.gpus // self.nodes
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained: all, or those of adapters."""
+        """Number of trained parameters: all, or those of adapters."""
         return self._adapters if self.lora else self.model.num_parameters
 
     @property
@@ -119,13 +119,13 @@ def _option(name: str) -> str:
 
 
 class Offload(Enum):
-    """What a rank's part of weights, gradients and optimizer has in host memory (`--optimizer.offload`)."""
+    """What a rank keeps in host memory, of weights, gradients and optimizer states (`--optimizer.offload`)."""
 
     NOTHING = "nothing"
     OPTIMIZER = "optimizer"
     """AdamW's state."""
     WEIGHTS = "weights"
-    """And weights and gradients of blocks; ZeRO 3."""
+    """Optimizer states, and weights and gradients of blocks; needs ZeRO 3."""
 
 
 RECOMPUTE = POLICIES
@@ -146,14 +146,14 @@ class Candidate:
         task: What is trained.
         data: Data parallel degree.
         tensor: Tensor parallel degree.
-        ulysses_degree: Neighbouring ranks of a sequence that exchange attention heads; 1 for none.
+        ulysses_degree: Number of neighbouring ranks that exchange attention heads; 1 for no exchange.
         outer: Strategy between the groups that exchange heads: "ring", "double-ring" (rings inside nodes and between
-            them) or "gather"; "none" where there is one group.
+            them) or "gather"; "none" with a single group.
         recompute: Recompute policy (`bmburst.recompute.policy`).
         zero: ZeRO stage.
         transport: Transport inside a node.
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
-        layer: Policy of the layers that are looked at, where `recompute` differs by layer.
+        layer: If `recompute` differs by layer, the policy of the layers that are predicted.
         offload: What is in host memory.
     """
 
@@ -171,17 +171,17 @@ class Candidate:
 
     @cached_property
     def sequence(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.task.gpus // (self.data * self.tensor)
 
     @cached_property
     def groups(self) -> int:
-        """Groups of ranks that exchange heads."""
+        """Number of groups that exchange heads."""
         return self.sequence // self.ulysses_degree
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a sequence that a sequence rank holds, padding included."""
+        """Tokens of a sequence on a sequence rank, including padding."""
         return 2 * -(-self.task.sequence // (2 * self.sequence))  # zigzag: two chunks
 
     @cached_property
@@ -191,26 +191,26 @@ class Candidate:
 
     @cached_property
     def policy(self) -> Policy:
-        """The recompute policy, of all layers or of those that are looked at."""
+        """The recompute policy, of all layers or of those that are predicted."""
         return Policy.parse(self.recompute) if self.layer is None else self.layer
 
     @cached_property
     def kinds(self) -> tuple[tuple["Candidate", int], ...]:
-        """Kinds of layers with their counts: candidates whose `layer` differs."""
+        """Kinds of layers with their counts: candidates that differ in `layer`."""
         kinds = Policy.parse(self.recompute).kinds(self.task.model.num_layers)
         return tuple((replace(self, layer=policy), layers) for policy, layers in kinds)
 
     @cached_property
     def mlp_rows(self) -> int:
-        """Tokens that pass through an MLP at once, in the layers that the policy holds for."""
+        """Tokens that an MLP computes at once, in the layers of the policy."""
         return mlp_chunk(self.rows, self.task.mlp_chunk, recomputes=self.policy.recomputes)
 
     def is_lean(self, operators: Operators) -> bool:
-        """Return whether blocks of this policy are those of `bmburst.blocks.lean`."""
+        """Return whether blocks of this policy run as in `bmburst.blocks.lean`."""
         return operators.lean and self.policy.recomputes and self.tensor == 1
 
     def at_once(self, operators: Operators) -> "Candidate":
-        """Return this candidate with as few heads as a block attends with at a time."""
+        """Return this candidate with only the heads of one attention call of a block."""
         return self._few_heads if self.is_lean(operators) else self
 
     @cached_property
@@ -224,7 +224,7 @@ class Candidate:
 
     @cached_property
     def micro_steps(self) -> int:
-        """Forward and backward passes of a step."""
+        """Forward and backward passes per step."""
         return self.task.batch // (self.data * self.task.micro_batch)
 
     @cached_property
@@ -239,17 +239,17 @@ class Candidate:
 
     @cached_property
     def sequence_ranks_per_node(self) -> int:
-        """Sequence ranks of one group that share a node."""
+        """Number of sequence ranks of one group on a node."""
         return max(1, min(self.sequence, self.task.gpus_per_node // self.tensor))
 
     @cached_property
     def sequence_nodes(self) -> int:
-        """Nodes that a sequence spans."""
+        """Number of nodes that a sequence spans."""
         return -(-self.sequence * self.tensor // self.task.gpus_per_node)
 
     @cached_property
     def shapes(self) -> HeadShapes:
-        """Sizes of one layer's attention, of a micro batch, after the exchange of heads."""
+        """Sizes of one layer's attention for a micro-batch, after the exchange of heads."""
         return HeadShapes(
             layout=Zigzag(self.sequence, self.tokens),
             degree=self.ulysses_degree,
@@ -263,7 +263,7 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes of attention's transfers and units, with the largest units: as if transfers took no time."""
+        """Sizes of attention's transfers and units, with the largest units, as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
         least = choose_ring_tensors(self.shapes)
         ring_tensors = least if self.ring_tensors == "auto" else cast(RingTensors, self.ring_tensors)
@@ -271,7 +271,7 @@ class Candidate:
         return Sizes(Strategy(self.ulysses_degree, outer, ring_tensors, most), self.shapes)
 
     def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
-        """Return this candidate with another attention strategy; a single group has no outer one."""
+        """Return this candidate with another attention strategy; a single group has no outer strategy."""
         outer = "none" if ulysses_degree == self.sequence else outer
         return replace(self, ulysses_degree=ulysses_degree, outer=outer)
 
@@ -282,13 +282,13 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        """Placement of the ranks of a sequence. Only a double ring has communicators of its own inside nodes."""
+        """Placement of the ranks of a sequence. Only a double ring has separate communicators inside nodes."""
         nodes = self.sequence_nodes
         even = self.sequence % self.sequence_ranks_per_node == 0
         return Placement(self.transport if nodes == 1 else "nccl", nodes, even, within=self.transport)
 
     def attention_cost(self, hardware: Hardware) -> AttentionCost:
-        """Return the seconds of one layer's attention, of a micro batch."""
+        """Return the seconds of one layer's attention for a micro-batch."""
         return _attention_cost(self.problem(hardware), self.sizes.strategy)
 
     @property

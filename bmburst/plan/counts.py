@@ -1,9 +1,9 @@
-"""Counts of a model: parameters, FLOPs, and the bytes that operators between matrix products move and hold.
+"""Counts of a model: parameters, FLOPs, and the memory traffic and memory of operators between matrix products.
 
-`PLAIN` are bmburst_ops' functions as plain torch computes them, operation by operation: `rms_norm`, `rotary`,
-`swiglu`, `linear_cross_entropy`. `FUSED` read their inputs and write their results once. `OURS` are the kernels that
-bmburst_ops runs on GPUs. All are for 16-bit tensors with fp32 inside. In fp32 there are no conversions: the memory
-that an operator holds takes that into account, its time does not.
+`PLAIN` are the functions of bmburst_ops in plain torch, operation by operation: `rms_norm`, `rotary`, `swiglu`,
+`linear_cross_entropy`. `FUSED` read their inputs and write their results once. `OURS` are the kernels that bmburst_ops
+runs on GPUs. All are for 16-bit tensors with fp32 arithmetic. With fp32 tensors there are no conversions: the formulas
+for memory take that into account, those for time do not.
 """
 
 from collections.abc import Iterable
@@ -16,30 +16,30 @@ from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight and of an element of an activation, by dtype."""
-WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
+WIDE = 4  # bytes of fp32: inside operators, AdamW's state, log-sum-exp and delta, and sums of a ring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operators:
-    """Bytes that a set of operators moves for each element of its input.
+    """Bytes of memory traffic of a set of operators, per element of a tensor.
 
     Attributes:
         name: Name of the set.
-        norm_forward: Of the hidden state.
-        norm_backward: Likewise.
-        swiglu_forward: Of one of the two halves.
-        swiglu_backward: Likewise.
-        rotary: Of queries and keys, either way.
-        loss: Of the logits.
-        stream_forward: Of the hidden state: the two additions to the stream, beyond what norms read and write.
-        stream_backward: Likewise: the stream's gradient, to which each norm adds its own.
-        gradient_sums: Of the hidden state: gradients of what q, k, v and gate, up read, added.
-        wide_copies: Whether norm and activation make fp32 copies of what they work on.
-        wide_loss: Whether the loss does.
-        gathered: Chunks of tokens whose gradients of logits a 16-bit model's loss keeps at once.
-        repeats_last: Whether a block's recomputation forms its last product, of which backward reads nothing, again.
-        swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
-        lean: Whether recomputed blocks are those of `bmburst.blocks.lean`.
+        norm_forward: Per element of the hidden state.
+        norm_backward: Per element of the hidden state.
+        swiglu_forward: Per element of one of the two inputs.
+        swiglu_backward: Per element of one of the two inputs.
+        rotary: Per element of queries and keys, in forward or backward.
+        loss: Per element of the logits.
+        stream_forward: Per element of the hidden state: the two additions to the stream, beyond the traffic of norms.
+        stream_backward: Per element of the hidden state: the stream's gradient, to which each norm adds its own.
+        gradient_sums: Per element of the hidden state: adding the input gradients of q, k, v and of gate, up.
+        wide_copies: Whether norm and activation make fp32 copies of their tensors.
+        wide_loss: Whether the loss makes fp32 copies.
+        gathered: Number of chunks whose logit gradients the loss of a 16-bit model holds at once.
+        repeats_last: Whether the recomputation of a block repeats its last product, which backward does not read.
+        swiglu_overwrites: Whether one gradient of the activation's inputs overwrites that of its result.
+        lean: Whether recomputed blocks run as in `bmburst.blocks.lean`.
     """
 
     name: str
@@ -60,30 +60,30 @@ class Operators:
     lean: bool = False
 
     def norm_backward_alive(self, itemsize: int) -> float:
-        """Return the bytes that live at once inside a norm's backward, beside its input.
+        """Return the bytes per element alive at the peak of a norm's backward, without its input.
 
-        The gradient, normed, its gradient, two terms of the input's.
+        These are the gradient, the normed input and its gradient, and two terms of the input's gradient.
         """
         return 4.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
 
     def swiglu_forward_alive(self, itemsize: int) -> float:
-        """Return the same for the gated activation: silu, up, their product."""
+        """Return the same for the forward of the gated activation: silu, up, their product."""
         return 2.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
 
     def swiglu_backward_alive(self, itemsize: int) -> float:
-        """Return the same backward, results included: gradient, gate, sigmoid, gate's gradient, two terms of up's."""
+        """Return the same for its backward: gradient, gate, sigmoid, gate's gradient, two terms of up's gradient."""
         if not self.wide_copies:
             return (1.0 if self.swiglu_overwrites else 2.0) * itemsize
         return 4.0 * WIDE + 2 * _copy(itemsize) + (itemsize if itemsize < WIDE else 0)
 
     def gathered_chunks(self, itemsize: int) -> int:
-        """Return how many chunks' gradients of logits are multiplied with their states at once."""
+        """Return the number of chunks whose logit gradients are multiplied with the hidden states at once."""
         return self.gathered if itemsize < WIDE else 1
 
     def loss_alive(self, itemsize: int, chunk: float, rows: float) -> float:
-        """Return the bytes of each word that live at once: a chunk's logits, gradients of as many as are gathered.
+        """Return the bytes per vocabulary entry alive in the loss: logits of a chunk, gradients of gathered chunks.
 
-        In fp32 one is the other. Plain torch has a logit's exponential beside it, inside of logsumexp.
+        In fp32 the gradient overwrites the logits. Plain torch also holds the exponentials inside logsumexp.
         """
         logits = chunk * (2.0 * WIDE if self.wide_loss else WIDE)
         kept = min(rows, chunk * self.gathered_chunks(itemsize)) * itemsize
@@ -115,7 +115,7 @@ FUSED = Operators(
     swiglu_forward=6,
     swiglu_backward=10,
     rotary=4,
-    loss=14,  # written in fp32, read, written in 16 bits, read by two products
+    loss=14,  # logits written in fp32 and read; gradient written in 16 bits and read by two products
     stream_forward=12,
     stream_backward=12,
     gradient_sums=18,
@@ -125,9 +125,9 @@ FUSED = Operators(
 OURS = replace(
     FUSED,
     name="ours",
-    norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
-    stream_forward=10,  # the norm reads both terms in place of their sum, and writes that too
-    stream_backward=4,  # each norm reads one gradient more
+    norm_backward=6,  # read gradient and input, write the input's gradient; the weight's partial sums are 0.3 %
+    stream_forward=10,  # the norm reads both terms instead of their sum, and also writes the sum
+    stream_backward=4,  # each norm reads one more gradient
     gradient_sums=6,  # each product but the first reads the sum so far
     gathered=GATHERED_CHUNKS,
     repeats_last=False,
@@ -135,24 +135,24 @@ OURS = replace(
 )
 LEAN = replace(OURS, name="lean", lean=True)
 OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS, LEAN)}
-"""By the names that recorded runs give them."""
+"""Sets of operators by their names in recorded runs."""
 CURRENT = LEAN
-"""What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN` operators in the same blocks."""
-SCALED = 8  # bytes an element of the hidden state, backward: the two factors, where what is added to the stream has one
-DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)
-BACKWARD = 2.0  # products with each weight in backward over those in forward: its gradient and its input's
+"""The operators of `bmburst train` on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN` in the same blocks."""
+SCALED = 8  # bytes per element of the hidden state in backward, for factors on the two residual updates
+DELTA = 4  # bytes per element of attention's output: rowsum(dO * O)
+BACKWARD = 2.0  # products per weight in backward divided by those in forward: weight gradient and input gradient
 BLOCK_NORMS = 2
 
 
 def block_matrices(model: LlamaConfig, tensor: int = 1) -> int:
-    """Return the elements of a block's matrices on a tensor rank; ranks share KV heads where there are few."""
+    """Return the elements of a block's matrices on a tensor rank. Ranks share a KV head if there are more ranks."""
     query = model.num_heads // tensor * model.head_dim
     kv = max(1, model.num_kv_heads // tensor) * model.head_dim
     return model.hidden_size * (2 * query + 2 * kv + 3 * (model.intermediate_size // tensor))
 
 
 def projections(model: LlamaConfig) -> int:
-    """Return the elements of the matrices that project queries, keys and values."""
+    """Return the elements of the query, key and value projections."""
     return model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
 
 
@@ -162,20 +162,20 @@ def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
 
 
 def adam_bytes(itemsize: int) -> int:
-    """Return the bytes of AdamW's state of a weight: two moments, and an fp32 master where `itemsize` is less."""
+    """Return the bytes of AdamW's state per weight: two moments, and an fp32 master if `itemsize` is below 4."""
     return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
 
 
 def host_adam_bytes(dtype: str) -> int:
-    """Return the bytes of AdamW's state of a weight of a dtype that lives in host memory itself.
+    """Return the bytes of AdamW's state per weight, for weights that are themselves in host memory.
 
-    A bfloat16 weight is a half of its master, a float16 weight is not: `bmburst.optim.host_adam`.
+    A bfloat16 weight is the upper half of its master, a float16 weight is not: see `bmburst.optim.host_adam`.
     """
     return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
 
 
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:
-    """Return the parameters of all blocks, adapters included."""
+    """Return the number of parameters of all blocks, including adapters."""
     return model.num_layers * (held_block(model) + adapter_elements(model, lora))
 
 
@@ -187,7 +187,7 @@ def adapter_elements(model: LlamaConfig, lora: LoRAConfig | None, tensor: int = 
 def held_block(model: LlamaConfig, tensor: int = 1) -> int:
     """Return the elements that a tensor rank holds of a gathered block.
 
-    BMTrain keeps the whole of a K or V projection that has fewer heads than there are tensor ranks.
+    If there are fewer KV heads than tensor ranks, each rank gathers the whole K and V projections.
     """
     query = model.num_heads // tensor * model.head_dim
     kv = model.num_kv_heads * model.head_dim // (tensor if model.num_kv_heads % tensor == 0 else 1)
@@ -196,7 +196,7 @@ def held_block(model: LlamaConfig, tensor: int = 1) -> int:
 
 
 def table(model: LlamaConfig) -> int:
-    """Return the elements of the embedding, which are those of the head."""
+    """Return the elements of the embedding; the head has as many."""
     return model.vocab_size * model.hidden_size
 
 
@@ -206,36 +206,37 @@ def vocabulary_matrices(model: LlamaConfig) -> int:
 
 
 def attention_flops(model: LlamaConfig, sequence: int) -> float:
-    """Return the FLOPs of causal attention forward, of one layer and sequence: half of 4 S^2 H D, or a window's."""
+    """Return the forward FLOPs of causal attention for one layer and sequence: half of 4 S^2 H D, or a window's."""
     return _forward(model, causal_pairs([sequence], model.sliding_window))
 
 
 def multiplied(model: LlamaConfig) -> int:
-    """Return the parameters in matrix products: all but the embedding, which is a lookup."""
+    """Return the number of parameters in matrix products: all but the embedding, which is a lookup."""
     return model.num_parameters - (table(model) if vocabulary_matrices(model) == 2 else 0)
 
 
 def causal_pairs(lengths: Iterable[int], window: int | None = None) -> float:
-    """Return the query-key pairs of causal attention over texts: half of each square, or those inside the window.
+    """Return the number of query-key pairs of causal attention: half of each square, or the pairs inside a window.
 
     Args:
-        lengths: Tokens of each text: of a sequence, or of each document packed into one.
-        window: Keys that a query sees at most, itself among them.
+        lengths: Tokens of each sequence, or of each packed document.
+        window: Most keys that a query sees, including itself.
     """
     reach = ((n, n if window is None else min(n, window)) for n in lengths)
     return float(sum(n * seen - seen**2 / 2 for n, seen in reach))
 
 
 def step_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a step as utilisation counts them.
+    """Return the FLOPs of a step for the model FLOPs utilisation.
 
-    6 N a token, N without the embedding, which is looked up; 4 H D a score forward; recomputation not.
+    They are 6 N per token, with N the parameters without the embedding, and 4 H D per score in forward. Recomputation
+    does not count.
 
     Args:
-        model: The shape.
-        tokens: Of all sequences.
-        query_key_pairs: Of all sequences, in one head and layer; see `causal_pairs`.
-        attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
+        model: The model's configuration.
+        tokens: Tokens of all sequences.
+        query_key_pairs: Pairs of all sequences, in one head and layer; see `causal_pairs`.
+        attention_backward: FLOPs of attention's backward divided by those of forward: 2 by convention, 2.5 in kernels.
     """
     return 6.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs) * (
         1 + attention_backward
@@ -243,30 +244,31 @@ def step_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, *, att
 
 
 def forward_flops(model: LlamaConfig, tokens: float, query_key_pairs: float) -> float:
-    """Return the FLOPs of a forward pass, for the arguments of `step_flops`: a third of a step's."""
+    """Return the FLOPs of a forward pass, a third of those of `step_flops`, with the same arguments."""
     return 2.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs)
 
 
 def frozen_flops(model: LlamaConfig, tokens: float, adapters: int) -> float:
-    """Return the FLOPs that a step lacks where adapters are trained: frozen weights have no gradients, adapters do.
+    """Return the FLOPs by which training adapters needs less: no gradients of frozen weights, but those of adapters.
 
     Args:
-        model: The shape.
-        tokens: Of all sequences.
-        adapters: Parameters of the adapters; 0 where the weights are trained.
+        model: The model's configuration.
+        tokens: Tokens of all sequences.
+        adapters: Number of parameters of the adapters; 0 if the weights are trained.
     """
     return (2.0 * multiplied(model) - 6.0 * adapters) * tokens if adapters else 0.0
 
 
 def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:
-    """Return the FLOPs that are computed in a step: attention's backward as the kernel does it, and recomputation.
+    """Return the FLOPs that a step executes: with attention's backward as in kernels, and with recomputation.
 
     Args:
-        model: See `step_flops`, as `tokens` and `query_key_pairs`.
-        tokens: See above.
-        query_key_pairs: See above.
-        recompute: One of `bmburst.recompute.policy`. A block's last product, of which backward reads nothing, is not
-            computed again; of a kept fraction of attention the beginning is, as if heads are exchanged.
+        model: See `step_flops`.
+        tokens: See `step_flops`.
+        query_key_pairs: See `step_flops`.
+        recompute: A policy of `bmburst.recompute.policy`. The last product of a block is not recomputed, because
+            backward does not read it. If a fraction of attention is kept, its prefix is recomputed as with exchanged
+            heads.
     """
     policy, last = Policy.parse(recompute), model.hidden_size * model.intermediate_size
     again = 2.0 * (block_matrices(model) - last) * tokens if policy.recomputes else 0.0

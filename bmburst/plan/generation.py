@@ -1,6 +1,6 @@
-"""Predicts generation: time to the first token, time of a token, memory and the longest length. Imports no torch.
+"""Predicts generation: time to first token, time per token, memory and the longest length. Imports no torch.
 
-Bounds and memory are those of `bmburst.plan.inference`. What kernels add to the bounds was measured on H200s.
+Lower bounds and memory come from `bmburst.plan.inference`. The overhead of kernels was measured on H200s.
 """
 
 import shlex
@@ -18,10 +18,10 @@ from bmburst.plan.ways import with_attention_choice
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.hardware import Hardware
 
-_READ = 0.9  # of the memory's bandwidth that decoding's products and attention reach: llama-3-8b on an H200
-_LAYER = 1.5e-3 / 32  # seconds of a layer's dozen small kernels beside its bytes: the same
-_FORWARD = 1 / 3  # of the host's time for a block, forward and backward (`Hardware.layer_host`): assumed
-_ADD_UP = 1e-5  # seconds to add a token up over the ranks, by peer memory: a barrier of 5 us, measured, and a sum
+_READ = 0.9  # fraction of the memory bandwidth that products and attention of decoding reach: llama-3-8b on an H200
+_LAYER = 1.5e-3 / 32  # seconds of the small kernels of a layer, in addition to its memory traffic: the same run
+_FORWARD = 1 / 3  # forward's share of the host time of a block (`Hardware.layer_host`): assumed
+_ADD_UP = 1e-5  # seconds of an all-reduce of one token by peer memory: a barrier of 5 us, measured, and a sum
 _FEW = (1, 2, 4, 8)  # GPUs that are always shown
 
 
@@ -34,8 +34,8 @@ class GenerationTask:
         preset: Its name.
         prompt: Tokens of each prompt.
         new_tokens: Tokens of each answer.
-        batch: Prompts at once.
-        dtype: Of weights and cache.
+        batch: Number of prompts at once.
+        dtype: dtype of weights and KV cache.
 
     Raises:
         UserError: A value is out of range.
@@ -61,27 +61,27 @@ class GenerationTask:
 
     @property
     def work(self) -> InferenceWork:
-        """What it computes and reads at least."""
+        """The least computation and memory traffic of the task."""
         return InferenceWork(config=self.model, batch=self.batch, itemsize=ITEMSIZE[self.dtype])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """What is predicted of a task on some GPUs of one node.
+    """The prediction for a task on some GPUs of one node.
 
     Attributes:
         task: The task.
-        gpus: GPUs that share every prompt.
-        split: How they share the cache; of the first rank.
+        gpus: Number of GPUs that share every prompt.
+        split: How the KV cache is sharded, for the first rank.
         first_token: Seconds from the prompt to the first new token.
-        first_token_bound: The least that prefill takes.
-        token: Seconds of a later token of every answer, half of the answer being there.
-        token_bound: The least that it takes.
+        first_token_bound: Lower bound of the seconds of prefill.
+        token: Seconds per later token of all answers, in the middle of the answer.
+        token_bound: Lower bound of `token`.
         weights: Bytes of weights on a GPU.
-        cache: Bytes of the cache on a GPU.
-        working: Bytes that prefill or a step of decoding takes beside them.
-        available: Bytes of a GPU that inference plans with.
-        longest: Tokens of prompt and answer that fit; 0: not even one.
+        cache: Bytes of the KV cache on a GPU.
+        working: Bytes of other tensors in prefill or in a step of decoding.
+        available: Bytes of a GPU that inference may use.
+        longest: Most tokens of prompt and answer that fit; 0 if not even one fits.
     """
 
     task: GenerationTask
@@ -118,7 +118,7 @@ class Generation:
 
 
 def predict_generation(task: GenerationTask, gpus: int, hardware: Hardware) -> Generation:
-    """Return what is predicted of a task on some GPUs of one node, with the cache that `--cache auto` splits.
+    """Return the prediction for a task on some GPUs of one node, with the cache split of `--cache auto`.
 
     Raises:
         UserError: There are too few or too many GPUs.
@@ -150,13 +150,13 @@ def predict_generation(task: GenerationTask, gpus: int, hardware: Hardware) -> G
 
 
 def counts(gpus: int) -> tuple[int, ...]:
-    """Return the numbers of GPUs to show: powers of two up to those that are asked for, 8 at least, and these."""
+    """Return the numbers of GPUs to show: powers of two up to `gpus`, at least up to 8, and `gpus` itself."""
     powers = {1 << n for n in range(gpus.bit_length())}
     return tuple(sorted({*_FEW, *powers, gpus}))
 
 
 def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> float:
-    """Return the seconds of prefill: attention as the planner prices it, products, elementwise work, and one head."""
+    """Return the seconds of prefill: attention by the cost model, products, elementwise operations, and one head."""
     model, work, gpus = task.model, task.work, split.ranks
     alone = Candidate(
         task=Task(model=model, sequence=max(task.prompt, gpus), gpus=gpus, dtype=task.dtype)  # type: ignore[arg-type]
@@ -177,11 +177,11 @@ def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) ->
 
 
 def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardware) -> float:
-    """Return the seconds of a token: the bytes that a rank reads, small kernels, and sums over the ranks."""
+    """Return the seconds per token: memory reads of a rank, small kernels, and all-reduces over the ranks."""
     model, work, ranks = task.model, task.work, split.ranks
     query_key_value = model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     shared = (block_matrices(model) - query_key_value) * model.num_layers + table(model)
-    # Ranks of a head group that share tokens all compute its queries, keys and values.
+    # Ranks of a head group that shard tokens all compute the group's queries, keys and values.
     weights = work.itemsize * (shared / ranks + model.num_layers * query_key_value / split.head_groups)
     seconds = (weights + work.cache_bytes(length) / ranks) / (_READ * read_bandwidth(hardware))
     seconds += model.num_layers * _LAYER
@@ -193,13 +193,13 @@ def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardw
 
 
 def generation_report(task: GenerationTask, hardware: Hardware, found: Sequence[Generation], gpus: int) -> str:
-    """Return the report: the task, the comparison of numbers of GPUs, and of those asked for time, memory and command.
+    """Return the report: the task, a table by number of GPUs, and time, memory and command for `gpus` GPUs.
 
     Args:
-        task: What is generated.
+        task: The task.
         hardware: The machine.
         found: The predictions, by number of GPUs.
-        gpus: The GPUs that are asked for.
+        gpus: The requested number of GPUs.
     """
     asked = next(each for each in found if each.gpus == gpus)
     prompts = f"{short(task.prompt, commas=True)} tokens x {task.batch}"

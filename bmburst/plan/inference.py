@@ -1,4 +1,4 @@
-"""Memory of inference, by formula, and the least time of prefill and of a token. Imports no torch."""
+"""Memory of inference, and lower bounds of the time of prefill and of decoding a token. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from bmburst.schedule.hardware import Hardware
 
 WIDE = 4  # bytes of fp32: log-sum-exp, logits, partial results
 MLP_TOKENS = 16384
-"""Tokens of a rank whose MLP is computed at once in prefill."""
+"""Number of a rank's tokens that an MLP computes at once in prefill."""
 TOKENS_OF_RANK = 65536
-"""Tokens of a chunk that a rank computes, by default."""
+"""Default number of tokens per rank in a chunk of prefill."""
 RESERVE = 0.04
-"""Fraction of a device that is kept for torch, libraries and fragments."""
+"""Fraction of a device that is reserved for torch, libraries and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +24,9 @@ class InferenceMemory:
 
     Attributes:
         config: The model.
-        split: How the ranks share the cache.
-        itemsize: Bytes of a number of weights and cache.
-        chunk_tokens: Tokens of a chunk over all ranks, at most.
+        split: How the KV cache is sharded over the ranks.
+        itemsize: Bytes per element of weights and KV cache.
+        chunk_tokens: Most tokens of a prefill chunk, over all ranks.
     """
 
     config: LlamaConfig
@@ -36,19 +36,19 @@ class InferenceMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights, which every rank holds whole."""
+        """Bytes of the weights; every rank holds all of them."""
         return self.config.num_parameters * self.itemsize
 
     def cache(self, sequences: int, length: int) -> int:
-        """Return the bytes of the cache of so many sequences, each with room for `length` tokens."""
+        """Return the bytes of the KV cache of `sequences` sequences with a capacity of `length` tokens each."""
         config = self.config
         return self.split.nbytes(config.num_layers, sequences, length, config.head_dim, self.itemsize)
 
     def prefill(self, tokens: int) -> int:
-        """Return the bytes that live at once while `tokens` tokens are computed, at most a chunk of them.
+        """Return the bytes of activations in prefill of `tokens` tokens, at most one chunk at a time.
 
-        Two streams and a norm; q, k, v before and after rotary embedding, exchanged, and the output likewise; gate, up
-        and their product of the tokens of an MLP.
+        These are two residual streams and a norm; q, k, v before and after rotary embedding and after the exchange, and
+        likewise the output; gate, up and their product for the tokens that an MLP computes at once.
         """
         config, ranks = self.config, self.split.ranks
         rows = -(-min(tokens, self.chunk_tokens) // ranks)
@@ -60,30 +60,30 @@ class InferenceMemory:
         return rows * (stream + attention) + mlp
 
     def decode(self, sequences: int) -> int:
-        """Return the bytes of a step of decoding: logits over the vocabulary, several times, and sampling."""
+        """Return the bytes of activations in a step of decoding: several copies of the logits, and sampling."""
         return sequences * self.config.vocab_size * WIDE * 8
 
     def total(self, sequences: int, length: int, *, with_weights: bool = True) -> int:
-        """Return the bytes for so many sequences of `length` tokens, prompt and answer."""
+        """Return all bytes for `sequences` sequences of `length` tokens, prompt and answer."""
         least = self.weights if with_weights else 0
         working = max(self.prefill(sequences * length), self.decode(sequences))
         return least + self.cache(sequences, length) + working
 
     def longest(self, available: float, sequences: int = 1, *, with_weights: bool = True) -> int:
-        """Return the longest length for so many sequences that fits `available` bytes; 0 if none does."""
+        """Return the longest length at which `sequences` sequences fit in `available` bytes; 0 if none fits."""
         return _largest(lambda length: self.total(sequences, length, with_weights=with_weights) <= available)
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
-    """Return the tokens of a chunk over all ranks: as asked, else `TOKENS_OF_RANK` a rank.
+    """Return the tokens of a prefill chunk over all ranks.
 
     Args:
-        chunk_tokens: What was asked for; None: the default.
-        ranks: Ranks that share a prompt.
-        name: What the caller calls it, for the message.
+        chunk_tokens: The requested number; None: `TOKENS_OF_RANK` per rank.
+        ranks: Number of ranks that share a prompt.
+        name: Name of the option, for the message.
 
     Raises:
-        UserError: It has no token.
+        UserError: `chunk_tokens` is below 1.
     """
     if chunk_tokens is None:
         return TOKENS_OF_RANK * ranks
@@ -93,17 +93,17 @@ def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -
 
 
 def usable(free: float, device: float) -> float:
-    """Return the bytes of a device's free memory that inference plans with.
+    """Return the bytes of a device's free memory that inference may use.
 
     Args:
-        free: Bytes that are free.
-        device: Bytes of the device, of which a part is kept in reserve.
+        free: Free bytes.
+        device: All bytes of the device; a fraction of them is reserved.
     """
     return max(0.0, free - RESERVE * device)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, where all smaller ones do; 0 if 1 does not."""
+    """Return the largest number that fits; 0 if 1 does not. All numbers below one that fits must fit."""
     step = 1
     while fits(step) and step < 1 << 40:
         step *= 2
@@ -115,18 +115,18 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 READ_RATIO = 4.8 / 3.8
-"""The memory's own bandwidth over that of kernels that read and write (`Hardware.memory_bandwidth`), of an H200."""
+"""Peak memory bandwidth divided by that of kernels that read and write (`Hardware.memory_bandwidth`), on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceWork:
-    """What inference computes and reads at least, whatever runs it.
+    """The least computation and memory traffic of inference, for any implementation.
 
     Attributes:
         config: The model.
-        batch: Sequences.
-        itemsize: Bytes of a number of weights and cache.
-        is_causal: Whether attention of the prompt has a causal mask.
+        batch: Number of sequences.
+        itemsize: Bytes per element of weights and KV cache.
+        is_causal: Whether attention over the prompt has a causal mask.
     """
 
     config: LlamaConfig
@@ -135,18 +135,18 @@ class InferenceWork:
     is_causal: bool = True
 
     def products(self, tokens: int) -> float:
-        """Return the FLOPs of products with the weights of all blocks, for prompts of so many tokens each."""
+        """Return the FLOPs of products with the weights of all blocks, for prompts of `tokens` tokens each."""
         config = self.config
         return 2.0 * config.num_layers * block_matrices(config) * self.batch * tokens
 
     def attention(self, tokens: int) -> float:
-        """Return the FLOPs of attention of such prompts, over all layers."""
+        """Return the FLOPs of attention in all layers, for prompts of `tokens` tokens each."""
         config = self.config
         pairs = causal_pairs([tokens], config.sliding_window) if self.is_causal else float(tokens) ** 2
         return 4.0 * pairs * config.num_heads * config.head_dim * config.num_layers * self.batch
 
     def elementwise(self, tokens: int) -> float:
-        """Return the bytes that norms, the stream, rotary embedding, activation and the cache move for such prompts."""
+        """Return the memory traffic of norms, stream, rotary embedding, activation and cache, for such prompts."""
         config = self.config
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         each = (BLOCK_NORMS * CURRENT.norm_forward + CURRENT.stream_forward) * config.hidden_size
@@ -155,29 +155,29 @@ class InferenceWork:
         return config.num_layers * self.batch * tokens * (each * self.itemsize / 2 + copied * self.itemsize)
 
     def prefill_bound(self, tokens: int, ranks: int, hardware: Hardware) -> float:
-        """Return the seconds that such prompts take at least on some GPUs: their work at the rates of long kernels.
+        """Return a lower bound of the seconds of prefill on `ranks` GPUs: the work at the rates of long kernels.
 
-        The head, which one token of each prompt passes, does not count.
+        The head does not count: it computes only one token of each prompt.
         """
         seconds = self.attention(tokens) / hardware.attention_forward + self.products(tokens) / hardware.matmul
         return (seconds + hardware.memory_seconds(self.elementwise(tokens))) / ranks
 
     def weight_bytes(self) -> float:
-        """Return the bytes of weights that a token reads: blocks and head."""
+        """Return the bytes of weights that are read per token: blocks and head."""
         config = self.config
         return float(self.itemsize * (config.num_layers * block_matrices(config) + table(config)))
 
     def cache_bytes(self, length: int) -> float:
-        """Return the bytes of keys and values that a token of each sequence reads, with `length` tokens cached."""
+        """Return the bytes of keys and values that one token per sequence reads, with `length` tokens cached."""
         config = self.config
         seen = length if config.sliding_window is None else min(length, config.sliding_window)
         return 2.0 * config.num_layers * config.num_kv_heads * config.head_dim * seen * self.batch * self.itemsize
 
     def decode_bound(self, length: int, ranks: int, hardware: Hardware) -> float:
-        """Return the seconds that a token of each sequence takes at least: all bytes at the memory's own bandwidth."""
+        """Return a lower bound of the seconds of one token per sequence: all reads at the peak memory bandwidth."""
         return (self.weight_bytes() + self.cache_bytes(length)) / ranks / read_bandwidth(hardware)
 
 
 def read_bandwidth(hardware: Hardware) -> float:
-    """Return the bytes a second that a GPU's memory delivers to a kernel that only reads."""
+    """Return the memory bandwidth of a GPU in bytes per second, for a kernel that only reads."""
     return READ_RATIO * hardware.memory_bandwidth

@@ -1,4 +1,4 @@
-"""Bytes of a training step's tensors at the moments at which memory can peak, for blocks of `bmburst.blocks.lean`."""
+"""Bytes of a training step at the moments at which memory can peak, for blocks of `bmburst.blocks.lean`."""
 
 from bmburst.plan.buffers import attention_buffers
 from bmburst.plan.candidates import Candidate
@@ -7,12 +7,12 @@ from bmburst.plan.moments import Lines, Moments, Others, StepMoments
 
 
 class LeanMoments(StepMoments):
-    """The same where the last block is one of `bmburst.blocks.lean`: its steps are those of that module's docstring."""
+    """`StepMoments` for a block of `bmburst.blocks.lean`; that module's docstring describes the steps."""
 
     def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
         super().__init__(candidate, operators, others)
-        self.part = candidate.mlp_rows / candidate.rows  # of all tokens that are one chunk
-        self.heads = self.attends.own_heads / candidate.own_heads  # of all heads that attend at once
+        self.part = candidate.mlp_rows / candidate.rows  # fraction of the tokens in one chunk
+        self.heads = self.attends.own_heads / candidate.own_heads  # fraction of the heads in one attention call
         self.projected = self.query + 2 * self.key
 
     def in_backward(self) -> Moments:
@@ -32,7 +32,7 @@ class LeanMoments(StepMoments):
 
     @property
     def _joins(self) -> bool:
-        """Whether forward gathers the output of all heads in one tensor, in which it then returns the stream."""
+        """Whether forward collects the output of all heads in one tensor, which the returned stream overwrites."""
         return not self.policy.attention and self.hidden == self.query
 
     def _attention_forward(self) -> Lines:
@@ -79,7 +79,7 @@ class LeanMoments(StepMoments):
         }
 
     def _gate_up_backward(self) -> Lines:
-        """The gradient of what gate and up read is summed in fp32; on a CPU both factors are copied to fp32."""
+        """The input gradient of gate and up is summed in fp32; on a CPU both factors are copied to fp32."""
         numbers = self.part * self.hidden / self.task.itemsize
         copied = (
             mlp_matrix(self.model, 1) + self.chunk_inner / self.task.itemsize if self.operators.wide_copies else 0.0
@@ -94,7 +94,7 @@ class LeanMoments(StepMoments):
         }
 
     def _held_output(self) -> float:
-        """Return the bytes of attention's output, and of its inputs where all heads attend at once."""
+        """Return the bytes of attention's output, and of its inputs if all heads are in one call."""
         ready = self.projected if self.heads == 1 and self.policy.attention < 1 else 0.0
         return self._output() + ready + (self.part * self.query if self.heads < 1 else 0.0)
 
@@ -110,7 +110,7 @@ class LeanMoments(StepMoments):
         }
 
     def _head_norms_backward(self) -> Lines:
-        """Queries are projected again, normed, and their norm is differentiated; behind them keys, likewise."""
+        """Queries are projected again and normed, and their norm is differentiated; then the same for keys."""
         again = max(2 * self.query, self.query + 2 * self.key)
         before_projections = 3 * mlp_matrix(self.model, 1) + self._output_matrix()
         return {
@@ -126,7 +126,7 @@ class LeanMoments(StepMoments):
         }
 
     def _turned_gradients(self) -> float:
-        """Return the bytes of all gradients of the heads, joined where they are not of all at once, and turned back."""
+        """Return the bytes of the gradients of all heads, concatenated if they come in groups, and rotated back."""
         return (self.projected if self.heads < 1 else 0.0) + self.query + self.key
 
     def _projections_backward(self) -> Lines:
@@ -150,17 +150,17 @@ class LeanMoments(StepMoments):
         }
 
     def _let_go(self) -> float:
-        """Return the bytes of attention's output, kept or from the host, that its backward lets go of by heads."""
+        """Return the bytes of attention's output, kept or fetched, that backward frees by groups of heads."""
         lets_go = self.policy.in_segment or self.policy.offload == "all"
         return self.attended if self.policy.attention == 1 and lets_go else 0.0
 
     def _joined_part(self) -> float:
-        """Return the bytes of a part of attention's output that came from the host and is joined with the rest."""
+        """Return the bytes of the part of attention's output that is fetched from the host and joined with the rest."""
         kept = self.policy.attention
         return kept * self.attended if self.policy.offload == "all" and kept < 1 else 0.0
 
     def _output(self) -> float:
-        """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""
+        """Return the bytes of attention's output in backward, in addition to the kept or fetched part."""
         kept = self.policy.attention
         return self.attended * (1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0)
 

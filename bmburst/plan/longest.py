@@ -1,4 +1,4 @@
-"""Finds the longest sequence that each mesh can train, what limits it, and where its bytes lie."""
+"""Finds the longest sequence that each mesh can train, the memory that limits it, and its memory by use."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 
 STEP = 1024
-"""Tokens: lengths are multiples of it."""
+"""Tokens; lengths are multiples of it."""
 _MOST = 1 << 40
-_MORE = 1.05  # times a memory: it limits the length if a longer sequence then fits
+_MORE = 1.05  # a memory limits the length if a longer sequence fits with this factor on it
 _USES = {
     "weights": ("weights", "shards on their way", "gathered weights, gradients", "whole weights (ZeRO-2)"),
     "gradients": ("gradients", "sums of gradients", "gradients of matrices"),
@@ -44,7 +44,7 @@ class Longest:
 
     Attributes:
         found: The fastest way to train it.
-        limit: The memory, of which more would let a longer one fit, and the fullest moment of a GPU.
+        limit: The memory that limits the length; for a GPU with the moment of the peak.
     """
 
     found: Prediction
@@ -52,7 +52,7 @@ class Longest:
 
     @property
     def training(self) -> str:
-        """What is trained: "full" or "lora"."""
+        """Kind of training: "full" or "lora"."""
         return "lora" if self.found.candidate.task.lora else "full"
 
     @property
@@ -70,18 +70,18 @@ def longest(
     offload: Sequence[Offload] = tuple(Offload),
     lora: LoRAConfig | None = None,
 ) -> list[Longest]:
-    """Return the longest sequence of each mesh that can train one, the longest first; those with adapters last.
+    """Return the longest sequence that each mesh can train, the longest first. Results with adapters come last.
 
     Args:
-        task: What is trained; its `sequence` does not count.
+        task: The training task; its `sequence` is ignored.
         hardware: The machine.
-        recompute: Recompute policies to try, with those between them.
-        tensor: Tensor parallel degrees to try; by default all that fit into a node.
-        offload: What to try to have in host memory.
-        lora: Adapters to train in further rows.
+        recompute: Recompute policies to try; policies for some of the layers are added.
+        tensor: Tensor parallel degrees to try; by default all that fit in a node.
+        offload: Kinds of offload to try.
+        lora: Adapters to train in additional results.
 
     Raises:
-        UserError: No mesh can train a sequence of `STEP` tokens a rank.
+        UserError: No mesh can train a sequence of `STEP` tokens per rank.
     """
     found: list[Longest] = []
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
@@ -114,7 +114,7 @@ class _Fit:
     offload: Sequence[Offload]
 
     def fitting(self, steps: int, hardware: Hardware) -> Iterator[Candidate]:
-        """Yield the ways that fit for a sequence of so many steps of tokens, those with most in host memory first."""
+        """Yield the ways that fit for a sequence of `steps * STEP` tokens, those with most offload first."""
         task = replace(self.strategies[0].task, sequence=steps * STEP)
         room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
         for strategy, offload in product(self.strategies, reversed(self.offload)):
@@ -122,7 +122,7 @@ class _Fit:
             yield from (each for each in ways if memory_of(each, room).fits)
 
     def is_possible(self, steps: int, hardware: Hardware) -> bool:
-        """Return whether there is one."""
+        """Return whether any way fits."""
         return any(True for _ in self.fitting(steps, hardware))
 
 
@@ -143,7 +143,7 @@ def _longest(fit: _Fit, hardware: Hardware) -> Longest | None:
 
 
 def _more_steps(fit: _Fit, low: int, hardware: Hardware) -> int:
-    """Return the most steps of tokens that fit, or `low` where no more than that do."""
+    """Return the largest number of steps that fits, or `low` if no larger one fits."""
     width = 1
     while low * STEP < _MOST and fit.is_possible(low + width, hardware):
         low, width = low + width, 2 * width
@@ -155,7 +155,7 @@ def _more_steps(fit: _Fit, low: int, hardware: Hardware) -> int:
 
 
 def where_bytes_lie(found: Prediction) -> dict[str, dict[str, float]]:
-    """Return the bytes of a GPU at the peak by use, and those of a host."""
+    """Return the bytes of a GPU at the peak and the bytes of a host, by use."""
     left = {**found.memory.lines, **found.memory.outside}
     gpu = {use: sum(left.pop(name, 0.0) for name in names) for use, names in _USES.items()}
     gpu["block in work"] = sum(left.values())
@@ -183,7 +183,7 @@ def _row(each: Longest) -> dict[str, Any]:
 
 
 def longest_report(task: Task, hardware: Hardware, found: Sequence[Longest]) -> str:
-    """Return the report: a line for each mesh, and bytes and command of the longest of each kind of training."""
+    """Return the report: a line per mesh, and memory and command of the longest sequence of each kind of training."""
     host = hardware.host_memory / GIB
     lines = [
         f"{task.preset}, longest sequence on {task.gpus} x {hardware.name} with {host:,.0f} GiB of host memory a node",
@@ -195,7 +195,7 @@ def longest_report(task: Task, hardware: Hardware, found: Sequence[Longest]) -> 
 
 
 def _details(longest: Longest) -> list[str]:
-    """Return where the bytes of a sequence lie, and its command, line by line."""
+    """Return the lines with the memory by use and the command."""
     memory, lines = longest.found.memory, list[str]()
     for place, uses in where_bytes_lie(longest.found).items():
         used, most = (memory.total, memory.capacity) if place == "gpu" else (memory.in_host, memory.host_capacity)

@@ -1,13 +1,13 @@
 """Predicts the peak memory of a training step, line by line.
 
-A step has few moments at which memory can peak: inside the last block forward, where all activations are alive; the
-head and its loss; the backward of the last norm; inside the last block backward, at the activation, at the products of
-its MLP and at its attention; and where backward passes to the next block. Each moment is summed up; the largest is the
-peak. The step is the second or a later one: gradients and optimizer states exist.
+Memory can peak at few moments of a step: in the forward of the last block, when all activations are alive; in the head
+and the loss; in the backward of the last norm; in the backward of the last block, at the activation, the products of
+the MLP, and attention; and when backward moves to the next block. The bytes of each moment are summed, and the largest
+sum is the peak. The step is not the first one, so gradients and optimizer states exist.
 
-Where the first layers are recomputed and the last ones keep everything, the last block is one of the latter. When
-backward reaches the recomputed layers, the others have freed what they kept, so memory does not peak again. This is why
-policies recompute the first layers (`bmburst.recompute.policy`).
+If the first layers are recomputed, the last block is one of those that keep everything. When backward reaches the
+recomputed layers, the others have freed their activations, so memory does not peak again. This is why policies
+recompute the first layers (`bmburst.recompute.policy`).
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
 KEPT = "what blocks keep"
-"""Name of what recompute policies move, among the bytes of a host."""
-HOST_SHARE = 0.9  # of a host's memory; the rest is the system's and the processes' own
+"""Name of the tensors that recompute policies offload, in the bytes of a host."""
+HOST_SHARE = 0.9  # usable fraction of a host's memory; the rest is for the system and for processes
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Memory:
 
     Attributes:
         moment: The moment of the peak.
-        lines: Bytes of torch's allocator at that moment, by use.
-        outside: Bytes outside of torch's allocator, by use.
+        lines: Bytes in torch's allocator at that moment, by use.
+        outside: Bytes outside torch's allocator, by use.
         capacity: Bytes of the GPU.
-        moments: Bytes of torch's allocator at each moment.
-        host: Bytes of a node's host memory, by use.
-        host_capacity: Bytes that the host has for them.
+        moments: Bytes in torch's allocator at each moment.
+        host: Bytes in a node's host memory, by use.
+        host_capacity: Usable bytes of the host.
     """
 
     moment: str
@@ -52,22 +52,22 @@ class Memory:
 
     @cached_property
     def allocated(self) -> float:
-        """Bytes of torch's allocator: `torch.cuda.max_memory_allocated`."""
+        """Bytes in torch's allocator, as `torch.cuda.max_memory_allocated`."""
         return sum(self.lines.values())
 
     @cached_property
     def total(self) -> float:
-        """All bytes of the GPU."""
+        """All used bytes of the GPU."""
         return self.allocated + sum(self.outside.values())
 
     @cached_property
     def in_host(self) -> float:
-        """All bytes of the host."""
+        """All used bytes of the host."""
         return sum(self.host.values())
 
     @property
     def lacking(self) -> float:
-        """Bytes that GPU and host lack for the peak."""
+        """Bytes missing on GPU and host at the peak."""
         return max(0.0, self.total - self.capacity) + max(0.0, self.in_host - self.host_capacity)
 
     @property
@@ -102,7 +102,7 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 
 
 def host_state(candidate: Candidate) -> Lines:
-    """Return the bytes of weights, gradients and optimizer in a node's host memory."""
+    """Return the bytes of weights, gradients and optimizer states in a node's host memory."""
     task, nodes = candidate.task, candidate.task.nodes
     if candidate.offload is Offload.NOTHING:
         return {}
@@ -118,7 +118,7 @@ def host_state(candidate: Candidate) -> Lines:
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:
-    """Return the bytes of a GPU that tensors of a run cannot have: CUDA context, libraries, NCCL."""
+    """Return the bytes of a GPU that are not available for tensors: CUDA context, libraries, NCCL."""
     return sum(_libraries(task, hardware).values())
 
 
@@ -129,12 +129,12 @@ def _libraries(task: Task, hardware: Hardware) -> Lines:
 
 
 def block_bytes(candidate: Candidate) -> BlockBytes:
-    """Return the bytes of a block's tensors by how policies treat them."""
+    """Return the bytes of a block's tensors, in the groups that recompute policies distinguish."""
     return StepMoments(candidate, CURRENT).block
 
 
 class _Blocks:
-    """What the blocks of a model keep, one after the other.
+    """Memory of a model whose blocks may have different policies.
 
     Args:
         candidate: The way to train.
@@ -159,7 +159,7 @@ class _Blocks:
     def moments(self) -> Moments:
         """Return the moments at which memory can peak: in the last block, and in the backward of blocks of other kinds.
 
-        Once the last blocks are done, those before them may compute more again.
+        After the last blocks are done, blocks before them may recompute more and so need more memory.
         """
         found = self.last().moments()
         ends = [i for i, each in enumerate(self._policies) if not each.feeds_next and each.recomputes]
@@ -172,7 +172,7 @@ class _Blocks:
         return found
 
     def outside(self) -> Lines:
-        """Return the bytes outside of torch's allocator that attention takes."""
+        """Return the bytes of attention outside torch's allocator."""
         calls = [each.attends for each in set(self._kinds)]
         return {
             "boxes that peers read": max(map(held_outside, calls)),
@@ -190,7 +190,7 @@ class _Blocks:
         return self._moments(self._ways[self._policies[layer]], self._others(layer))
 
     def _others(self, layer: int) -> Others:
-        """Return what belongs to other blocks in the backward of a block that ends a segment."""
+        """Return the bytes of other blocks in the backward of a block that ends a segment."""
         first, before = self._first_of_segment[layer], self._kept_before[layer]
         if first < layer:
             segment = sum(each.hidden + each.again() for each in self._kinds[first:layer])

@@ -1,6 +1,6 @@
-"""Bytes of a training step's tensors at the moments at which memory can peak, for blocks computed by autograd.
+"""Bytes of a training step at the moments at which memory can peak, for blocks computed by autograd: `StepMoments`.
 
-`bmburst.plan.lean_moments` has the blocks that are recomputed in little memory.
+`bmburst.plan.lean_moments` is for the memory-saving blocks of `bmburst.blocks.lean`.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from bmburst.recompute.policy import BlockBytes
 Lines = dict[str, float]
 Moments = dict[str, Callable[[], Lines]]
 _IDS = 8  # bytes of a token id, position or label
-_VISITING = 2  # blocks whose shards of weights are on the GPU where they live in host memory
+_VISITING = 2  # blocks whose weight shards are on the GPU, with offloaded weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Others:
-    """Bytes on the GPU that belong to other blocks when memory is fullest in one of them.
+    """Bytes on the GPU that belong to other blocks when memory peaks in one block.
 
     Attributes:
-        before: What the blocks before it keep.
-        fetched: Offloaded tensors of a block before it, on their way back.
-        segment: Inputs, its own too, and attention's results that its segment has computed again.
+        before: Tensors kept by the blocks before it.
+        fetched: Offloaded tensors of a block before it that are being fetched.
+        segment: Inputs, including its own, and attention's results that its segment has recomputed.
     """
 
     before: float = 0.0
@@ -43,19 +43,19 @@ class Others:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All these bytes."""
         return self.before + self.fetched + self.segment
 
 
 class StepMoments:
-    """Bytes of a step's tensors at moments in which one block is at work, mostly the last.
+    """Bytes of a step's tensors at the moments in which one block runs, mostly the last block.
 
-    Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank.
+    Names are those of `bmburst/blocks`; `own` tokens are those of a tensor rank.
 
     Args:
         candidate: How the block is computed.
         operators: The operators between matrix products.
-        others: What belongs to other blocks.
+        others: Bytes of other blocks.
     """
 
     def __init__(self, candidate: Candidate, operators: Operators, others: Others = Others()) -> None:
@@ -67,20 +67,20 @@ class StepMoments:
         self.own_rows = -(-candidate.rows // candidate.tensor)
         item = task.itemsize
         self.hidden = self.own_rows * model.hidden_size * item
-        self.whole_hidden = self.rows * model.hidden_size * item  # all of a tensor group's tokens
+        self.whole_hidden = self.rows * model.hidden_size * item  # for all tokens of a tensor group
         self.query = self.rows * candidate.own_heads * model.head_dim * item
         self.key = self.rows * candidate.own_kv_heads * model.head_dim * item
         self.statistics = self.rows * candidate.own_heads * WIDE
         self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
-        # The gradient of what the MLP adds to the stream is the stream's own, unless it has a factor.
+        # The gradient of the MLP's result is the stream's gradient itself, unless residual updates have a factor.
         self.scaled = 0.0 if model.residual_scale == 1 else self.hidden
-        # A tensor group gathers the gradient of what its MLP gives: all tokens, beside its own of the stream.
+        # A tensor group gathers the gradient of the MLP's result for all tokens, in addition to the stream's gradient.
         self.gathered_grad = self.whole_hidden if candidate.tensor > 1 else 0.0
         self.norm_statistic = float(self.own_rows * WIDE)
-        # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
+        # In a tensor group, a norm's result for own tokens and the gathered one are two tensors.
         self.normed = self.whole_hidden
         self.attended = self.query + self.statistics
-        # A norm of heads keeps its input, of which attention is given another tensor.
+        # A per-head norm keeps its input, and attention gets another tensor.
         of_heads = self.query + self.key + self.rows * (candidate.own_heads + candidate.own_kv_heads) * WIDE
         self.normed_heads = of_heads if model.qk_norm else 0.0
         self.is_cut = candidate.mlp_rows < candidate.rows
@@ -95,7 +95,7 @@ class StepMoments:
         share, trained = task.parameters / task.gpus, task.trained / task.gpus
         is_hosted = candidate.offload is Offload.WEIGHTS
         blocks = block_parameters(model, task.lora) / task.gpus if is_hosted else 0.0
-        of_blocks = (trained if task.lora else blocks) if is_hosted else 0.0  # of these there are gradients
+        of_blocks = (trained if task.lora else blocks) if is_hosted else 0.0  # those with gradients
         return {
             "weights": (share - blocks) * task.itemsize,
             "gradients": (trained - of_blocks) * task.itemsize,
@@ -136,7 +136,7 @@ class StepMoments:
         return {**(in_chunks if self.is_cut else whole), "attention backward": self._attention_backward}
 
     def kept(self) -> float:
-        """Bytes that the block keeps for its backward."""
+        """Bytes that the block keeps on the GPU for its backward."""
         return self.policy.kept(self.block)
 
     def hosted(self) -> float:
@@ -144,14 +144,14 @@ class StepMoments:
         return self.policy.hosted(self.block)
 
     def again(self) -> float:
-        """Bytes of attention's results that its segment computes again before the block's backward."""
+        """Bytes of attention's results that its segment recomputes before the block's backward."""
         return (1.0 - self.policy.attention) * self.block.attended
 
     def _factors_of_trained(self) -> tuple[float, float, float]:
-        """Return the bytes kept of the inputs of q, k, v, of gate and up, and of down.
+        """Return the bytes that are kept of the inputs of q, k, v, of gate and up, and of down.
 
-        The input of a matrix is a factor of its gradient. A frozen matrix without an adapter has no gradient, so that
-        its input is not kept. An MLP in chunks keeps its input in any case.
+        The input of a matrix is kept for the weight gradient. A frozen matrix without an adapter has no gradient, so
+        its input is not kept. An MLP in chunks always keeps its input.
         """
         trained = self.task.lora.matrices if self.task.lora else TARGETS
 
@@ -162,7 +162,7 @@ class StepMoments:
         return kept(self.normed, "q_proj", "k_proj", "v_proj"), mlp_input, kept(self.inner, "down_proj")
 
     def _recomputed(self) -> float:
-        """Activations beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
+        """Activations other than input and attention's results: norms, q, k, v, stream, gate, up, activation.
 
         An MLP in chunks keeps only its input.
         """
@@ -188,11 +188,11 @@ class StepMoments:
         return float(adapter_elements(self.model, self.task.lora, self.candidate.tensor) * self.task.itemsize)
 
     def _of_matrices(self, nbytes: float) -> float:
-        """Return the bytes of matrices' gradients, of which frozen matrices have none."""
+        """Return `nbytes`, the bytes of weight gradients of matrices, or 0 if the matrices are frozen."""
         return 0.0 if self.task.lora else nbytes
 
     def _weights(self) -> float:
-        """A block's weights as ZeRO-3 gathers them; ZeRO-2 has them all the time."""
+        """A block's weights as gathered by ZeRO-3; with ZeRO-2 they are always on the GPU and counted elsewhere."""
         return self._block_bytes() if self.candidate.zero == 3 else 0.0
 
     def _weights_and_gradients(self) -> float:
@@ -211,7 +211,7 @@ class StepMoments:
         return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
 
     def _elements(self, alive: float, tensor: float) -> float:
-        """Bytes alive inside an operator that holds `alive` bytes for each element of a tensor."""
+        """Bytes alive inside an operator that holds `alive` bytes per element of a tensor."""
         return alive * tensor / self.task.itemsize
 
     def _attention_forward(self) -> Lines:
@@ -243,7 +243,7 @@ class StepMoments:
     def _loss(self) -> Lines:
         """The last hidden state, its norm and gradient, the head and its gradient in fp32, one chunk of logits.
 
-        Also the gathered gradients of logits and the hidden states that they will be multiplied with.
+        Also the collected logit gradients, and the hidden states to multiply them with.
         """
         task, model, operators = self.task, self.model, self.operators
         chunk = min(task.loss_chunk, self.own_rows)
@@ -267,7 +267,7 @@ class StepMoments:
         }
 
     def _activation_backward(self) -> Lines:
-        """All tensors of the block but the activation are alive, and the copies that its backward makes."""
+        """All tensors of the block except the activation are alive, and the copies that its backward makes."""
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
             **self._block_in_backward(gone=self.activation),
@@ -276,7 +276,7 @@ class StepMoments:
         }
 
     def _down_backward(self) -> Lines:
-        """The activation is alive beside its gradient and the gradient of the down projection."""
+        """The activation is alive, its gradient, and the gradient of the down projection."""
         return {
             **self._block_in_backward(),
             "gradients in flight": self.hidden + self.gathered_grad + self.inner,
@@ -292,7 +292,7 @@ class StepMoments:
         }
 
     def _from_block_to_block(self) -> Lines:
-        """Weights and gradients of two blocks are alive; the activations of the first one are freed already."""
+        """Weights and gradients of two blocks are alive; the activations of the first one are already freed."""
         return {
             "kept for backward": self._all_kept(self.kept()) + self.others.segment,
             "back from host memory": self._visiting(backward=True),
@@ -301,7 +301,7 @@ class StepMoments:
         }
 
     def _cut_mlp_backward(self) -> Lines:
-        """Gate, up, activation and its gradient of a chunk; sums of the weights' gradients; the input's gradient."""
+        """Gate, up, activation and its gradient for a chunk; accumulated weight gradients; the input's gradient."""
         sums = self._of_matrices(3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor))
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         return {
@@ -325,7 +325,7 @@ class StepMoments:
         gathered = {"gathered weights, gradients": self._weights_and_gradients()}
         if not self.policy.recomputes:
             return {"kept for backward": self._all_kept(gone)} | gathered
-        # The results of attention are whole again, beside the part that is kept of them or has come from the host.
+        # The whole results of attention exist, in addition to the part that was kept or fetched from the host.
         kept = self.policy.attention
         more = 1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0
         return {

@@ -41,14 +41,14 @@ def options(candidate: Candidate) -> list[str]:
     if candidate.offload is Offload.WEIGHTS:
         words += ["--optimizer.offload_weights"]
     uses_host = candidate.offload is not Offload.NOTHING or Policy.parse(candidate.recompute).offloads
-    if task.host_memory is not None and uses_host:  # what is free of it may be less at first, on a virtual machine
+    if task.host_memory is not None and uses_host:  # a virtual machine may have less free at first
         words += ["--host-memory", f"{task.host_memory:g}G"]
     if task.lora is not None:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
         words += ["--lora.targets", ",".join(task.lora.targets)]
-        words += ["--checkpoint-every", "never"] if task.init_from is None else []  # what a run without a base needs
+        words += ["--checkpoint-every", "never"] if task.init_from is None else []  # needed without a base model
     if task.pairs:
-        words += ["--dpo.beta", "0.1"]  # as usual, and of no effect on time and memory
+        words += ["--dpo.beta", "0.1"]  # a usual value; it has no effect on time and memory
         words += ["--dpo.reference", "DIR"] if task.second_model and task.init_from is None else []
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
@@ -58,7 +58,7 @@ def options(candidate: Candidate) -> list[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the shell command of a candidate; on several nodes, the command of each node."""
+    """Return the shell command of a candidate; with several nodes, the command to run on each node."""
     task = candidate.task
     if task.nodes == 1:
         return shlex.join(["bmburst", "train", "--nproc", str(task.gpus), *options(candidate)])
@@ -72,10 +72,10 @@ PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(S
 
 
 def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int) -> str:
-    """Return the report: the task, the comparison, and of the best candidate its time, memory and command.
+    """Return the report: the task, the comparison, and time, memory and command of the best candidate.
 
     Args:
-        task: What is trained.
+        task: The training task.
         hardware: The machine.
         shown: The predictions to show, the best first.
         total: Number of candidates that were predicted.
@@ -199,11 +199,11 @@ _COLOURS = {
 }
 
 
-_LETTERS = 66  # of a line above a bar
+_LETTERS = 66  # most characters of a line above a bar
 
 
 def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
-    """Draw predictions, the best on top.
+    """Draw predictions as bars, the best on top.
 
     Args:
         shown: The predictions to draw, the best first.
@@ -224,7 +224,7 @@ def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
 
 
 def _draw_times(axes: Any, shown: Sequence[Prediction]) -> None:
-    """Draw a bar for each prediction, its name above it, and behind it utilisation and memory."""
+    """Draw a bar for each prediction, with its name above and utilisation and memory to the right."""
     starts = [0.0] * len(shown)
     for part, colour in _COLOURS.items():
         widths = [asdict(each.time)[part] for each in shown]

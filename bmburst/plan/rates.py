@@ -1,8 +1,8 @@
 """Measures a machine and writes its hardware file: rates of matrix products, attention, memory, copies and links.
 
-`calibrate` is `bmburst plan --calibrate`; each number of its file has a source. One process measures a device
-(`measure_device`). As a program, `python -m bmburst.plan.rates FILE`, this is one rank of a job that measures the links
-between ranks: over NCCL on GPUs, else over gloo. Rank 0 writes the result as JSON.
+`calibrate` implements `bmburst plan --calibrate`; each number of its file has a source. One process measures a device
+(`measure_device`). As a program, `python -m bmburst.plan.rates FILE`, this module is one rank of a job that measures
+the links between ranks, with NCCL on GPUs, else with gloo. Rank 0 writes the result as JSON.
 """
 
 import json
@@ -27,14 +27,14 @@ from bmburst_ops.constants import ATTENTION_BACKWARD
 from bmburst_ops.host_adamw import adamw_
 
 PrintLine = Callable[[str], None]
-_LEAST, _MOST = 3, 20  # timed calls
+_LEAST, _MOST = 3, 20  # number of timed calls
 _HEAD_DIM = 128
-_GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # of a transfer
-_LINKS_TIMEOUT = 60.0  # seconds without an answer after which ranks are ended
+_GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # bytes per transfer
+_LINKS_TIMEOUT = 60.0  # seconds without progress after which ranks are terminated
 
 
 class Fact(NamedTuple):
-    """A number of a hardware file: `kind` is "measured" or "assumed", `source` says how or after which machine."""
+    """A number of a hardware file. `kind` is "measured" or "assumed"; `source` is the method or the other machine."""
 
     value: float
     unit: str
@@ -51,8 +51,8 @@ def calibrate(base: str, ranks: int, say: PrintLine) -> str:
     """Measure this machine and return its hardware file.
 
     Args:
-        base: Name or file of the hardware whose numbers stand in for those that cannot be measured here.
-        ranks: Number of ranks between which links are measured; 1 measures none.
+        base: Name or file of the hardware that provides the numbers that cannot be measured here.
+        ranks: Number of ranks between which links are measured; 1: links are not measured.
         say: Prints a line of progress.
 
     Raises:
@@ -76,7 +76,7 @@ def calibrate(base: str, ranks: int, say: PrintLine) -> str:
 
 
 def _of_a_cpu(found: dict[str, Fact]) -> dict[str, Fact]:
-    """Return the numbers of a CPU: its peak is the measured rate of matrix products, and it reserves no memory."""
+    """Return the numbers of a CPU: the peak is the measured rate of matrix products, and no memory is reserved."""
     peak = measured(found["matmul"].value, "FLOP/s", "the rate of its products")
     none = measured(0.0, "bytes", "a CPU")
     return {"peak": peak, "reserved": none, "nccl_memory": none, "workspace": none}
@@ -93,10 +93,10 @@ def _links(ranks: int) -> dict[str, Fact]:
 
 
 def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> dict[str, Fact]:
-    """Return every number of a hardware file: those found, and the others as they are on a known machine.
+    """Return every number of a hardware file: the measured ones, and for the others those of a known machine.
 
     Args:
-        found: What was measured.
+        found: The measured numbers.
         base: The known machine's file, as `bmburst.schedule.hardware.read_facts` returns it.
         name: The known machine's name.
     """
@@ -108,12 +108,12 @@ def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> d
 
 
 def render(name: str, facts: Mapping[str, Fact], head: str) -> str:
-    """Return a hardware file.
+    """Return the text of a hardware file.
 
     Args:
-        name: Of the machine.
-        facts: Every number.
-        head: What stands at its top, in one line.
+        name: Name of the machine.
+        facts: All numbers.
+        head: Comment in the first line.
     """
     lines = [f"# {head}", f"name = {_text(name)}"]
     for key in NUMBERS:
@@ -131,7 +131,7 @@ def _text(value: str) -> str:
 
 
 class _AdamW(NamedTuple):
-    """Usual rates of AdamW; its time does not depend on them."""
+    """Usual hyperparameters of AdamW; its time does not depend on them."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -140,12 +140,12 @@ class _AdamW(NamedTuple):
 
 
 def call_seconds(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:
-    """Return the median seconds of a call, after one that is not counted.
+    """Return the median seconds of a call, after one warm-up call.
 
     Args:
-        call: What to time.
-        device: Where it runs.
-        budget: Seconds after which no further call begins, once three are measured.
+        call: The function to time.
+        device: Device that it runs on.
+        budget: Seconds after which no further call starts, once three are measured.
     """
     _once(call, device)
     begun, found = time.perf_counter(), list[float]()
@@ -170,15 +170,15 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of the measured operations, each of which takes seconds.
+    """Sizes of the measured operations. Each measurement takes seconds.
 
     Attributes:
         matrix: Rows and columns of a large product.
-        rows: Rows of a small one.
-        tokens: Of attention's long sequence, and of its short one.
-        heads: Query heads.
-        nbytes: Of what is copied.
-        dtype: Of all of it.
+        rows: Rows of a small product.
+        tokens: Tokens of a long and of a short sequence, for attention.
+        heads: Number of query heads.
+        nbytes: Bytes per copy.
+        dtype: dtype of all tensors.
     """
 
     matrix: int
@@ -311,7 +311,7 @@ def _neighbour(device: torch.device, scale: Scale) -> dict[str, Fact]:
 
 
 def measure_links(device: torch.device) -> dict[str, Fact]:
-    """Return what transfers between the ranks of the default group reach; every rank calls it."""
+    """Return the bandwidths and latency between the ranks of the default group; every rank calls it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     nbytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -347,7 +347,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def main(file: str) -> None:
-    """Run on this rank, as torchrun's environment names it."""
+    """Measure as one rank; the rank comes from torchrun's environment variables."""
     on_gpu = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")

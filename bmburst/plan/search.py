@@ -1,7 +1,7 @@
-"""Predicts every way to train and orders them, and chooses the recompute policy of `--recompute auto`.
+"""Predicts and orders all ways to train, and chooses the recompute policy of `--recompute auto`.
 
-Between a policy for no layer and one for all layers lie policies that recompute the first N layers. Of each kind only
-the smallest N that fits is tried: it is the fastest of its kind, since each layer it names is computed again.
+Between recomputing no layer and recomputing all layers are policies for the first N layers. For each kind only the
+smallest N that fits is tried. It is the fastest, because every further layer is recomputed too.
 """
 
 import math
@@ -22,10 +22,10 @@ from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
-"""Predictions of a step that differ by a smaller fraction are equal. The one with less memory is then the better."""
+"""Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""
 _ALL_ATTENTION = "block-keep-attention"
 MARGIN = 0.05
-"""Fraction of the free memory that is left for fragmentation and for the error of the formulas."""
+"""Fraction of the free memory that is reserved for fragmentation and errors of the formulas."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Prediction:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds per step."""
         return self.time.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained tokens a second and GPU."""
+        """Trained tokens per second and GPU."""
         task = self.candidate.task
         return task.batch * task.sequence / self.seconds / task.gpus
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation: causal attention halved, backward twice the forward, recomputation not counted."""
+        """Model FLOPs utilisation: half of full attention, backward twice the forward, without recomputation."""
         return utilisation(self.candidate, self.hardware, self.seconds)
 
     @property
@@ -81,20 +81,20 @@ def search(
     tensor: Sequence[int] | None = None,
     offload: Sequence[Offload] = tuple(Offload),
 ) -> list[Prediction]:
-    """Return the predictions of all ways: those that fit, the fastest first, then the others, the smallest first.
+    """Return the predictions of all ways: those that fit, fastest first, then the others, least memory first.
 
-    Ways of equal speed are ordered by memory. Policies of the first layers and by segments are added to the given ones.
+    Ways of equal speed are ordered by memory. Policies for the first layers and by segments are added to `recompute`.
 
     Args:
-        task: What is trained.
+        task: The training task.
         hardware: The machine.
         recompute: Recompute policies to try.
         zero: ZeRO stages to try.
-        tensor: Tensor parallel degrees to try; by default all that fit into a node.
-        offload: What to try to have in host memory: anything only where attention of all layers has no room else.
+        tensor: Tensor parallel degrees to try; by default all that fit in a node.
+        offload: Kinds of offload to try. Offload is tried only if attention of all layers cannot be kept otherwise.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no way to train the task.
     """
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     ways: list[Candidate] = []
@@ -115,7 +115,7 @@ def search(
 
 
 def _own_choice_first(found: list[Prediction]) -> list[Prediction]:
-    """Let each mesh begin with the strategy that `burst_attention` takes on it, if such a way fits and is as fast."""
+    """Put the strategy that `burst_attention` selects on a mesh first among its ways, if it fits and is as fast."""
     ordered: list[Prediction] = []
     begun: dict[tuple[int, int], Prediction] = {}
     for each in found:
@@ -168,30 +168,30 @@ def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:
 
     Args:
         hardware: The machine.
-        free: Bytes of a GPU that tensors of the run can have.
-        task: The run.
+        free: Bytes of a GPU that are available for tensors of the run.
+        task: The training task.
     """
     return replace(hardware, memory=free * (1 - MARGIN) + reserved_memory(task, hardware))
 
 
 def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None:
-    """Check that there is a way whose ranks can follow one of the policies.
+    """Check that at least one way supports one of the policies.
 
     Raises:
-        UserError: There is none.
+        UserError: No way supports any of them.
     """
     if not any(way.tensor == 1 or Policy.parse(name).every == 1 for way in ways for name in policies):
         Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
 
 
 def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> Iterator[Candidate]:
-    """Yield a candidate with each policy, and with those between: of the first layers, and by segments.
+    """Yield a candidate with each policy, and with policies for some layers: the first ones, or by segments.
 
-    There is none with a policy that ranks which share matrices cannot follow.
+    Policies that do not support the tensor parallelism of `way` are skipped.
 
     Args:
-        way: Everything but the policy.
-        room: The machine that the policies between must fit, of `with_usable_memory`.
+        way: The candidate without its policy.
+        room: The machine in which policies for some layers must fit, from `with_usable_memory`.
         policies: The policies.
     """
     yield from (replace(way, recompute=name) for name in policies if way.tensor == 1 or Policy.parse(name).every == 1)
@@ -200,11 +200,11 @@ def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> It
 
 
 def first_layer_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
-    """Return candidates that recompute only the first layers, by policies of `MIXED`; none where "none" itself fits.
+    """Return candidates that recompute only the first layers, with policies of `MIXED`; empty if "none" fits.
 
     Args:
-        way: Everything but the policy.
-        room: The machine that they must fit, of `with_usable_memory`.
+        way: The candidate without its policy.
+        room: The machine in which they must fit, from `with_usable_memory`.
         policies: The policies to try.
     """
     whole = replace(way, recompute="none")
@@ -222,7 +222,7 @@ def first_layer_candidates(way: Candidate, room: Hardware, policies: Sequence[st
 
 
 def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candidate | None:
-    """Return the candidate that recomputes the fewest layers by a policy and fits, or None.
+    """Return the candidate that recomputes the fewest layers with a policy and fits, or None.
 
     Args:
         whole: The candidate that recomputes no layer.
@@ -231,7 +231,7 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
         room: See `first_layer_candidates`.
     """
     each = replace(whole, recompute=name)
-    # The peak is where all layers are done with their forward: each recomputed layer lowers it by the same bytes.
+    # Memory peaks after the forward of all layers: each recomputed layer lowers the peak by the same bytes.
     fewest = max(1, math.ceil((total - room.memory) / (_kept(whole) - _kept(each))))
     counts = range(fewest, min(fewest + 2, whole.task.model.num_layers))
     tried = (replace(whole, recompute=f"{name}{FIRST}{count}") for count in counts)
@@ -239,18 +239,18 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
 
 
 SEGMENT_LAYERS = (1, 2, 3, 4, 5, 6, 8)
-"""Layers of a segment that are tried. An input is kept for each segment, and inputs of a whole segment in backward."""
+"""Numbers of layers per segment to try. One input is kept per segment, and in backward the inputs of one segment."""
 
 
 def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
-    """Return candidates that store few inputs and keep attention of as many last layers as fit; see `Policy`.
+    """Return candidates that save few inputs and keep attention of as many last layers as fit; see `Policy`.
 
-    There are none where attention of all layers fits beside all inputs.
+    The result is empty if attention and inputs of all layers fit.
 
     Args:
-        way: Everything but the policy.
-        room: The machine that they must fit, of `with_usable_memory`.
-        policies: The policies to try: both that these lie between must be among them.
+        way: The candidate without its policy.
+        room: The machine in which they must fit, from `with_usable_memory`.
+        policies: The policies to try. Both "block" and "block-keep-attention" must be among them.
     """
     layers = way.task.model.num_layers
     if layers == 1 or not {"block", _ALL_ATTENTION} <= set(policies):
@@ -258,7 +258,7 @@ def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) 
     if memory_of(replace(way, recompute=_ALL_ATTENTION), room).fits:
         return []
     found = []
-    most = layers if way.tensor == 1 else 2  # blocks of a tensor group do not compute inputs again
+    most = layers if way.tensor == 1 else 2  # +every-K does not support tensor parallelism
     for every in (each for each in SEGMENT_LAYERS if each < most):
         for is_hosted in (False, True) if "block+offload" in policies else (False,):
             hosted = _hosted_layers(way, every, room) if is_hosted else 0
@@ -268,7 +268,7 @@ def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) 
 
 
 def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
-    """Return of how many first layers the inputs that are stored have room in host memory."""
+    """Return the number of first layers whose saved inputs fit in host memory."""
     layers = way.task.model.num_layers
     used = memory_of(replace(way, recompute="block"), room).in_host
     each = block_bytes(way).input * way.task.gpus_per_node
@@ -277,7 +277,7 @@ def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
 
 
 def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> list[Candidate]:
-    """Return the candidate that keeps attention of the most last layers and fits, if one does."""
+    """Return the candidate that fits and keeps attention of the most last layers; empty if none fits."""
     layers = way.task.model.num_layers
     options = (f"+{EVERY}-{every}" if every > 1 else "", f"+{OFFLOAD_FIRST}-{hosted}" if hosted else "")
 
@@ -305,7 +305,7 @@ class RecomputeChoice:
 
     Attributes:
         name: The policy.
-        message: One line that says why it was chosen.
+        message: One line with the reason for the choice.
     """
 
     name: str
@@ -324,12 +324,12 @@ def choose_recompute(
     """Return the fastest policy that fits; if none fits, the one with the smallest peak.
 
     Args:
-        way: Everything but the policy.
-        hardware: The machine; its host memory is what this run may use.
-        free: Bytes of a GPU that tensors of the run can have.
-        layout: Layout of the sequence; some layouts exclude policies that keep a part of attention.
-        policies: The policies to choose from; policies of the first layers are added (`first_layer_candidates`).
-        taken: Bytes of a GPU that other programs have; the message tells of them.
+        way: The candidate without its policy.
+        hardware: The machine, with the host memory that this run may use.
+        free: Bytes of a GPU that are available for tensors of the run.
+        layout: Layout of the sequence; some layouts do not support policies that keep a fraction of attention.
+        policies: The policies to choose from; policies for the first layers are added (`first_layer_candidates`).
+        taken: Bytes of a GPU that other programs use, for the message.
     """
     room = with_usable_memory(hardware, free, way.task)
     ways = list(with_policies(way, room, [name for name in policies if _is_possible(name, layout, way.sequence)]))
@@ -354,7 +354,7 @@ def best(ways: Sequence[Candidate], hardware: Hardware) -> Prediction:
 
 
 def _fastest(found: Sequence[Prediction]) -> Prediction:
-    """Return the fastest; of equal speed the one with the least host memory, then recomputation, then GPU memory."""
+    """Return the fastest way; among equal ones the least host memory, then recomputation, then GPU memory decides."""
     least = min(each.seconds for each in found)
     alike = [each for each in found if each.seconds <= least * (1 + ALIKE)]
     return min(alike, key=lambda each: (each.memory.in_host, each.time.recompute, each.memory.total))

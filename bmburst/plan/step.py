@@ -28,26 +28,26 @@ from bmburst.plan.memory import block_bytes
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
-OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
-_OPTIMIZER_BYTES = 44  # a number: AdamW 30, norm of the gradient 10, clipping and clearing 4
+OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
+_OPTIMIZER_BYTES = 44  # per parameter: AdamW 30, norm of the gradient 10, clipping and clearing 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Parts of a step, in seconds; they add up to it.
+    """Parts of a step, in seconds. Their sum is the time of the step.
 
     Attributes:
-        attention: The kernel, forward and backward, and what merges its partial results.
+        attention: The kernel, forward and backward, and the merging of partial results.
         matmul: Products with the weights of blocks and head.
         elementwise: Norms, activation, rotary embedding, cross entropy.
         recompute: Recomputation in backward.
         attention_communication: Exposed transfers of attention.
         zero: Exposed transfers of weights and gradients.
         tensor: Exposed transfers of tensor parallelism.
-        offload: Exposed copies between GPU and host memory, and AdamW of the host that forward waits for.
+        offload: Exposed copies between GPU and host memory, and AdamW on the host that forward waits for.
         optimizer: AdamW and clipping.
         host: Time by which the host is slower than the GPU.
-        reference: Forward pass of preference training's reference; 0 without one.
+        reference: Forward pass of the reference model in preference training, else 0.
     """
 
     attention: float
@@ -96,7 +96,7 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     if candidate.offload is Offload.NOTHING:
         parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
     else:
-        behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks runs beside the next forward pass
+        behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
         parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
     waits = parts.pop("host")
@@ -104,9 +104,9 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window.
+    """Return the FLOPs of a task's step, with causal attention over whole sequences or the model's window.
 
-    The forward pass of a reference counts, the gradients of frozen weights do not.
+    The forward pass of a reference model counts. Gradients of frozen weights do not.
     """
     query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
     counted = task.model, float(task.batch * task.sequence), query_key_pairs
@@ -124,7 +124,7 @@ def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, att
 def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> float:
     """Return the seconds of attention forward over the prefix that a policy recomputes (`bmburst.attention.function`).
 
-    Where the prefix is split over groups of ranks, the last one has up to twice the mean work.
+    If the prefix is split over groups of ranks, the last group has up to twice the mean work.
     """
     task = candidate.task
     tokens = max(candidate.sequence, round((1 - kept) * task.sequence))
@@ -135,14 +135,14 @@ def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> flo
 def collective(hardware: Hardware, candidate: Candidate, nbytes: float, ranks: int) -> float:
     """Return the seconds of an all-gather to, or a reduce-scatter of, `nbytes` bytes on each of `ranks` ranks.
 
-    The ranks are spread evenly over the nodes. Links inside a node and the NICs of a node work at the same time.
+    The ranks are spread evenly over the nodes. Links inside a node and the NICs of a node are used at the same time.
     """
     if ranks == 1 or not nbytes:
         return 0.0
     nodes = min(candidate.task.nodes, ranks)
     near = ranks / nodes
     home = nbytes * (ranks - 1) / ranks / hardware.collective_bandwidth if near > 1 else 0.0
-    groups = candidate.task.gpus_per_node / near  # as many such groups share the NICs
+    groups = candidate.task.gpus_per_node / near  # number of such groups that share the NICs
     node = hardware.inter_bandwidth * candidate.task.gpus_per_node
     away = groups * nbytes * (nodes - 1) / nodes / node
     # A ring: its first byte passes every node.
@@ -182,7 +182,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
 
 
 def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
-    """Return the seconds of embedding, head and loss, by the part that each is of."""
+    """Return the seconds of embedding, head and loss, by part of `StepTime`."""
     inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
     return dict.fromkeys(inside, 0.0) | {
         "matmul": _head(candidate, hardware),
@@ -193,7 +193,7 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
 
 
 def _trained_of_blocks(candidate: Candidate) -> float:
-    """Return the parameters of blocks that a rank's part of the optimizer has."""
+    """Return the number of trained parameters of blocks in a rank's optimizer shard."""
     task = candidate.task
     return (task.trained if task.lora else block_parameters(task.model)) / task.gpus
 
@@ -211,7 +211,7 @@ def _products(candidate: Candidate, hardware: Hardware) -> _Work:
 
 
 def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) -> _Work:
-    """Norms and stream on a tensor rank's own tokens, activation and rotary embedding on its own features."""
+    """Seconds of elementwise operations. Norms and stream run on a tensor rank's tokens, others on its features."""
     model, rows = candidate.task.model, candidate.rows
     hidden = rows / candidate.tensor * model.hidden_size
     inner = rows * model.intermediate_size / candidate.tensor
@@ -223,7 +223,7 @@ def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) ->
     backward += operators.gradient_sums * rows * model.hidden_size + DELTA * attended
     if (
         candidate.mlp_rows < rows and not candidate.task.lora
-    ):  # each chunk reads and writes the sums of the weights' gradients
+    ):  # each chunk reads and writes the accumulated weight gradients
         backward += 3 * 2 * WIDE * mlp_matrix(model, candidate.tensor) * -(-rows // candidate.mlp_rows)
     turning = operators.rotary * turned
     return _Work(hardware.memory_seconds(forward + turning), hardware.memory_seconds(backward + turning))
@@ -237,7 +237,7 @@ def _again(
     products: _Work,
     elements: _Work,
 ) -> float:
-    """Seconds of recomputation; an MLP in chunks recomputes gate and up in its backward under every policy."""
+    """Seconds of recomputation. An MLP in chunks recomputes gate and up in backward under every policy."""
     policy, matrix = candidate.policy, mlp_matrix(candidate.task.model, candidate.tensor)
     product = hardware.matmul_seconds(2.0 * candidate.rows * matrix, candidate.rows)
     if not policy.recomputes:
@@ -258,20 +258,20 @@ def _again(
 
 
 def _head(candidate: Candidate, hardware: Hardware) -> float:
-    """The matrix products of the head, two or three, a chunk of tokens at a time."""
+    """Seconds of the head's two or three matrix products, a chunk of tokens at a time."""
     rows = candidate.rows / candidate.tensor
     flops = (4.0 if candidate.task.lora else 6.0) * rows * table(candidate.task.model)
     return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
 
 
 def _logits(candidate: Candidate, hardware: Hardware) -> float:
-    """Seconds of the logits: of a reference's, and of one's own again, which pairs need in backward."""
+    """Seconds of the extra logits of preference training: the reference's, and recomputed ones in backward."""
     rows = candidate.rows / candidate.tensor
     return hardware.matmul_seconds(2.0 * rows * table(candidate.task.model), min(rows, candidate.task.loss_chunk))
 
 
 def _reference(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """Seconds of a layer of the reference: forward, with the gathers and copies of its weights that nothing hides."""
+    """Seconds of a layer of the reference model: forward, with the exposed gathers and copies of its weights."""
     task, seconds = candidate.task, behind.forward
     if candidate.tensor > 1:
         seconds += _tensor(replace(candidate, recompute="none"), hardware) / 2
@@ -291,24 +291,24 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
     gathered = candidate.task.loss_chunk * operators.gathered_chunks(candidate.task.itemsize)
     sums = (
         0 if candidate.task.lora else math.ceil(rows / gathered) * 2 * WIDE * table(model)
-    )  # of the head's gradient, read and written
+    )  # the head's gradient, read and written
     return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + sums)
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """Exposed seconds of gathering a layer's weights and scattering its gradients beside neighbouring layers."""
+    """Exposed seconds of a layer's weight gather and gradient scatter, which overlap with neighbouring layers."""
     task = candidate.task
     if task.gpus == candidate.tensor:
         return 0.0
     gather = _gather(candidate, hardware)
     share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
     gradients = gather * candidate.task.trained / candidate.task.parameters if candidate.task.lora else gather
-    backward = gradients + (gather if candidate.zero == 3 else 0.0)  # in stage 3 weights once more
+    backward = gradients + (gather if candidate.zero == 3 else 0.0)  # stage 3 gathers weights again
     return max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
 
 
 def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
-    """Transfers of embedding, head, first block and last block, which nothing hides."""
+    """Seconds of transfers of embedding, head, first block and last block, which do not overlap with anything."""
     task, model = candidate.task, candidate.task.model
     if task.gpus == candidate.tensor:
         return 0.0
@@ -317,7 +317,7 @@ def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
 
 
 def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """Exposed seconds of a layer's shards from host memory, its gradient back, and AdamW beside the next forward."""
+    """Exposed seconds of copies of a layer's shards and gradient, and of AdamW during the next forward."""
     if candidate.offload is not Offload.WEIGHTS:
         return 0.0
     task, passes = candidate.task, candidate.micro_steps
@@ -328,7 +328,7 @@ def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
     )
     copy, back = (numbers * task.itemsize / hardware.host_bandwidth for numbers in (weights, trained))
     update = trained / hardware.host_adam
-    first = (copy + update / passes) / layers  # nothing hides the first layer's
+    first = (copy + update / passes) / layers  # those of the first layer are fully exposed
     # Only the first forward pass of a step waits for updates.
     forward = (max(0.0, max(copy, update) - behind.forward) + (passes - 1) * max(0.0, copy - behind.forward)) / passes
     return first + forward + max(0.0, max(copy, back) - behind.backward)
@@ -342,7 +342,7 @@ def _gather(candidate: Candidate, hardware: Hardware) -> float:
 
 
 def _tensor(candidate: Candidate, hardware: Hardware) -> float:
-    """Seconds of gathering tokens before and scattering them after attention and MLP, which nothing hides."""
+    """Seconds of gathering tokens before attention and MLP and scattering them after; they do not overlap."""
     if candidate.tensor == 1:
         return 0.0
     task = candidate.task

@@ -1,4 +1,4 @@
-"""Every way to train a task: meshes, attention strategies, recompute policies and ZeRO stages; see `Candidate`."""
+"""Enumerates the ways to train a task: meshes, attention strategies, recompute policies and ZeRO stages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,13 +19,13 @@ def candidates(
     """Return every sensible candidate.
 
     Args:
-        task: What is trained.
+        task: The training task.
         recompute: Recompute policies to try.
         zero: ZeRO stages to try.
-        tensor: Tensor parallel degrees to try; by default all that fit into a node.
+        tensor: Tensor parallel degrees to try; by default all that fit in a node.
 
     Raises:
-        UserError: There is none, or a policy is unknown or names too many layers.
+        UserError: There is no candidate, or a policy is unknown or names too many layers.
     """
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
@@ -67,13 +67,13 @@ def _attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candid
 def with_attention_choice(
     candidate: Candidate, strategy: str, ulysses_degree: int | None, hardware: Hardware
 ) -> Candidate:
-    """Return a candidate with the attention strategy that `burst_attention` takes on its mesh.
+    """Return a candidate with the attention strategy that `burst_attention` selects on its mesh.
 
     Args:
-        candidate: The mesh; its own strategy does not count.
+        candidate: The candidate; its strategy is ignored.
         strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        ulysses_degree: Ranks that exchange heads; None for the fastest degree.
-        hardware: The machine by whose rates "auto" takes the fastest.
+        ulysses_degree: Ulysses degree; None for the fastest degree.
+        hardware: The machine for which "auto" selects the fastest strategy.
     """
     asked = candidate.problem(hardware)
     try:
