@@ -1,7 +1,7 @@
-"""The command line: runs the command, and turns bad input into one message and an exit status.
+"""The command line: runs one command, and turns bad input into one message and an exit status.
 
-Every command is a module `bmburst/cli/<command>.py` with `HELP` (what it does), `configure(parser)` and `run(args)`,
-imported only when it is called, so that `bmburst --help` takes milliseconds.
+Every command is a module `bmburst/cli/<command>.py` with `HELP` (a description), `configure(parser)` and `run(args)`.
+A module is imported only when its command is called, so that `bmburst --help` takes milliseconds.
 """
 
 import argparse
@@ -48,10 +48,10 @@ _KINDS = MappingProxyType(
     },
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
-_FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
+_FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
-"""Environment variable that the launcher sets in its ranks. It shows the first rank's error once for all of them."""
+"""Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print.
+        """Raise argparse's message as a UserError.
 
         Raises:
             UserError: Always.
@@ -81,13 +81,13 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: An option or argument is unknown, or an option lacks its value.
         """
-        own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a script's
+        own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
         for word in own:
             if (reason := why_not_text(word)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
         try:
             args, rest = self.parse_known_args(list(argv))
-        except UserError:  # a required option may be missing because it is given by another name
+        except UserError:  # a required option may be missing because its name was misspelled
             given = (word.partition("=")[0] for word in own if word.startswith("--"))
             if unknown := next((word for word in given if word not in self._option_string_actions), None):
                 raise self._unexpected(unknown) from None
@@ -102,7 +102,7 @@ class CommandParser(argparse.ArgumentParser):
         known: dict[str, str] = {}
         for option in self._option_string_actions:
             if option.startswith("--"):
-                # An option with two spellings is shown by its first one, as in help.
+                # For an option with two spellings the message shows the first, as in help.
                 known.setdefault(option[2:].replace("-", "_"), option)
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for bad input, 130 for Ctrl-C, else the command's own.
 
     Args:
-        argv: Arguments without the program's name; `sys.argv[1:]` where none are given.
+        argv: Arguments without the program name; None for `sys.argv[1:]`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words else ""
@@ -144,11 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output, for example head, has ended. Python would fail again when it flushes at exit.
+        # The reader of the output, for example head, has closed the pipe. Python would fail again in its flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
-        # A path of the user that no file system accepts, or without permission.
+        # The user gave a path that no file system accepts, or has no permission for it.
         if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise
         refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
-    """Return the number of ranks for this machine: as asked, else one for each GPU, else `fewest` processes.
+    """Return the number of ranks for this machine: `asked`, else one per GPU, else `fewest` processes on the CPU.
 
     Raises:
         UserError: There are fewer GPUs than ranks.
@@ -173,12 +173,12 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
 
 
 def leaves_errors_to_rank_0() -> bool:
-    """Return whether rank 0 shows the errors that all ranks have: this is another rank, and torchrun started it."""
+    """Return whether this rank leaves errors of all ranks to rank 0: it is another rank, and torchrun started it."""
     return os.environ.get("RANK", "0") != "0" and LAUNCHED not in os.environ
 
 
 def _require_open_files() -> None:
-    """Raise a low limit of open files as far as permitted: torch's imports alone can exceed it.
+    """Raise a low limit on open files as far as permitted. Importing torch alone can exceed it.
 
     Raises:
         UserError: The hard limit is below what any command needs.

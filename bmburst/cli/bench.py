@@ -1,6 +1,6 @@
-"""`bmburst bench`: finds the benchmarks, which are in a clone of the repository and not in an installation.
+"""`bmburst bench`: finds and runs the benchmarks, which are in a clone of the repository but not in an installation.
 
-Run as `python -m bmburst.cli.bench CLONE FOLDER` it is a rank of the job in that folder.
+`python -m bmburst.cli.bench CLONE FOLDER` runs one rank of the job in FOLDER.
 """
 
 import argparse
@@ -23,33 +23,33 @@ HELP = (
     "paper: the BurstAttention paper's ablations and README tables. Suites: backward, merge, tile, batch, sequence."
 )
 _PACKAGE = "benchmarks"
-_MARK = 'PROJECT = "bmburst"'  # a line of the package's engine, to tell it from other packages of this name
+_MARK = 'PROJECT = "bmburst"'  # a line of our engine, which other packages of this name do not have
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options.
 
     Raises:
-        UserError: There is no clone.
+        UserError: No clone was found.
     """
     _engine(find_clone(), "command").configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, list or redraw, and return the exit status.
+    """Run, list or redraw benchmarks, and return the exit status.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option cannot work.
     """
     status: int = _engine(find_clone(), "command").run(args)
     return status
 
 
 def find_clone() -> Path:
-    """Return the clone that has the benchmarks: the one that this package lies in, or the current directory.
+    """Return the clone with the benchmarks: the one that contains this package, or the current directory.
 
     Raises:
-        UserError: Neither is a clone, or the current directory is one of another version.
+        UserError: Neither is a clone, or the current directory is a clone of another version.
     """
     own, here = Path(__file__).parents[2], Path.cwd()
     if _has_benchmarks(own):
@@ -73,7 +73,7 @@ def _has_benchmarks(folder: Path) -> bool:
 
 
 def _engine(clone: Path, name: str) -> ModuleType:
-    """Return a module of the clone's engine, also if another package of its name is on Python's path."""
+    """Import a module of the clone's engine, even if another package of its name is on Python's path."""
     folder = clone / _PACKAGE
     if list(getattr(sys.modules.get(_PACKAGE), "__path__", ())) != [str(folder)]:
         spec = importlib.util.spec_from_file_location(

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, and return the exit status.
+    """Build the wheel, and return the exit status.
 
     Raises:
         UserError: A tool is missing, or an argument cannot work.

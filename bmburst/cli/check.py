@@ -35,13 +35,13 @@ _EPILOG = (
     "its weights. All ranks run on this machine. Rounding errors grow with the steps, so few steps tell most."
 )
 _SHOWN = 20
-# Exit statuses: bad input was explained already, and from 128 on a signal ended the run.
+# Exit statuses: 2 is bad input, already explained; 128 and above means that a signal ended the run.
 _BAD_INPUT, _SIGNALS = 2, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckRun:
-    """One run: a name for its folder, how many ranks, and what they do."""
+    """One run: name of its folder, number of ranks, and configuration."""
 
     name: str
     nproc: int
@@ -64,10 +64,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run and compare; return 0 if the ranks agree with one, 1 if not, else the status of the run that failed.
+    """Run and compare. Return 0 if the ranks agree with one rank, 1 if not, or the status of a run that failed.
 
     Raises:
-        UserError: Something in the configuration cannot work.
+        UserError: The configuration cannot work.
     """
     config = resolve_options(args)
     runs = runs_to_compare(config, train.ranks_of(config))
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve_options(args: argparse.Namespace) -> TrainConfig:
-    """Return the configuration that `bmburst train` would train with, without a run folder.
+    """Return the configuration that `bmburst train` would use, without a run folder.
 
     Raises:
         UserError: A value is wrong, or this process is a rank.
@@ -115,10 +115,10 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
 
 
 def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
-    """Return the runs to compare: on all ranks, on one, and for bfloat16 on one in float32.
+    """Return the runs to compare: on all ranks, on one rank, and for bfloat16 also on one rank in float32.
 
     Raises:
-        UserError: There is one rank only, or the configuration does not fit the ranks.
+        UserError: There is only one rank, or the configuration does not fit the ranks.
     """
     check_run(config, nproc)
     # Imported here because it imports numpy, which the help does not need.
@@ -138,7 +138,7 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
         _CheckRun(name="single", nproc=1, config=config.replace(parallel=alone)),
     ]
     if config.dtype != "float32":
-        # A kernel that was chosen for 16-bit inputs may not support fp32.
+        # A kernel chosen for 16-bit inputs may not support fp32.
         exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), dtype="float32")
         runs.append(_CheckRun(name="exact", nproc=1, config=exact))
     return tuple(runs)
@@ -149,7 +149,7 @@ def to_text(report: "CheckReport", nproc: int, *, shown: int | None) -> str:
 
     Args:
         report: The comparison.
-        nproc: Number of ranks that were compared with one.
+        nproc: Number of ranks that were compared with one rank.
         shown: Number of tensors to show, the worst first; None for all.
     """
     tensors = sorted(report.tensors, key=lambda tensor: -tensor.severity)[:shown]
@@ -171,8 +171,8 @@ def verdict(report: "CheckReport", nproc: int) -> str:
     asked = f"relative error at most: {limits}"
     if report.dtype != "float32":
         asked = (
-            f"no further from one rank in float32 than {BF16_FACTOR:g} times what one rank in {report.dtype} is, the "
-            f"gradient of all tensors together exactly so, others plus: {limits}"
+            f"relative error against one rank in float32 at most {BF16_FACTOR:g} times that of one rank in "
+            f"{report.dtype}, plus {limits}; plus 0 for the gradient of all tensors together"
         )
     if report.ok:
         return f"ok: {nproc} ranks train as one does ({asked})"
@@ -224,7 +224,7 @@ def _launch(run: _CheckRun, folder: Path, steps: int) -> int:
 
 
 def _require_space(folder: Path, runs: Sequence[_CheckRun]) -> None:
-    # Weights and gradients in the run's dtype, and weights in fp32 after the steps.
+    # Initial weights and gradients in the run's dtype, and final weights in fp32.
     needed = sum(run.config.model.num_parameters * (12 if run.config.dtype == "float32" else 8) for run in runs)
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -1,4 +1,4 @@
-"""`bmburst convert`: converts a model's directory to another family's format."""
+"""`bmburst convert`: converts a model directory to the format of Hugging Face, bmburst or ModelCenter."""
 
 import argparse
 import math
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was written."""
+    """Convert, and print a summary of the output."""
     from tqdm import tqdm
 
     from bmburst.checkpoint.files import verified, warn

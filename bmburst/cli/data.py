@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the token file and print what it holds."""
+    """Write the token file, and print a summary of it."""
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.corpus import LengthReport, Text, tokenize
     from bmburst.data.records import hold_records

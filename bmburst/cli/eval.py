@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and return the exit status.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option cannot work.
     """
     if args.passkey:
         return run_passkey(args)
@@ -106,7 +106,7 @@ def _outputs(config: EvalConfig) -> tuple[Path, Path]:
 
 
 def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
-    """Return the configuration that the options give, with its number of ranks.
+    """Build the configuration from the options, including the number of ranks.
 
     Args:
         args: Parsed options.

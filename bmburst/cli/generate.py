@@ -1,4 +1,4 @@
-"""`bmburst generate`: answers prompts with a model, over one rank or several that share every prompt."""
+"""`bmburst generate`: answers prompts with a model, on one rank or on several ranks that share every prompt."""
 
 import argparse
 import json
@@ -31,18 +31,18 @@ _USAGE = (
     "       bmburst generate --checkpoint DIR --prompts FILE.jsonl --output FILE.jsonl [OPTIONS]"
 )
 _EPILOG = (
-    "Options of sampling have the names and meaning of transformers' generate; their defaults are the model's own, of "
-    "its generation_config.json. A prompt of --prompts that is too long for the memory is refused in its own line of "
+    "Sampling options have the names and meaning of transformers' generate. Their defaults come from the model's "
+    "generation_config.json. A prompt of --prompts that is too long for the memory is refused in its own line of "
     "--output, and the others are answered. Exit status: 2 for bad input or a refused prompt, 130 after Ctrl-C."
 )
 _SAMPLING = (
-    ("--max-new-tokens", tokens, "N", "new tokens of an answer, at most (default: the model's, else 20)"),
+    ("--max-new-tokens", tokens, "N", "largest number of new tokens in an answer (default: the model's, else 20)"),
     ("--temperature", float, "T", "divides the logits; 0: the most probable token (default: the model's, else 0)"),
     ("--top-k", int, "K", "sample from the K most probable tokens; 0: from all (default: the model's, else 50)"),
-    ("--top-p", float, "P", "sample from the tokens that make up this probability (default: the model's, else 1)"),
-    ("--min-p", float, "P", "sample from tokens of this probability or more, relative to the first (default: 0)"),
+    ("--top-p", float, "P", "sample from the top tokens with total probability P (default: the model's, else 1)"),
+    ("--min-p", float, "P", "sample from tokens with at least P times the largest probability (default: 0)"),
     ("--repetition-penalty", float, "F", "divides logits of tokens seen before (default: the model's, else 1)"),
-    ("--seed", int, "N", "of the random numbers (default: 0)"),
+    ("--seed", int, "N", "seed of the random numbers (default: 0)"),
     ("--num-samples", int, "N", "answers to each prompt (default: 1)"),
     ("--logprobs", int, "N", "write log-probabilities, of the new tokens and of the N most probable ones"),
 )
@@ -65,8 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help='file with a prompt a line: {"prompt": "..."}, {"tokens": [...]} or {"messages": [...]}',
     )
     add("--output", type=Path, metavar="FILE", help="write a JSON line for each answer (default: print the answers)")
-    add("--stream", action="store_true", help="print text as it comes")
-    add("--chat", action="store_true", help="put each text through the chat template, as a message of the user")
+    add("--stream", action="store_true", help="print text as it is generated")
+    add("--chat", action="store_true", help="format each prompt with the chat template, as a user message")
     for name, kind, metavar, text in _SAMPLING:
         add(name, type=kind, metavar=metavar, help=text)
     add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given several times")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer the prompts and return the exit status.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option or a prompt cannot work.
     """
     if "RANK" in os.environ:
         return in_group(partial(_answer, args))
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     nproc = ranks_to_start(args.nproc, fewest=1)
     if nproc == 1:
         return _answer(args)
-    request = _Request.of(args, nproc)  # everything that can be refused, before ranks start
+    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     from bmburst.checkpoint.files import VERIFIED
     from bmburst.cli.train import set_environment
     from bmburst.runtime.launch import LaunchSpec, launch
@@ -124,17 +124,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Request:
-    """What a command line asks for, read and checked; no weights are read yet."""
+    """A parsed and checked command line: model, prompts and options. No weights are read yet."""
 
     def __init__(self, source: "Source", prompts: "list[Prompt]", options: "GenerationOptions") -> None:
         self.source, self.prompts, self.options = source, prompts, options
 
     @classmethod
     def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
-        """Read what the options name.
+        """Read and check the model directory, the prompts and the options.
 
         Raises:
-            UserError: Something given cannot work.
+            UserError: An option or a prompt cannot work.
         """
         from bmburst.inference.generator import Source
         from bmburst.inference.prompts import PromptEncoder, read_prompts
@@ -170,7 +170,7 @@ class _Request:
 
 
 def _holds_answers(path: Path) -> bool:
-    """Return whether a file is empty or holds answers of an earlier run, which may be replaced."""
+    """Return whether a file may be replaced: it is empty or holds answers of an earlier run."""
     with path.open("rb") as file:
         line = file.readline()
     try:
@@ -180,7 +180,7 @@ def _holds_answers(path: Path) -> bool:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """Return the options that make the same request."""
+    """Return the options that repeat this request, for the command of the ranks."""
     words: list[str] = []
     for name, value in vars(args).items():
         option = "--" + name.replace("_", "-")
@@ -193,12 +193,12 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def in_group(work: Callable[[], int]) -> int:
-    """Return what `work` does on this rank of torch.distributed's world, which exists while it runs.
+    """Run `work` with torch.distributed initialized, and return its exit status.
 
-    Its status is 2 where what `work` refuses is shown by rank 0.
+    If `work` raises a UserError that rank 0 prints, this returns 2 on the other ranks.
 
     Raises:
-        UserError: `work` refuses something, and this rank shows it.
+        UserError: `work` raised it, and this rank prints it.
     """
     import torch
     import torch.distributed as dist
@@ -240,18 +240,18 @@ def _answer(args: argparse.Namespace) -> int:
 
 
 def note_length(length: int, most: int) -> None:
-    """Say, on standard error, where text of `length` tokens is longer than the `most` that the model was made for."""
+    """Print a note on standard error if a text of `length` tokens is longer than the model's limit `most`."""
     if length > most:
         print(
             f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
-            "what it answers beyond may be of no use",
+            "answers beyond that may be useless",
             file=sys.stderr,
         )
 
 
 @contextmanager
 def progress_bar(title: str, total: int, unit: str, *, is_main: bool) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on rank 0's terminal while the block runs, and yield what advances it."""
+    """Show a progress bar on rank 0's terminal while the block runs, and yield the function that advances it."""
     from tqdm import tqdm
 
     with tqdm(
@@ -261,7 +261,7 @@ def progress_bar(title: str, total: int, unit: str, *, is_main: bool) -> Iterato
 
 
 class _Screen:
-    """What rank 0 shows and writes; the others show nothing."""
+    """Prints and writes the answers on rank 0. The other ranks print nothing."""
 
     def __init__(self, args: argparse.Namespace, request: _Request, *, is_main: bool) -> None:
         self._args, self._request, self._is_main = args, request, is_main
@@ -295,7 +295,7 @@ class _Screen:
             sys.stdout.flush()
 
     def _answer(self, prompt: int, answer: "Answer") -> None:
-        """Show answers in the order of their prompts, each as soon as those before it are there."""
+        """Print answers in the order of their prompts, each as soon as all earlier ones are complete."""
         self._answers.setdefault(prompt, []).append(answer)
         if not self._is_main:
             return
@@ -316,7 +316,7 @@ class _Screen:
 
 
 def _summarize(answers: "list[Answer]") -> None:
-    """Write what was done, in one line, to standard error."""
+    """Print a summary of the answers on standard error, in one line."""
     done = [answer for answer in answers if answer.finish != "refused"]
     words = [f"{len(done)} answers"] if len(done) != 1 else []
     if done:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the ranks and return the exit status.
 
     Raises:
-        UserError: The arguments cannot work here.
+        UserError: The arguments cannot work on this machine.
     """
     from bmburst.runtime.launch import LaunchSpec, launch
     from bmburst.runtime.launch.run import check_launch
@@ -94,7 +94,7 @@ def script_command(words: list[str]) -> list[str]:
 
 
 def placement(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of LaunchSpec for the nodes: those that were given, else SLURM's."""
+    """Return the options of LaunchSpec about nodes: the given ones, or else SLURM's."""
     from bmburst.runtime.launch.spec import read_step
 
     names = ("nnodes", "node_rank", "master_addr", "master_port")

@@ -1,4 +1,4 @@
-"""`bmburst eval --passkey`: its options, the ranks, and what they show and write."""
+"""`bmburst eval --passkey`: reads the options, starts the ranks, and prints and writes the results."""
 
 import argparse
 import dataclasses
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 _SHARED = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", "start_timeout", "output", "nproc")
 _OPTIONS = ("lengths", "depths", "samples", "digits", "seed", "without_key", "cache", "chunk_tokens")
-_COLUMNS = 9  # of a table: 8 + 9 * 8 characters
+_COLUMNS = 9  # columns of a table, which is then 8 + 9 * 8 characters wide
 
 
 def add_passkey_options(parser: argparse.ArgumentParser) -> None:
     """Add --passkey and the options that belong to it."""
     group = parser.add_argument_group(
         "passkey",
-        "Of the options above --checkpoint, --tokenizer, --dtype (default: as stored), --output, --nproc and the "
-        "timeouts apply.",
+        "These options above also apply: --checkpoint, --tokenizer, --dtype (default: as stored), --output, --nproc "
+        "and the timeouts.",
     )
     add = group.add_argument
     add("--passkey", action="store_true", help="ask for a number that one sentence of a long text names; no --data")
@@ -41,17 +41,17 @@ def add_passkey_options(parser: argparse.ArgumentParser) -> None:
     add("--depths", metavar="D,...", help="places of the sentence, from 0 to 1 (default: 0,.25,.5,.75,1)")
     add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5)")
     add("--digits", type=int, metavar="N", help="digits of a number (default: 5)")
-    add("--seed", type=int, metavar="N", help="of the numbers (default: 0)")
-    add("--without-key", action="store_true", default=None, help="leave the sentence out: what is right is chance")
+    add("--seed", type=int, metavar="N", help="seed of the numbers (default: 0)")
+    add("--without-key", action="store_true", default=None, help="leave the sentence out: a right answer is chance")
     add("--cache", metavar="SPLIT", help="split of the KV cache; see bmburst generate (default: auto)")
     add("--chunk-tokens", type=tokens, metavar="N", help="tokens computed at once; see bmburst generate")
 
 
 def refuse_passkey_options(args: argparse.Namespace) -> None:
-    """Refuse options of --passkey without it.
+    """Refuse options that need --passkey if it is not given.
 
     Raises:
-        UserError: One is given.
+        UserError: Such an option is given.
     """
     for name in _OPTIONS:
         if getattr(args, name) is not None:
@@ -60,10 +60,10 @@ def refuse_passkey_options(args: argparse.Namespace) -> None:
 
 
 def run_passkey(args: argparse.Namespace) -> int:
-    """Measure, and return the exit status: 2 where a length does not fit the memory.
+    """Measure, and return the exit status: 2 if a length does not fit into memory.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option cannot work.
     """
     if "RANK" in os.environ:
         return in_group(partial(_measure, args))
@@ -71,7 +71,7 @@ def run_passkey(args: argparse.Namespace) -> int:
     nproc = ranks_to_start(config.nproc)
     if nproc == 1:
         return _measure(args)
-    request = _Request.of(args, nproc)  # everything that can be refused, before ranks start
+    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     from bmburst.runtime.launch import LaunchSpec, launch
 
     spec = LaunchSpec(
@@ -82,10 +82,10 @@ def run_passkey(args: argparse.Namespace) -> int:
 
 
 def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
-    """Return the options that --passkey shares with evaluation on text, and those of them that are given.
+    """Return the configuration of the options that --passkey shares with evaluation on text, and the given ones.
 
     Raises:
-        UserError: One does not apply, or has a wrong value.
+        UserError: An option does not apply, or has a wrong value.
     """
     given = given_options(args, EvalConfig)
     for name in given:
@@ -98,7 +98,7 @@ def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What a command line asks for, read and checked; no weights are read yet."""
+    """A parsed and checked command line. No weights are read yet."""
 
     checkpoint: Path
     source: "Source"
@@ -111,10 +111,10 @@ class _Request:
 
     @classmethod
     def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
-        """Read what the options name.
+        """Read and check the model directory and the options.
 
         Raises:
-            UserError: Something given cannot work.
+            UserError: An option cannot work.
         """
         config, values = _shared(args)
         from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
@@ -161,16 +161,16 @@ class _Request:
 
 
 def require_outputs(given: Path | None, default: str, what: str, marked: str) -> tuple[Path, Path]:
-    """Return the JSON file and the picture of an evaluation, checked: both can be written.
+    """Return the paths of an evaluation's JSON file and image, after checking that both can be written.
 
     Args:
-        given: Value of --output.
-        default: Name where it is not given, in the current folder.
-        what: What is written, with its article, for messages.
-        marked: Beginning of `format` in files that may be replaced.
+        given: Value of --output; None uses `default` in the current folder.
+        default: Default file name.
+        what: Name of the output with its article, for messages.
+        marked: Prefix of `format` in an existing JSON file that may be replaced.
 
     Raises:
-        UserError: It is no .json file, cannot be written, or is another file.
+        UserError: The path does not end with .json, cannot be written, or is a file of another kind.
     """
     path = given or Path(default)
     if path.suffix != ".json":
@@ -182,7 +182,7 @@ def require_outputs(given: Path | None, default: str, what: str, marked: str) ->
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """Return the options that make the same request."""
+    """Return the options that repeat this request, for the command of the ranks."""
     words = ["--passkey"]
     for name, value in given_options(args, EvalConfig).items():
         words.append(f"{option_name(name, {})}={value}")
@@ -217,7 +217,7 @@ def _measure(args: argparse.Namespace) -> int:
     cells: list[PasskeyCell] = []
 
     def measured(found: "Sequence[PasskeyCell]") -> None:
-        """Write what there is so far: the longest lengths take hours."""
+        """Write the results so far, because the longest lengths take hours."""
         cells.extend(found)
         if is_main:
             write_evaluation(request.output, to_json(str(request.checkpoint), settings, test, cells))
@@ -240,7 +240,7 @@ def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
     """Write the JSON file of an evaluation.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The file cannot be written.
     """
     try:
         write_json(path, values)
@@ -249,7 +249,7 @@ def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def table(cells: "Sequence[PasskeyCell]") -> str:
-    """Return right answers of asked ones, a line for each length, in blocks of at most 80 columns."""
+    """Return a table of right answers out of all, one line per length, in blocks of at most 80 columns."""
     from bmburst.evaluation.passkey import words_of
 
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})

@@ -1,4 +1,4 @@
-"""`bmburst plan`: predicts step time and memory of every sensible way to train, and prints the best one's command."""
+"""`bmburst plan`: predicts step time and memory of all sensible configurations, and prints the command of the best."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
     "stage. Print those that fit, the fastest first, and the command of the best one. --generate: predict the first "
-    "token, the time of a token and the memory of generation. Needs no GPU."
+    "token, the time per token and the memory of generation. Needs no GPU."
 )
 _USAGE = (
     "bmburst plan --model NAME|DIR --seq TOKENS --gpus N [--nodes N] [--hardware NAME|FILE] [--write recipe.yaml]\n"
@@ -30,7 +30,7 @@ _USAGE = (
     "       bmburst plan --check"
 )
 _EPILOG = (
-    "Utilisation counts 6 FLOPs a weight and token, causal attention as half, backward as twice the forward, and no "
+    "Utilisation counts 6 FLOPs per weight and token, causal attention as half, backward as twice the forward, and no "
     "recomputation. docs/plan.md describes the prediction and its measured errors."
 )
 
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--generate",
         action="store_true",
-        help="predict generation in place of training: prompts of --seq tokens, --batch of them at once",
+        help="predict generation instead of training: prompts of --seq tokens, --batch of them at once",
     )
     add("--new-tokens", type=int, metavar="N", help="with --generate: tokens of each answer (default: 64)")
     add("--batch", type=int, metavar="N", default=1, help="sequences a step, over all GPUs (default: 1)")
@@ -96,13 +96,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--optimizer-offload",
         action="store_true",
-        help="keep the optimizer in host memory; without it this is tried where memory of GPUs is short",
+        help="keep the optimizer in host memory; without this option it is tried only if GPU memory is too small",
     )
     add(
         "--lora",
         type=int,
         metavar="RANK",
-        help="train adapters of this rank, on q_proj and v_proj, in place of the weights (with --longest: beside them, "
+        help="train adapters of this rank, on q_proj and v_proj, instead of the weights (with --longest: in addition, "
         "default: 16)",
     )
     add(
@@ -129,7 +129,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--longest",
         action="store_true",
-        help="print the longest sequence of each mesh in place of --seq, what limits it and where its bytes lie",
+        help="instead of --seq: print the longest sequence of each mesh, its limiting memory and its memory by part",
     )
     add("--json", action="store_true", help="print the configurations as JSON")
     add("--check", action="store_true", help="predict recorded and published runs, and print the errors")
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan, check or calibrate, and return the exit status.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option cannot work.
     """
     if args.check and args.calibrate:
         raise UserError("--check and --calibrate cannot be combined\nfix: run bmburst plan once with each")
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_generate(args: argparse.Namespace) -> None:
-    """Refuse --new-tokens without --generate, and with it the options of a training step."""
+    """Refuse --new-tokens without --generate, and --generate with options of a training step."""
     if not args.generate:
         if args.new_tokens is not None:
             raise UserError(f"--new-tokens {args.new_tokens} is an option of --generate\nfix: add --generate")
@@ -203,7 +203,7 @@ def _check_generate(args: argparse.Namespace) -> None:
 
 
 def _check_longest(args: argparse.Namespace) -> None:
-    """Refuse what has no meaning beside --longest."""
+    """Refuse options that have no meaning with --longest."""
     if not args.longest:
         return
     for name in ("check", "calibrate", "seq", "output", "write", "ways", "zero"):
@@ -339,10 +339,10 @@ def _policies(args: argparse.Namespace) -> Sequence[str]:
 
 
 def _machine(args: argparse.Namespace) -> "Hardware":
-    """Return the hardware, with the host memory that is given.
+    """Return the hardware, with --host-memory if it is given.
 
     Raises:
-        UserError: It is unknown, or there is no host memory.
+        UserError: The hardware is unknown, or --host-memory is not above 0.
     """
     from bmburst.schedule.hardware import load_hardware
 

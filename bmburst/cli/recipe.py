@@ -1,4 +1,4 @@
-"""Recipes: YAML files for `bmburst train --config`, with command and expected numbers as comments. No torch."""
+"""Writes recipes: YAML files for `bmburst train --config`, with the command and predictions as comments. No torch."""
 
 import shlex
 import sys
@@ -25,13 +25,13 @@ FIRST_LINE = "# A recipe of bmburst: "
 
 
 def named_model(name: str) -> tuple[LlamaConfig, str, str | None]:
-    """Return a model, what it is called, and its directory where it is one.
+    """Return a model's shape, its name, and its directory (None for a preset).
 
     Args:
         name: A preset, or a Hugging Face directory.
 
     Raises:
-        UserError: It is neither.
+        UserError: `name` is neither.
     """
     path = Path(name)
     if name in PRESETS or not (path.is_dir() or "/" in name):
@@ -46,12 +46,12 @@ def recipe(best: Prediction, settings: Mapping[str, Any], path: str, title: str 
     """Return the text of a recipe.
 
     Args:
-        best: The way to train, as predicted.
+        best: The configuration and its prediction.
         settings: Its fields of `TrainConfig`, as nested dictionaries.
-        path: The file, for the command.
-        title: What it is for; by default model, length and GPUs.
+        path: Path of the recipe, for the command.
+        title: Title of the recipe; by default model, length and GPUs.
     """
-    import yaml  # here: it is slow to import
+    import yaml  # here, because it is slow to import
 
     task = best.candidate.task
     title = title or f"{task.preset}, {task.sequence:,} tokens, {task.gpus} x {best.hardware.name}"
@@ -61,7 +61,7 @@ def recipe(best: Prediction, settings: Mapping[str, Any], path: str, title: str 
 
 
 def expected(best: Prediction) -> list[str]:
-    """Return what the planner expects of a way, as comments."""
+    """Return the planner's prediction as comment lines."""
     task, memory, hardware = best.candidate.task, best.memory, best.hardware
     nodes = f" on {task.nodes} nodes" if task.nodes > 1 else ""
     rate = best.tokens_per_second
@@ -81,7 +81,7 @@ def require_recipe(path: Path) -> None:
     """Check that a recipe can be written to a file.
 
     Raises:
-        UserError: It is no .yaml file, cannot be written, or is another file.
+        UserError: The path does not end with .yaml, cannot be written, or is a file of another kind.
     """
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--write {path}\nallowed: a .yaml file\nfix: --write recipe.yaml")
@@ -89,10 +89,10 @@ def require_recipe(path: Path) -> None:
 
 
 def write_recipe(path: Path, best: Prediction) -> None:
-    """Write the recipe of the best way.
+    """Write the recipe of the best configuration.
 
     Raises:
-        UserError: It does not fit into memory, or the file cannot be written.
+        UserError: The configuration does not fit into memory, or the file cannot be written.
     """
     if not best.memory.fits:
         raise UserError(f"--write {path}: no configuration fits into memory\nfix: use more GPUs or a shorter --seq")
@@ -102,7 +102,7 @@ def write_recipe(path: Path, best: Prediction) -> None:
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
-    """Return the fields of `bmburst train`'s configuration that a planned command gives, as its parser reads them."""
+    """Return the fields of `TrainConfig` that a planned command sets, as the parser of `bmburst train` reads them."""
     parser = CommandParser(prog="bmburst train", description="")
     train_command.configure(parser)
     settings = read_layer(TrainConfig, given_options(parser.read(options(candidate)), TrainConfig), "")
@@ -129,7 +129,7 @@ def _command(best: Prediction, settings: Mapping[str, Any], path: str) -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with values that YAML has; `checkpoint_every` None is written as its word."""
+    """Return the settings as YAML types; `checkpoint_every` None becomes its word."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

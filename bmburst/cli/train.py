@@ -42,17 +42,17 @@ TITLES = {
     "data": "data",
     "optimizer": "optimizer",
     "schedule": "learning rate",
-    "lora": "adapters in place of all weights",
+    "lora": "adapters instead of all weights",
     "dpo": "training on pairs of a chosen and a rejected answer",
     "parallel": "ranks",
 }
-# Files of a run that has trained. Other files, such as the launcher's, may be there before.
+# Files that only a run that has trained leaves. Other files, such as the launcher's, may exist before.
 _RUN_TRACES = ("metrics.jsonl", "checkpoints")
-# Errors of writing metrics, plot and sample; data, weights and checkpoints have messages of their own.
+# Errors when writing metrics, plot and sample. Data, weights and checkpoints have their own messages.
 _CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 RUN_CONFIG = "BMBURST_RUN_CONFIG"
-"""Environment variable with the configuration that the launcher resolved, as JSON; its ranks train it."""
+"""Environment variable with the resolved configuration as JSON, from the launcher to its ranks."""
 _LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, and return the exit status.
 
     Raises:
-        UserError: Something in the configuration cannot work, or another run is using the run folder.
+        UserError: The configuration cannot work, or another run is using the run folder.
     """
     if "RANK" in os.environ:
         return _run_rank(args)
@@ -78,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
     require_folder("output", folder)
     with contextlib.ExitStack() as stack:
         is_locked = config.output is not None and folder.is_dir()
-        if is_locked:  # before anything of it is read
+        if is_locked:  # before any file of the folder is read
             _lock(stack, folder)
             config = resolve_options(args)
         nproc = ranks_of(config)
         check_run(config, nproc)
-        from bmburst.train.planning import check_host_memory  # here: the help does without the planner
+        from bmburst.train.planning import check_host_memory  # here, because the help does not need the planner
 
         check_host_memory(config, nproc)
         environment: dict[str, str] = {}
@@ -104,13 +104,13 @@ def run(args: argparse.Namespace) -> int:
         if config.init_from is not None and not config.resume:
             print(f"reading weights: {config.init_from}", file=sys.stderr, flush=True)
             environment[VERIFIED] = str(verified(config.init_from, warn))
-        if not is_locked:  # another run may have made it by now
+        if not is_locked:  # another run may have created the folder by now
             with _explaining_write_errors(folder, config):
                 folder = _make_folder(config, folder)
             _lock(stack, folder)
         if not config.resume:
             with _explaining_write_errors(folder, config):
-                _check_fresh(folder)  # once more: it may have been made, and used, by another run meanwhile
+                _check_fresh(folder)  # again: another run may have used the folder meanwhile
                 write_run_config(config, folder)
         environment[RUN_CONFIG] = json.dumps(to_dict(config.replace(output=folder)))
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for ranks that are started in the block."""
+    """Set environment variables for ranks that are started in the `with` block."""
     before = {name: os.environ.pop(name, None) for name in (RUN_CONFIG, VERIFIED)}
     os.environ.update(variables)
     try:
@@ -137,14 +137,14 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def resolve_options(args: argparse.Namespace) -> TrainConfig:
-    """Return the configuration that the options give; with --resume, over the run folder's own, which is then `output`.
+    """Build the configuration from the options. With --resume they override the run folder's, which becomes `output`.
 
     Raises:
         UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
     options = given_options(args, TrainConfig)
     given = Path(args.config) if args.config is not None else None
-    # Options of a run that is resumed make a configuration only together with the run's own.
+    # The options of a resumed run are complete only together with the configuration in its folder.
     which: dict[str, str] = {name: options[name] for name in ("resume", "output") if name in options}
     config = resolve((given,) if given else (), which if "resume" in which else options)
     if not config.resume:
@@ -167,7 +167,7 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
 
 
 def ranks_of(config: TrainConfig) -> int:
-    """Return how many ranks this machine gets: as configured, else all GPUs, else 2 processes or more.
+    """Return the number of ranks on this machine: as configured, else one per GPU, else at least 2 processes.
 
     Raises:
         UserError: There are fewer GPUs than ranks.
@@ -179,7 +179,7 @@ def ranks_of(config: TrainConfig) -> int:
 
 
 def _to_resume(folder: Path) -> Path:
-    """Return the newest checkpoint of a run folder whose checksums are right.
+    """Return the newest checkpoint of a run folder with correct checksums.
 
     Raises:
         UserError: There is none.
@@ -207,10 +207,10 @@ def _lock(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def _require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
-    """Check that the disk has room for everything that the run will write.
+    """Check that the disk has room for all files of the run.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         folder: The run folder.
         tokens: Folder of the token cache, and the bytes that will be written there.
 
@@ -306,7 +306,7 @@ def _make_folder(config: TrainConfig, base: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     base.parent.mkdir(exist_ok=True)
-    # Runs begun in the same second get names of their own: making a folder succeeds for one of them only.
+    # Runs that start in the same second get different names: only one of them can create a folder.
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -323,7 +323,7 @@ def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
         traces: Names of files that only a run writes; None for all names but those that a refused run leaves.
 
     Raises:
-        UserError: It holds one.
+        UserError: It holds a run.
     """
     _require_no_file(folder)
     if folder.is_dir():
@@ -339,7 +339,7 @@ def _require_no_file(folder: Path) -> None:
 
 
 def _is_run_config(path: Path) -> bool:
-    # The only file of a run that its ranks refused, for example for a malformed line of JSONL.
+    # If the ranks refused a run, for example because of a malformed JSONL line, this is its only file.
     try:
         resolve((path,))
     except UserError:

@@ -249,7 +249,7 @@ def test_bfloat16_also_runs_one_rank_in_float32(launches, here, capsys):
     ]
     out = capsys.readouterr().out
     # One rank was without any error here, so twice that is none.
-    assert out.splitlines()[-1].startswith("not ok: too far from one rank: all tensors together (no further from one")
+    assert out.splitlines()[-1].startswith("not ok: too far from one rank: all tensors together (relative error")
 
 
 def test_not_ok_is_1_and_says_what(launches, here, capsys):
