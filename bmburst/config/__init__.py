@@ -1,4 +1,4 @@
-"""Configuration: nested frozen dataclasses, to and from JSON, YAML and the command line. No torch, no ranks."""
+"""Configuration: converts nested frozen dataclasses to and from JSON, YAML and command line options. No torch."""
 
 from bmburst.config.fields import check_fields, field
 from bmburst.config.files import parse_json, read_config_file, read_json, write_json

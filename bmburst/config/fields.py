@@ -17,7 +17,7 @@ from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, gibibytes, tokens, why_no
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
-_MOST_NAME, _MOST_PATH = 255, 4096  # bytes that Linux takes: more is an OSError wherever it is looked at
+_MOST_NAME, _MOST_PATH = 255, 4096  # Linux's limits in bytes; longer paths raise OSError in every file operation
 _PATH = f"a path of at most {_MOST_PATH} bytes, with names of at most {_MOST_NAME}"
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -28,13 +28,13 @@ class FieldSpec:
 
     Attributes:
         help: Meaning of the field, in one line.
-        unit: Unit of the value, for example "tokens"; empty where there is none.
-        default_text: Text for the default in help where the value is computed later; empty to show the value.
-        minimum: Smallest value allowed.
-        above: Every value must be larger than this.
-        maximum: Largest value allowed.
-        below: Every value must be smaller than this.
-        none_text: Another word for None beside "none", which messages use.
+        unit: Unit of the value, for example "tokens"; empty for none.
+        default_text: Text for the default in help, if the value is computed later; empty to show the value.
+        minimum: Smallest allowed value.
+        above: Exclusive lower bound.
+        maximum: Largest allowed value.
+        below: Exclusive upper bound.
+        none_text: Word for None in messages. "none" is also accepted.
     """
 
     help: str
@@ -58,11 +58,11 @@ class FieldSpec:
 
     @property
     def suffixes(self) -> str:
-        """The suffixes that a value may have, in words; empty where it may have none."""
+        """Description of the suffixes that a value may have; empty for none."""
         return TOKENS_TOO if self.counts_tokens else GIB_TOO if self.counts_gib else ""
 
     def bounds(self) -> str:
-        """Return the bounds as words, for example "at least 1"; empty where there are none."""
+        """Return the bounds in words, for example "at least 1"; empty for none."""
         words = (
             ("at least", self.minimum),
             ("above", self.above),
@@ -94,9 +94,9 @@ def field(
     below: float | None = None,
     none_text: str = "none",
 ) -> Any:
-    """Declare a field of a configuration dataclass. Without `default` or `factory` it must be given.
+    """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
-    The arguments are those of `FieldSpec`. Returns what `dataclasses.field` returns.
+    The other arguments are those of `FieldSpec`. Returns the result of `dataclasses.field`.
     """
     spec = FieldSpec(
         help=help,
@@ -114,7 +114,7 @@ def field(
 
 
 def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
-    """Return the declaration of a dataclass field, an empty one where it was not made with `field`."""
+    """Return the declaration of a dataclass field; an empty one if the field was not declared with `field`."""
     spec = declared.metadata.get(_SPEC)
     return spec if isinstance(spec, FieldSpec) else FieldSpec(help="")
 
@@ -129,7 +129,7 @@ def optional_part(annotation: Any) -> tuple[Any, bool]:
 
 
 def is_none(value: object) -> bool:
-    """Return whether a given value means none: None, or the text for it."""
+    """Return whether a given value is None or a text for None."""
     return value is None or (isinstance(value, str) and value.lower() in _NONE)
 
 
@@ -140,12 +140,12 @@ def number_text(value: float) -> str:
 
 def shown(value: object) -> str:
     """Return a value as text for a message, at most 60 characters."""
-    # Not repr: a YAML file of a few lines can hold lists of lists that would take hours to write out.
+    # Not repr(): with aliases, a YAML file of a few lines can hold nested lists that take hours to print.
     brief = reprlib.Repr()
     brief.maxlevel, brief.maxstring, brief.maxother = 2, 60, 60
     try:
         text = brief.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         text = f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -172,27 +172,27 @@ def misfit(name: str, value: object, allowed: str) -> UserError:
 
     Args:
         name: Dotted name of the field.
-        value: What was given.
+        value: The given value.
         allowed: The allowed values in words.
     """
     return UserError(f"{name}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct the value")
 
 
 def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
-    """Return the value of a field as its type, from what a file, the command line or Python gave.
+    """Convert a value from a file, the command line or Python to the type of its field.
 
-    Text is read as the type it is meant for ("1e-3" as a number, "64K" as that many tokens, "none" as None, "0.9,0.95"
-    as a tuple), because the command line knows only text and YAML takes 1e-3 for text.
+    Text is parsed as the type of the field ("1e-3" as a number, "64K" as a number of tokens, "none" as None, "0.9,0.95"
+    as a tuple), because the command line has only text and YAML reads 1e-3 as text.
 
     Args:
         name: Dotted name, for messages.
-        value: What was given.
-        annotation: Type of the field: bool, int, float, str, Path, Literal of strings or integers, tuple of these,
-            or one of them or None.
-        spec: The field's declaration.
+        value: The given value.
+        annotation: Type of the field: bool, int, float, str, Path, Literal of strings or integers, a tuple of these,
+            or one of these or None.
+        spec: Declaration of the field.
 
     Raises:
-        UserError: The value is of another type, not one of the choices or out of bounds.
+        UserError: The value has another type, is not one of the choices, or is out of bounds.
     """
     inner, none_allowed = optional_part(annotation)
     if none_allowed and (is_none(value) or (isinstance(value, str) and value.lower() == spec.none_text)):
@@ -221,15 +221,15 @@ def _converted(value: Any, inner: Any, spec: FieldSpec) -> Any:
 
 
 def check_fields(config: Any) -> None:
-    """Check every field of a configuration built from Python, for its `__post_init__`.
+    """Check and convert every field of a configuration; its `__post_init__` calls this.
 
     Raises:
-        UserError: A value is of another type, not one of the choices or out of bounds.
+        UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
     hints = typing.get_type_hints(type(config))
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
-        if value is None and declared.default is None:  # filled in later
+        if value is None and declared.default is None:  # __post_init__ fills it in later
             continue
         inner, none_allowed = optional_part(hints[declared.name])
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):

@@ -11,16 +11,16 @@ from typing import Any
 from bmburst.errors import UserError
 from bmburst.outputs import replacing
 
-_MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; YAML takes seconds for each MiB
+_MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; parsing YAML takes seconds per MiB
 _MOST_DEPTH, _MOST_INTEGER = 64, 2**64
-_MOST_MERGED = 10_000  # keys that YAML's << may put together: a few lines of it can stand for billions
+_MOST_MERGED = 10_000  # keys that YAML's << may merge: a few lines can expand to billions
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        UserError: It is missing, not a file, larger than 256 MiB, or not valid for `parse_json`.
+        UserError: The file is missing, not a regular file, larger than 256 MiB, or refused by `parse_json`.
     """
     try:
         data = read_bytes(path, _MOST_JSON)
@@ -44,12 +44,12 @@ def parse_json(
     """Parse JSON with limits on depth (64) and integers (64 bits; a larger one is a float).
 
     Args:
-        data: UTF-8, or text.
-        finite: Whether Infinity and NaN, which are no JSON, are refused as well.
-        pairs: Returns an object of its keys and values.
+        data: UTF-8 bytes, or text.
+        finite: Whether to refuse Infinity and NaN, which standard JSON does not have.
+        pairs: Function that builds an object from its keys and values (`object_pairs_hook`).
 
     Raises:
-        ValueError: It is not valid; the message begins with "is" or "holds". JSONDecodeError if it is malformed.
+        ValueError: The data are not valid; the message begins with "is" or "holds". JSONDecodeError if malformed.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
@@ -71,15 +71,15 @@ def parse_json(
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file: a pipe or a device may never end.
+    """Read a regular file. Pipes and devices are refused, because they may never end.
 
     Raises:
-        OSError: It cannot be read.
-        UserError: It is not a file, or has more than `most` bytes.
+        OSError: The file cannot be read.
+        UserError: The path is not a regular file, or the file has more than `most` bytes.
     """
     try:
         mode = path.stat().st_mode
-    except ValueError as error:  # a zero byte in the name
+    except ValueError as error:  # the name has a zero byte
         raise UserError(f"cannot read {path}: {error}\nfix: give the path of a file") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UserError(f"cannot read {path}: it is a device or a pipe\nfix: give the path of a file")
@@ -132,11 +132,11 @@ def _too_deep() -> ValueError:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON (.json) or YAML (.yaml, .yml) file holds.
+    """Read the object in a JSON (.json) or YAML (.yaml, .yml) file.
 
     Raises:
-        UserError: The file is missing, empty, malformed (the line is named), of another kind, not UTF-8, or gives a
-            key twice.
+        UserError: The file is missing, empty, malformed (the message names the line), of another type, not UTF-8, or
+            has a key twice.
     """
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise UserError(
@@ -197,7 +197,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """SafeLoader that refuses a key given twice, of which YAML would keep the last, and says where a value is."""
+        """SafeLoader that refuses duplicate keys, where YAML keeps the last, and adds positions to errors of values."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -210,7 +210,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
                 return super().construct_object(node, deep)
             except (UserError, yaml.YAMLError, RecursionError):
                 raise
-            except Exception as error:  # a tag or a date whose value is none: each raises its own
+            except Exception as error:  # an invalid value for a tag or a date; each constructor raises its own type
                 kind = node.tag.rpartition(":")[2]
                 problem = f"a value that is not a valid {kind}" if kind else str(error)
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
@@ -231,7 +231,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise UserError(f"{path}: malformed YAML: {reason}\nfix: correct the file") from None
     except RecursionError:
         raise UserError(f"{path}: malformed YAML: nested too deeply\nfix: give one object of fields") from None
-    except ValueError as error:  # its reader and scanner, on escapes that are no characters
+    except ValueError as error:  # PyYAML's reader and scanner raise it for escapes that are not characters
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: malformed YAML: {str(error)[:100]}\nfix: correct the file") from None

@@ -1,4 +1,4 @@
-"""The nearest known name for one that is not: what another trainer calls it, then the last part, then the spelling.
+"""Suggests the nearest known name for an unknown one: first by other trainers' names, then last part, then spelling.
 
 nearest_name("learning-rate", fields)    # "optimizer.lr"
 nearest_name("training.seq_len", fields) # "sequence_length"
@@ -8,8 +8,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-# Our name, or several of which a command has one, and what transformers, TRL, torchtitan, Megatron-LM, DeepSpeed,
-# axolotl, LLaMA-Factory and vLLM call it.
+# Maps our name to the names in transformers, TRL, torchtitan, Megatron-LM, DeepSpeed, axolotl, LLaMA-Factory and vLLM.
+# A key has several names where commands differ; a command has one of them.
 _ELSEWHERE: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
         ("optimizer.lr",): "learning_rate peak_lr max_lr",
@@ -72,10 +72,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = MappingProxyType(
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most likely meant, or None.
+    """Return the known name that the user most likely meant, or None.
 
     Args:
-        name: What was given; dots, hyphens, underscores.
+        name: The given name, with dots, hyphens or underscores.
         known: Dotted names with underscores.
     """
     known = list(known)

@@ -1,6 +1,6 @@
-"""Configurations as trees: dataclasses to nested dictionaries and back, layers of values, command line options.
+"""Converts configurations to nested dictionaries and back, merges layers of values, and adds command line options.
 
-`add_options` makes one option for every field, grouped by object, with unit, bounds and default in its help.
+`add_options` adds one option per field, grouped by object, with unit, bounds and default in its help.
 """
 
 import argparse
@@ -29,13 +29,13 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One field that takes a value, or an optional object, which can only be set to none.
+    """One field with a value, or an optional object, which itself can only be set to None.
 
     Attributes:
         name: Dotted name, for example "optimizer.lr".
-        annotation: Its type.
-        spec: Its declaration.
-        default: Its value in the configuration that was walked; `dataclasses.MISSING` where it has none.
+        annotation: Type of the field.
+        spec: Declaration of the field.
+        default: Value in the configuration that `leaves` walked; `dataclasses.MISSING` if it has none.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Leaf:
 
     @property
     def section(self) -> str:
-        """Name of the top-level object that holds the field, empty for the fields of the top level itself."""
+        """Name of the top-level object that holds the field; empty for fields of the top level."""
         head, dot, _ = self.name.partition(".")
         return head if dot or self.is_object else ""
 
     @property
     def is_object(self) -> bool:
-        """Whether this is an object that may be none, whose own fields follow as leaves."""
+        """Whether this is an optional object. Its fields follow as separate leaves."""
         return dataclasses.is_dataclass(optional_part(self.annotation)[0])
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Yield every field of a configuration depth first, in the order of declaration.
+    """Yield every field of a configuration, depth first in the order of declaration.
 
     Args:
         config: An instance, whose values are the defaults, or a dataclass type.
-        prefix: Put before every name.
+        prefix: Prefix of every name.
     """
     cls = config if isinstance(config, type) else type(config)
     hints = typing.get_type_hints(cls)
@@ -81,15 +81,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Check values for some of the fields one by one, and return them as nested dictionaries.
+    """Check and convert values for some of the fields, and return them as nested dictionaries.
 
     Args:
-        cls: The configuration dataclass they are for.
+        cls: Configuration dataclass of the fields.
         values: Nested dictionaries; a key may also be a dotted name.
-        source: Origin of the values, for messages: a file's name, or "" for the command line.
+        source: Origin of the values, for messages: a file name, or "" for the command line.
 
     Raises:
-        UserError: A key is unknown (the nearest is named), or a value does not fit its field.
+        UserError: A key is unknown (the message suggests the nearest), or a value does not fit its field.
     """
     known = {leaf.name: leaf for leaf in leaves(cls)}
     layer: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
             if name not in known:
                 raise _unknown_key(name, known)
             leaf = known[name]
-            # Of an object only none comes here: its fields come one by one.
+            # An object reaches this line only as None: its fields are separate leaves.
             _put(layer, name, None if leaf.is_object else convert_value(name, value, leaf.annotation, leaf.spec))
     except UserError as error:
         raise UserError(f"{source}: {error}" if source else str(error)) from None
@@ -106,7 +106,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
 
 
 def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested dictionaries; later ones override earlier ones field by field."""
+    """Merge nested dictionaries. Later ones override earlier ones field by field."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -116,10 +116,10 @@ def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
-    """Return the configuration that checked nested dictionaries (see `read_layer`) describe.
+    """Build a configuration from checked nested dictionaries (see `read_layer`).
 
     Raises:
-        UserError: A field without a default was not given, or values do not go together.
+        UserError: A field without a default is missing, or values contradict each other.
     """
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value), going into a dictionary only where the configuration has an object."""
+    """Yield (dotted name, value). Dictionaries are entered only where the configuration has an object."""
     objects = {declared.name for declared in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
@@ -201,14 +201,14 @@ def add_options(
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
 
-    Hyphens and underscores in options are equal. Options that are not given are not in the namespace, so that
-    `given_options` returns exactly what the user wrote. Values stay text until `read_layer` converts them.
+    Hyphens and underscores in options are equivalent. Options that are not given are not in the namespace, so that
+    `given_options` returns exactly the user's options. Values stay text until `read_layer` converts them.
 
     Args:
-        parser: Where the options go.
-        defaults: A configuration whose values are shown as the defaults.
-        short: Dotted name to a shorter option, for example {"data.source": "--data"}.
-        titles: Title of the group of options of each object; "" is the top level.
+        parser: Parser that gets the options.
+        defaults: Configuration whose values are shown as defaults.
+        short: Map from dotted name to a shorter option, for example {"data.source": "--data"}.
+        titles: Title of each object's group of options; "" is the top level.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in leaves(defaults):
@@ -232,10 +232,10 @@ def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:
 
 
 class FieldHelpFormatter(argparse.HelpFormatter):
-    """Shows only the first spelling of an option that takes hyphens and underscores. Breaks no line at a hyphen."""
+    """Shows only the first spelling of an option with hyphens and underscores, and breaks no line at a hyphen."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        # A value such as `keep-attention` stays whole, so that it can be copied.
+        # A value such as `keep-attention` stays on one line, so that it can be copied.
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -254,7 +254,7 @@ def option_name(name: str, short: Mapping[str, str]) -> str:
 
 
 def _spellings(leaf: Leaf, short: str | None) -> list[str]:
-    # Below the top level the dotted name is shown as it stands in a file; at the top level hyphens are usual.
+    # Below the top level, help shows the dotted name as in a file. At the top level it shows hyphens, as is usual.
     dotted = f"--{leaf.name}"
     hyphens = dotted.replace("_", "-")
     spellings = ([short] if short else []) + ([dotted, hyphens] if "." in leaf.name else [hyphens, dotted])
