@@ -304,9 +304,8 @@ class Trainer:
             batch: This rank's part of the sequences of its data rank.
 
         Returns:
-            The facts of the step for `update`, equal on all ranks: `loss`, the mean in nats over the valid labels of
-            all ranks; `tokens`, their number; `grad_norm`, the norm of the gradient accumulated since the last
-            `update`.
+            The facts of the step for `update`, equal on all ranks: `loss`, the mean in nats over all valid labels;
+            `tokens`, their number; `grad_norm`, the norm of the gradient accumulated since the last `update`.
         """
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._loss_scale.value
@@ -364,13 +363,9 @@ class Trainer:
     def evaluate(self) -> EvalMetrics:
         """Measure the model on held-out text."""
         data_ranks = self.mesh.shape.data
-        batches = data.evaluation_batches(
-            self._held_out,
-            batch_size=data_ranks,
-            limit=self.config.eval_sequences,
-            data_rank=self.mesh.data_rank,
-            data_parallel=data_ranks,
-        )
+        part = {"data_rank": self.mesh.data_rank, "data_parallel": data_ranks}
+        limit = self.config.eval_sequences
+        batches = data.evaluation_batches(self._held_out, batch_size=data_ranks, limit=limit, **part)
         return EvalMetrics(step=self.steps_done, **asdict(self._objective.measure(batches)))
 
     def save(self) -> Path:
@@ -384,13 +379,7 @@ class Trainer:
         )
         keep = self.config.keep_checkpoints
         return checkpoint.save(
-            self.folder,
-            self.model,
-            self.optimizer,
-            progress,
-            keep=keep,
-            base=self._base,
-            tokenizer=self._tokenizer,
+            self.folder, self.model, self.optimizer, progress, keep=keep, base=self._base, tokenizer=self._tokenizer
         )
 
     def sample(self, show: Callable[[str], object] = lambda _: None) -> str:

@@ -199,15 +199,15 @@ def test_inside_an_exchange_of_heads(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "nodes", "words"),
     [
-        (4, 1, "4 ranks | 1 node | 2 nodes or more | 2 ranks or more | BMBURST_NODE"),
-        (4, 4, "4 ranks | 4 nodes | 2 nodes or more | BMBURST_NODE"),
+        (4, 1, "4 ranks | 1 node | 2 or more nodes | 2 or more ranks | BMBURST_NODE"),
+        (4, 4, "4 ranks | 4 nodes | 2 or more nodes | BMBURST_NODE"),
         (4, 3, "4 ranks | 3 nodes"),
         (
             4,
             None,
-            "4 ranks | 1 node | 2 nodes or more | BMBURST_NODE",
+            "4 ranks | 1 node | 2 or more nodes | BMBURST_NODE",
         ),  # as the ranks find: they are threads of one host
-        (3, None, "3 ranks | 2 nodes or more | BMBURST_NODE"),
+        (3, None, "3 ranks | 2 or more nodes | BMBURST_NODE"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(size, nodes, words):

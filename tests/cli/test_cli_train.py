@@ -179,7 +179,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
             "checkpoint_every | 'ever' | at least 0 | never",
         ),
         (["--data", "latin.txt"], "'latin.txt' | text file | byte 4 | UTF-8"),
-        (["--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body', 'number' | fix: name the field"),
+        (["--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body', 'number' | fix: | name its field"),
         (
             ["--data", "lines.jsonl", "--data.text_field", "number"],
             "'number' | string | 5 | name another",
