@@ -1,1 +1,1 @@
-"""Checkpoints: tensor files, files written by several ranks, Hugging Face directories, and training state."""
+"""Checkpoints: tensor files, files written by several ranks, Hugging Face directories, adapters, and training state."""

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A", ".lora_B")
-_ONE_FILE = 1 << 62  # bytes of a part: PEFT reads no index
+_ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
 _UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
 _NOTHING: tuple[Any, ...] = (None, False, "none", {}, [])
-_SAMPLE = "base_sample"  # in the metadata of our files, which PEFT passes over
-_MATRICES, _NUMBERS = 16, 4  # of a sample, and of each of its matrices
-_ROUNDING = 0.01  # a model's numbers in another dtype differ by less, those of another model by more
+_SAMPLE = "base_sample"  # key in the metadata of our files; PEFT ignores it
+_MATRICES, _NUMBERS = 16, 4  # matrices in a sample, and numbers per matrix
+_ROUNDING = 0.01  # limit: the same weights in another dtype differ by less, those of another model by more
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of a model is of an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith(_SUFFIXES)
 
 
@@ -48,13 +48,13 @@ def is_adapter_directory(directory: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter in a directory.
+    """An opened adapter.
 
     Attributes:
-        directory: Where it is.
-        lora: Its rank, alpha and targets.
-        base: The directory or name of the model that it belongs to; None where it does not say.
-        file: Its numbers, by PEFT's names.
+        directory: Directory of the adapter.
+        lora: Rank, alpha and targets.
+        base: Directory or name of its base model; None if the adapter does not name one.
+        file: Tensors of the adapter, by PEFT's names.
     """
 
     directory: Path
@@ -64,14 +64,14 @@ class Adapter:
     sample: tuple[float, ...] | None = None
 
     def find_base(self, given: Path | None, option: str) -> Path:
-        """Return the directory of its model.
+        """Return the directory of the base model.
 
         Args:
-            given: Which the user gives; None takes the one that the adapter names.
-            option: How it is given, for the message.
+            given: Directory that the user gives; None: the one that the adapter names.
+            option: Option that gives the directory, for the message.
 
         Raises:
-            UserError: The adapter names none, or one that is not here; or what is given is an adapter too.
+            UserError: The adapter names no model or a missing one, or `given` is an adapter too.
         """
         if given is not None and is_adapter_directory(given):
             raise UserError(f"{given} is a LoRA adapter, not a model\nfix: {option}, the model it was trained on")
@@ -81,10 +81,10 @@ class Adapter:
         return given or Path(self.base or "")
 
     def require_base(self, base: "Base") -> None:
-        """Check that it was trained on a model, as far as it says on which: PEFT's do not.
+        """Check that the adapter was trained on a model, by the sample of weights. PEFT's adapters have none and pass.
 
         Raises:
-            UserError: It was not.
+            UserError: The adapter was trained on another model.
         """
         if self.sample is None:
             return
@@ -99,13 +99,13 @@ class Adapter:
             )
 
     def require_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that it is of a model.
+        """Check that the adapter fits a model.
 
         Args:
-            shapes: Of each parameter of the model's adapters, by our names.
+            shapes: Shapes of the parameters of the model's adapters, by our names.
 
         Raises:
-            UserError: A tensor is missing, extra or of a wrong shape.
+            UserError: A tensor is missing, extra or has a wrong shape.
         """
         wanted = {peft_name(name): shape for name, shape in shapes.items()}
         found = self.file.shapes
@@ -121,11 +121,11 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The model that adapters belong to.
+    """The base model of adapters.
 
     Attributes:
-        directory: Of its weights.
-        sample: Some of their numbers, by which models of one shape are told apart.
+        directory: Directory of the weights.
+        sample: Some numbers of the weights, which distinguish models of the same shape.
     """
 
     directory: Path
@@ -135,12 +135,12 @@ class Base:
     def of(
         cls, directory: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int, int], Tensor]
     ) -> "Base":
-        """Take the sample.
+        """Take the sample of a model's weights.
 
         Args:
-            directory: Of the weights.
-            shapes: Of each weight, by Hugging Face's names.
-            read: Returns the numbers [begin, end) of a flattened weight.
+            directory: Directory of the weights.
+            shapes: Shapes of the weights, by Hugging Face's names.
+            read: Returns the elements [begin, end) of a flattened weight, given its name.
         """
         names = sorted(name for name, shape in shapes.items() if len(shape) == 2)
         places = ((name, prod(shapes[name])) for name in names[:: -(-len(names) // _MATRICES)])
@@ -152,7 +152,7 @@ class Base:
         """Take the sample of a Hugging Face directory's weights.
 
         Raises:
-            UserError: They do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
+            UserError: The weights do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
         """
         files = hugging_face.check_weights(directory, config)
         shapes = hugging_face.expected_shapes(config)
@@ -163,7 +163,7 @@ def open_adapter(directory: Path) -> Adapter:
     """Open an adapter of PEFT or of a LoRA run.
 
     Raises:
-        UserError: There is none, a file is damaged, or it does what LoRA here does not.
+        UserError: There is no adapter, a file is damaged, or the adapter uses features that are not supported.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
@@ -189,8 +189,8 @@ def open_adapter(directory: Path) -> Adapter:
 
 
 def _sample_in(path: Path) -> tuple[float, ...] | None:
-    """Return the sample of the model that a file of ours holds; None in a file of others."""
-    file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: its stub lacks most methods
+    """Return the sample of the base model in a file of ours; None for other files."""
+    file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: the type stub lacks most methods
     text = (file.metadata() or {}).get(_SAMPLE)
     try:
         return None if text is None else tuple(float(word) for word in text.split())
@@ -199,10 +199,10 @@ def _sample_in(path: Path) -> tuple[float, ...] | None:
 
 
 def check_resumed(folder: Path, base: Base) -> None:
-    """Check, before ranks start, that a run's newest checkpoint is of the model that it is to go on with.
+    """Check, before ranks start, that a run's newest checkpoint belongs to the base model of the resumed run.
 
     Raises:
-        UserError: It is of another one.
+        UserError: It belongs to another model.
     """
     newest = newest_complete(folder)
     if newest is not None and is_adapter_directory(newest):
@@ -210,18 +210,18 @@ def check_resumed(folder: Path, base: Base) -> None:
 
 
 def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
-    """Write a model's adapter. Every rank calls it.
+    """Write a model's adapter. Every rank must call it.
 
     Args:
-        model: With adapters.
-        directory: It is made.
-        base: The model, which the adapter names; None where its weights are random.
+        model: Model with adapters.
+        directory: Directory to create.
+        base: Base model that the adapter names; None if its weights are random.
 
     Returns:
-        On every rank the CRC-32 of each file by its name.
+        On every rank, the CRC-32 of each file by its name.
 
     Raises:
-        UserError: On all ranks, if one cannot write.
+        UserError: On all ranks, if a rank cannot write.
     """
     from bmburst.zero import gather, named_shards
 
@@ -245,12 +245,12 @@ def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
 
 
 def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
-    """Fill a model's adapters. Every rank calls it and reads its own part.
+    """Load the weights of a model's adapters. Every rank must call it, and reads its own shards.
 
     Args:
-        model: With adapters.
-        directory: Of the adapter.
-        base: What the model's weights were read from, to be compared with what the adapter was trained on.
+        model: Model with adapters.
+        directory: Directory of the adapter.
+        base: Base model of the weights, to be compared with the base model of the adapter.
 
     Raises:
         UserError: On all ranks, if the adapter is of another model or has another rank, alpha or targets.
@@ -287,7 +287,7 @@ def _words(value: Any) -> str:
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of a parameter of an adapter: "model.layers.0.self_attn.q_proj.lora_A" and so on."""
+    """Return PEFT's name of an adapter's parameter, such as "model.layers.0.self_attn.q_proj.lora_A"."""
     return f"{_PREFIX}{name}.weight"
 
 
@@ -313,11 +313,11 @@ def _gathered(gather: Any, shard: "NamedShard", root: int) -> Tensor | None:
 
 
 def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's adapters by our names.
+    """Return the shapes of a model's adapters, by our names.
 
     Args:
         lora: Rank and targets.
-        shapes: Of the model's weights, by Hugging Face's names.
+        shapes: Shapes of the model's weights, by Hugging Face's names.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

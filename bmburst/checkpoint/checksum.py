@@ -1,11 +1,11 @@
-"""CRC-32 checksums of files: computed while a file is written, verified by several threads, and JSON that carries one.
+"""CRC-32 checksums of files, computed by several threads, and JSON objects that contain their own checksum.
 
-CRC-32 detects every change of one bit, and every burst of up to 32 bits, whatever the length of the file; of other
-damage it misses one case in 2**32. It guards against accidents, not against somebody who changes a file on purpose.
+CRC-32 detects every change of one bit and every burst of up to 32 bits, for files of any length. It misses other damage
+in one of 2**32 cases. It protects against accidents, not against intentional changes.
 
     python -m bmburst.checkpoint.checksum FILE ...
 
-prints the checksum of each file, and how fast it was computed.
+prints the checksum of each file and the speed.
 """
 
 import os
@@ -16,25 +16,25 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit, as zlib has it
-_ONE = 1 << 31  # the polynomial 1 in that order
-_BLOCK = 64 << 20  # bytes that a thread sums
-_READ = 4 << 20  # bytes that it reads at a time
+_POLYNOMIAL = 0xEDB88320  # CRC-32's polynomial, with the lowest power in the highest bit, as in zlib
+_ONE = 1 << 31  # the polynomial 1 in this bit order
+_BLOCK = 64 << 20  # bytes per task of a thread
+_READ = 4 << 20  # bytes per read
 _THREADS = 16
 _SEAL = ', "checksum": '
 
 
 def file_checksum(path: Path, begin: int = 0, end: int | None = None, beat: Callable[[], object] | None = None) -> int:
-    """Return the CRC-32 of the bytes [begin, end) of a file; by default of all. Several threads read it.
+    """Return the CRC-32 of the bytes [begin, end) of a file, by default of the whole file. Several threads read it.
 
     Args:
         path: The file.
-        begin: Where it starts.
-        end: Where it ends; None for the end of the file.
-        beat: Called now and then, for a file that takes long.
+        begin: First byte.
+        end: End of the range; None for the end of the file.
+        beat: Called repeatedly while reading.
 
     Raises:
-        OSError: The file cannot be read, or is shorter.
+        OSError: The file cannot be read, or is shorter than `end`.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -53,23 +53,23 @@ def file_checksum(path: Path, begin: int = 0, end: int | None = None, beat: Call
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two byte strings one after the other, from that of each and the second one's length."""
-    # To append n zero bytes multiplies the remainder by x ** 8n; initial value and final inversion cancel out.
+    """Return the CRC-32 of two concatenated byte strings, from the CRC-32 of each and the length of the second."""
+    # Appending n zero bytes multiplies the remainder by x ** 8n. Initial value and final inversion cancel out.
     return _product(_power(8 * length), first) ^ second
 
 
 def text_of(checksum: int) -> str:
-    """Return a checksum as files keep it."""
+    """Return a checksum as text, in the format of our files."""
     return f"crc32:{checksum:08x}"
 
 
 def damaged_file(folder: Path, checksums: Mapping[str, str], beat: Callable[[], object] | None = None) -> str | None:
-    """Return what is wrong with the first file of a folder that differs from its checksum, or None.
+    """Return a description of the first file in a folder that differs from its checksum, or None.
 
     Args:
-        folder: Where the files are.
-        checksums: `text_of` the checksum of each file, by name.
-        beat: As of `file_checksum`.
+        folder: Folder of the files.
+        checksums: `text_of` of each file's checksum, by name.
+        beat: See `file_checksum`.
     """
     for name, expected in checksums.items():
         try:
@@ -82,17 +82,17 @@ def damaged_file(folder: Path, checksums: Mapping[str, str], beat: Callable[[], 
 
 
 def sealed(text: str) -> str:
-    """Return a JSON object with its own checksum as the last member.
+    """Add a JSON object's own checksum as its last member.
 
     Args:
-        text: The object, which has at least one member and ends with "}".
+        text: The object. It has at least one member and ends with "}".
     """
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body}{_SEAL}"{text_of(zlib.crc32(body.encode()))}"}}\n'
 
 
 def is_sealed(data: bytes) -> bool | None:
-    """Return whether `sealed` made these bytes and each of them is as it was; None if they carry no seal at all."""
+    """Return whether the checksum of `sealed` in these bytes is correct; None if they have no such checksum."""
     body, found, _ = data.rpartition(_SEAL.encode())
     if not found:
         return None
@@ -106,13 +106,13 @@ def _range_checksum(descriptor: int, path: Path, begin: int, end: int) -> int:
         count = os.preadv(descriptor, [view[: min(len(buffer), end - at)]], at)
         if not count:
             raise OSError(0, f"it ends after {at} bytes", str(path))
-        total = zlib.crc32(view[:count], total)  # without the interpreter's lock, and so does preadv
+        total = zlib.crc32(view[:count], total)  # crc32 and preadv release the GIL
         at += count
     return total
 
 
 def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo CRC-32's."""
+    """Return the product of two polynomials over GF(2), modulo CRC-32's polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:

@@ -1,4 +1,4 @@
-"""Finding and verifying checkpoints: names, sizes and checksums of their files, and the contents of state.json.
+"""Finds and verifies checkpoints: names, sizes and checksums of their files, and the contents of state.json.
 
 `bmburst.checkpoint.training` writes and loads checkpoints. This module imports no torch, because the launcher uses it
 before ranks start.
@@ -22,21 +22,21 @@ FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 FORMAT = "bmburst-checkpoint-1"
 VERIFIED = "BMBURST_VERIFIED_CHECKPOINT"
-"""Environment variable by which a launcher tells its ranks which checkpoint it has verified, so that they need not."""
+"""Environment variable with the checkpoint that the launcher has verified, so that its ranks need not verify it."""
 _NAME = re.compile(r"step-(\d{1,18})")
-_MEMBERS = frozenset({"format", "step", "data", "tokenizer", "skipped", "files"})  # before there were checksums
+_MEMBERS = frozenset({"format", "step", "data", "tokenizer", "skipped", "files"})  # before checksums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        step: Optimizer steps done.
+        step: Number of optimizer steps done.
         data: `Batches.state_dict()`.
         tokenizer: Name of the run's tokenizer.
-        skipped: Steps of them that changed nothing.
-        loss_scale: The loss scale, and the steps since it changed; None unless weights are fp16.
+        skipped: Number of skipped steps among them.
+        loss_scale: Loss scale, and number of steps since its last change; None unless weights are fp16.
     """
 
     step: int
@@ -54,12 +54,12 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's folder is named for."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return why a folder is no complete checkpoint, or None. Looks at names, sizes and state.json, not at numbers."""
+    """Return why a folder is not a complete checkpoint, or None. Checks names, sizes and state.json, not contents."""
     state = _read_state(checkpoint / STATE_FILE)
     if isinstance(state, str):
         return state
@@ -71,19 +71,19 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def newest_complete(run_folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run folder whose files are all there in full, or None.
+    """Return the newest checkpoint of a run folder with all files in full size, or None.
 
-    Checksums of files are not compared: `newest_whole` does.
+    Checksums of files are not checked; `newest_whole` checks them.
     """
     return next((path for path in reversed(checkpoints(run_folder)) if problem_of(path) is None), None)
 
 
 def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
-    """Return the newest checkpoint of a run folder whose files all have their checksums; None if there are none.
+    """Return the newest checkpoint of a run folder with correct checksums; None if there are no checkpoints.
 
     Args:
         run_folder: The run folder.
-        say: Called with a line of text for each newer checkpoint that is damaged.
+        say: Called with a message for each newer checkpoint that is damaged.
 
     Raises:
         UserError: There are checkpoints, but all are damaged.
@@ -106,26 +106,26 @@ def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Check that a checkpoint's files are all there and have their checksums; anything else passes.
+    """Check that all files of a checkpoint exist and have correct checksums. Other directories pass.
 
-    A checkpoint without checksums, of an earlier version, is only checked for sizes.
+    In a checkpoint of an earlier version, without checksums, only the sizes are checked.
 
     Raises:
-        UserError: One has not.
+        UserError: A file is missing or damaged.
     """
     if (checkpoint / STATE_FILE).exists() and (problem := problem_of(checkpoint) or _damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")
 
 
 def verified(given: Path, say: Callable[[str], object]) -> Path:
-    """Return the checkpoint that a run folder or a checkpoint stands for, verified; any other directory as it is.
+    """Verify a checkpoint, or find the newest undamaged one of a run folder. Return any other directory unchanged.
 
     Args:
         given: A run folder, a checkpoint or another directory.
-        say: As of `newest_whole`.
+        say: See `newest_whole`.
 
     Raises:
-        UserError: It is damaged, or all are.
+        UserError: The checkpoint is damaged, or all checkpoints of the run folder are.
     """
     if (told := os.environ.get(VERIFIED)) and given in (Path(told), Path(told).parent.parent):
         return Path(told)
@@ -136,7 +136,7 @@ def verified(given: Path, say: Callable[[str], object]) -> Path:
 
 
 def verified_together(given: Path) -> Path:
-    """Do what `verified` does on rank 0 alone, for all ranks; every rank calls it.
+    """Call `verified` on rank 0 and return its result on all ranks. Every rank must call it.
 
     Raises:
         UserError: On all ranks; see `verified`.
@@ -157,16 +157,16 @@ def warn(text: str) -> None:
 
 
 def nbytes(config: TrainConfig) -> int:
-    """Return the bytes of a checkpoint's weights and optimizer state: of adapters alone where they are trained."""
+    """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only those of the adapters."""
     itemsize = ITEMSIZE[config.dtype]
     trained = config.lora.parameters(config.model) if config.lora.is_on else config.model.num_parameters
     return trained * (itemsize + adam_bytes(itemsize))
 
 
 def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
-    """Return the bytes by which a run's checkpoints will grow beyond what is there, at most.
+    """Return the largest number of bytes by which a run's checkpoints will grow.
 
-    A new one is written before the oldest is removed, so that there is one more than is kept for a while.
+    A new checkpoint is written before the oldest is removed, so for a while there is one more than is kept.
     """
     every = config.checkpoint_every
     if every is None:
@@ -180,10 +180,10 @@ def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
-    """Return what a checkpoint says of its run.
+    """Read the progress of a run from its checkpoint.
 
     Raises:
-        UserError: It is truncated, or no checkpoint of bmburst.
+        UserError: The checkpoint is truncated, or is not a checkpoint of bmburst.
     """
     problem, state = problem_of(checkpoint), _read_state(checkpoint / STATE_FILE)
     if problem is not None or isinstance(state, str):
@@ -210,7 +210,7 @@ def own_tokenizer(directory: Path) -> str | None:
 
 
 def _read_state(path: Path) -> dict[str, Any] | str:
-    """Return what a state.json holds, or why it is no valid one."""
+    """Return the contents of a state.json, or the reason why it is not valid."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -239,7 +239,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return which file of a complete checkpoint does not have its checksum, or None. Reads all of them."""
+    """Return which file of a complete checkpoint has a wrong checksum, or None. Reads all files."""
     from bmburst.runtime.watchdog import beat
 
     state = _read_state(checkpoint / STATE_FILE)
@@ -251,12 +251,12 @@ def _is_count(value: object) -> bool:
 
 
 def _is_scale(value: object) -> bool:
-    """Whether a value is a loss scale and a number of steps, or None."""
+    """Return whether a value is a loss scale with a number of steps, or None."""
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], int | float):
         return value is None
     return 1 <= value[0] < 2.0**1000 and _is_count(value[1])
 
 
 def _is_name(name: object) -> bool:
-    """Whether a name is of a file in the checkpoint itself."""
+    """Return whether a name is that of a file in the checkpoint's own folder."""
     return isinstance(name, str) and "\0" not in name and Path(name).name == name

@@ -1,7 +1,7 @@
-"""Weights of Hugging Face directories of LLaMA's family: `--init-from DIR`, and export for transformers.
+"""Loads weights from Hugging Face directories of the LLaMA family (`--init-from DIR`), and exports for transformers.
 
-Every rank reads from the files exactly the runs of numbers that ZeRO gives it, and export gathers one tensor at a time,
-so that no process ever holds the model.
+Every rank reads only its ZeRO shards from the files, and export gathers one tensor at a time, so that no process ever
+holds the model.
 """
 
 import json
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _STEM = "model"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What must agree, because it changes what the weights mean. Rotary settings may differ: continued pretraining changes
-# them.
+# Fields that must agree, because they change the meaning of the weights. Rotary settings may differ, because continued
+# pretraining changes them.
 _FIXED = (
     "vocab_size",
     "hidden_size",
@@ -47,10 +47,10 @@ _FIXED = (
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
-    """Return the configuration of the model in a Hugging Face directory.
+    """Read the configuration of the model in a Hugging Face directory.
 
     Raises:
-        UserError: There is no such directory, no usable config.json in it, or it is of another family.
+        UserError: The directory is missing, has no valid config.json, or holds a model of another family.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -62,7 +62,7 @@ def read_config(directory: str | Path) -> LlamaConfig:
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight, in the order of the model."""
+    """Return the shape of every weight by name, in the order of the model."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -89,7 +89,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
-    """Check that there can be a tensor for each weight, before all weights of a config.json are listed.
+    """Check that there are at least as many tensors as layers, before all weights of a config.json are listed.
 
     Raises:
         UserError: There are fewer tensors than layers.
@@ -102,14 +102,14 @@ def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
 
 
 def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile]:
-    """Check that a directory's weights fit a model, without reading them; usable before ranks start.
+    """Check that a directory's weights fit a model, without reading them. It can run before ranks start.
 
     Returns:
-        For every weight the open file that holds it.
+        Map from the name of each weight to the open file that holds it.
 
     Raises:
         UserError: A file is missing or damaged, the model is of another family or shape, or a tensor is missing, extra
-            or of a wrong shape.
+            or has a wrong shape.
     """
     directory = Path(directory)
     theirs = read_config(directory)
@@ -141,12 +141,12 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
 
 
 def load(model: "Llama", directory: str | Path) -> None:
-    """Fill a model with the weights of a Hugging Face directory, converted to its dtype.
+    """Load the weights of a Hugging Face directory into a model, converted to its dtype.
 
-    Every rank calls it, and each reads only its own part, so the directory must be visible on every host.
+    Every rank must call it. Each rank reads only its own shards, so the directory must be visible on every host.
 
     Raises:
-        UserError: On all ranks, if `check_weights` fails on any, or a number is beyond the range of fp16 weights.
+        UserError: On all ranks, if `check_weights` fails on a rank, or a number is out of range for fp16 weights.
     """
     from bmburst.zero import named_shards, scatter_piece
 
@@ -159,7 +159,7 @@ def load(model: "Llama", directory: str | Path) -> None:
     together(open_files)
     shards, beyond = named_shards(model), ""
     for shard in shards:
-        if shard.count and shard.name in files:  # adapters have files of their own
+        if shard.count and shard.name in files:  # adapters are in separate files
             piece = shard.read(partial(files[shard.name].read, shard.name))
             if shard.dtype == torch.float16 and bool((piece.abs() > torch.finfo(shard.dtype).max).any()):
                 beyond = shard.name
@@ -179,14 +179,14 @@ def load(model: "Llama", directory: str | Path) -> None:
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> dict[str, int]:
     """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
-    Every rank calls it; ranks of the first host write (see `bmburst.checkpoint.sharded_files`). Each file appears only
-    when it is whole.
+    Every rank must call it. Ranks of the first host write (see `bmburst.checkpoint.sharded_files`). Each file gets its
+    name only when it is complete.
 
     Returns:
-        On every rank the CRC-32 of each file by its name.
+        On every rank, the CRC-32 of each file by its name.
 
     Raises:
-        UserError: On all ranks, if one cannot write.
+        UserError: On all ranks, if a rank cannot write.
     """
     from bmburst.zero import gather, named_shards
 
@@ -218,8 +218,8 @@ def _gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root:
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
-    """Return for every tensor in the directory's weight files the file that holds it."""
-    for name in _WHOLE[:1] + _INDEXED[:1] + _WHOLE[1:] + _INDEXED[1:]:  # safetensors first: no pickle
+    """Open the weight files of a directory, and return a map from tensor name to open file."""
+    for name in _WHOLE[:1] + _INDEXED[:1] + _WHOLE[1:] + _INDEXED[1:]:  # safetensors first: it needs no pickle
         path = directory / name
         if not path.exists():
             continue
@@ -233,7 +233,7 @@ def _open(directory: Path) -> dict[str, TensorFile]:
 
 
 def _redundant(name: str, config: LlamaConfig) -> bool:
-    """Whether a tensor says nothing new: old exports hold rotary frequencies, and the head beside a tied embedding."""
+    """Return whether a tensor is redundant: rotary frequencies in old exports, or a head tied to the embedding."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 

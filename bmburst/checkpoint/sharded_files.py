@@ -1,7 +1,7 @@
-"""Tensors that lie on all ranks into files: gathered one at a time, each written by one rank, several ranks at once.
+"""Writes tensors that are sharded over all ranks to files. Tensors are gathered one at a time; several ranks write.
 
-What a rank holds of a model is never more than a few tensors: one that is gathered, one that waits to be written, one
-that is written. While a rank's disk writes, the others gather on.
+A rank never holds more than three whole tensors: one being gathered, one waiting, and one being written. While a rank
+writes to disk, the others continue to gather.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from bmburst.outputs import FULL
 
 Result = TypeVar("Result")
 PART_BYTES = 2 << 30
-"""From this size on one more rank writes a file of its own, as long as there are ranks on the first host."""
+"""Bytes per part: for each further part another rank of the first host writes, as long as there are ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A tensor that can be put together on any rank.
+    """A sharded tensor that can be gathered on any rank.
 
     Attributes:
-        name: Its name in the file.
-        shape: Its shape.
-        dtype: Its dtype.
-        gather: Called on every rank with the same rank, which gets the tensor; the others get None.
+        name: Name in the file.
+        shape: Shape of the whole tensor.
+        dtype: Data type in the file.
+        gather: Called on every rank with the same destination rank. It returns the tensor there and None on the others.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Gathered:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def index_name(stem: str) -> str:
-    """Return the file that says which part holds which tensor, where there are several."""
+    """Return the name of the index file, which maps tensors to parts if there are several parts."""
     return f"{stem}.safetensors.index.json"
 
 
 def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
-    """Return which rank writes each tensor: always the one with the fewest bytes so far; rank 0 alone if they are few.
+    """Assign each tensor to the writing rank with the fewest bytes so far. Few bytes are written by rank 0 alone.
 
     Args:
         sizes: Bytes of each tensor.
-        writers: Ranks that may write, at most.
-        part_bytes: Bytes from which on another rank helps.
+        writers: Largest number of ranks that write.
+        part_bytes: Bytes per part; each further part adds a rank.
     """
     parts = max(1, min(writers, len(sizes), -(-sum(sizes) // part_bytes)))
     loads, owners = [0] * parts, []
@@ -79,15 +79,15 @@ def save_parts(
     metadata: Mapping[str, str] | None = None,
     part_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Write `STEM.safetensors`, or of large models its parts and their index, as Hugging Face names them.
+    """Write `STEM.safetensors`, or for large models its parts and their index, named as by Hugging Face.
 
-    Every rank calls it. Ranks of the first host write, so that the folder need not be seen by others.
+    Every rank must call it. Only ranks of the first host write, so other hosts need not see the folder.
 
     Returns:
-        On every rank the CRC-32 of each file by its name, the index included.
+        On every rank, the CRC-32 of each file by its name, including the index.
 
     Raises:
-        UserError: On all ranks, if one of them cannot write.
+        UserError: On all ranks, if a rank cannot write.
     """
     import bmtrain as bmt
 
@@ -110,7 +110,7 @@ def save_parts(
                         writing.put(full.cpu())
             return {files[rank]: file.checksum}
         finally:
-            for tensor, owner in pending:  # what this rank did not take: the other ranks are in it
+            for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
                 tensor.gather(owner)
 
     def finish() -> dict[str, int]:
@@ -121,7 +121,7 @@ def save_parts(
 
 
 def open_parts(folder: Path, stem: str) -> TensorFile:
-    """Open what `save_parts` wrote.
+    """Open the file or the parts that `save_parts` wrote.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -133,17 +133,17 @@ def open_parts(folder: Path, stem: str) -> TensorFile:
 
 
 def parts_of(index: Path) -> set[str]:
-    """Return the names of the files that an index lists: files beside it, of its kind.
+    """Return the names of the files that an index lists. They must be in its directory and of its type.
 
-    A file may be a link: the directories of Hugging Face's cache consist of links into another one.
+    A file may be a symbolic link: the directories of Hugging Face's cache consist of links.
 
     Raises:
-        UserError: It lists none, or one elsewhere.
+        UserError: The index lists no file, or a file in another directory or of another type.
     """
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(part, str) for part in where.values()):
         raise UserError(f"{index} has no weight_map of tensor names to files\nfix: copy the file again")
-    suffix = Path(index.name.removesuffix(".index.json")).suffix  # safetensors never lead to a pickle
+    suffix = Path(index.name.removesuffix(".index.json")).suffix  # an index of safetensors must not lead to a pickle
     for part in sorted(set(where.values())):
         if Path(part).name != part or "\0" in part or Path(part).suffix != suffix:
             raise UserError(
@@ -166,11 +166,11 @@ class JoinedFiles:
 
 
 def together(action: Callable[[], Result]) -> list[Result]:
-    """Do something on every rank, and return what each rank returned.
+    """Run an action on every rank, and return the results of all ranks.
 
     Raises:
-        UserError: A rank raised it; it is raised on all, so that none is left waiting for the others.
-        OSError: The same, with that rank's errno, text and file.
+        UserError: A rank raised it. It is raised on all ranks, so that no rank waits for another forever.
+        OSError: The same, with errno, text and file of that rank.
     """
     import bmtrain as bmt
 
@@ -191,7 +191,7 @@ def together(action: Callable[[], Result]) -> list[Result]:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into an error that names the folder that is written to."""
+    """Turn an OSError into a UserError that names the output folder."""
     try:
         yield
     except OSError as error:
@@ -208,12 +208,12 @@ def _write_index(folder: Path, stem: str, tensors: Sequence[Gathered], files: Se
     total = sum(tensor.nbytes for tensor in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
     found = {index.name: write_text(index, text)}
-    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of an earlier, smaller one: it would be read first
+    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # an old single file would be read first
     return found
 
 
 class _Writing:
-    """A thread that writes tensors in the order in which they are put; one may wait while another is written."""
+    """A thread that writes tensors in the order of `put`. One tensor may wait while another is written."""
 
     def __init__(self, file: SafetensorsWriter) -> None:
         self._file = file
@@ -226,10 +226,10 @@ class _Writing:
         return self
 
     def put(self, tensor: Tensor) -> None:
-        """Have a tensor written that nobody changes any more.
+        """Queue a tensor for writing. It must not be changed afterwards.
 
         Raises:
-            OSError: One before could not be.
+            OSError: An earlier tensor could not be written.
         """
         if self._problem is not None:
             raise self._problem
@@ -246,6 +246,6 @@ class _Writing:
             if self._problem is None:
                 try:
                     self._file.write(tensor)
-                except Exception as error:  # the end of a thread: whoever puts the next one raises it
+                except Exception as error:  # the next `put` or `__exit__` raises it
                     self._problem = error
             del tensor

@@ -1,8 +1,8 @@
-"""Files of named tensors, read run by run and written tensor by tensor: no process ever holds them all.
+"""Reads and writes files of named tensors piece by piece, so that no process ever holds all tensors.
 
-Reading knows safetensors and, as a courtesy, what `torch.save` wrote. Writing is safetensors, whose format is a length,
-a JSON header and the numbers (https://github.com/huggingface/safetensors#format); its own library writes only from a
-dictionary of everything.
+It reads safetensors and files of `torch.save`, and writes safetensors: a length, a JSON header and the data
+(https://github.com/huggingface/safetensors#format). The safetensors library itself can only write from a dictionary of
+all tensors.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ Announced = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class TensorWriter(ABC):
-    """Writes tensors one after the other; the file appears under its name only when it is whole.
+    """Writes tensors one after another. The file gets its name only when it is complete.
 
     Args:
-        path: The file to make or replace.
-        tensors: Every tensor, in the order in which they will be written.
+        path: File to create or replace.
+        tensors: Name, shape and dtype of every tensor, in the order of writing.
     """
 
     _file: BinaryIO
@@ -52,10 +52,10 @@ class TensorWriter(ABC):
         return self
 
     def write_run(self, numbers: Tensor) -> None:
-        """Append a run of the next tensor's flattened numbers; several make it up.
+        """Append a contiguous piece of the next tensor, flattened. Several pieces make up a tensor.
 
         Raises:
-            ValueError: It is not of the tensor announced.
+            ValueError: The piece does not fit the announced tensor.
         """
         name, shape, dtype = self._expected[self._written]
         whole = prod(shape) * dtype.itemsize
@@ -75,21 +75,21 @@ class TensorWriter(ABC):
         whole = value is None and self._written == len(self._expected)
         with self._opened:
             self._end(whole=whole)
-            if not whole:  # an error keeps the file from taking its name
+            if not whole:  # the error keeps the file from getting its name
                 counts = f"{self._written} of {len(self._expected)} tensors were written"
                 raise value or ValueError(f"{self._path}: {counts}")
 
     @abstractmethod
     def _begin(self) -> None:
-        """Write what comes before all numbers."""
+        """Write the part of the file before all tensors."""
 
     @abstractmethod
     def _append(self, numbers: memoryview, *, is_last: bool) -> None:
-        """Write bytes of tensor `self._written`, which may be its last ones."""
+        """Write bytes of tensor `self._written`; `is_last` marks the end of the tensor."""
 
     @abstractmethod
     def _end(self, *, whole: bool) -> None:
-        """Write what comes behind all numbers, or close what is open of a file that goes."""
+        """Write the part of the file after all tensors; for an incomplete file, only close open handles."""
 
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -100,11 +100,11 @@ class TensorFile(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape by name."""
+        """Shape of every tensor by name."""
         ...
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Return the numbers [begin, end) of the flattened tensor, on the CPU, in the file's dtype."""
+        """Return the elements [begin, end) of the flattened tensor, on the CPU, in the file's dtype."""
         ...
 
 
@@ -112,11 +112,11 @@ def open_tensors(path: Path) -> TensorFile:
     """Open a file of tensors by its suffix.
 
     Raises:
-        UserError: It is missing, truncated, of another format, or holds other than floating point numbers.
+        UserError: The file is missing, truncated, of another format, or holds tensors that are not floating point.
     """
     try:
         is_there = path.is_file()
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         is_there = False
     if not is_there:
         raise UserError(f"no file {path}\nfix: copy the missing file there, or name another directory")
@@ -137,7 +137,7 @@ class _Safetensors:
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
         shape = self.shapes[name]
-        width = prod(shape[1:])  # the library cuts along the first dimension: take the rows that contain the run
+        width = prod(shape[1:])  # the library slices along dimension 0: take the rows that contain the range
         first, last = begin // width, -(-end // width)
         rows: Tensor = self._file.get_slice(name)[first:last]
         return rows.reshape(-1)[begin - first * width : end - first * width]
@@ -147,7 +147,7 @@ class _TorchFile:
     def __init__(self, path: Path) -> None:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # what unpickling raises hangs on the bytes it is given
+        except Exception as error:  # unpickling may raise any error, depending on the bytes
             raise _damaged(path, error) from error
         if not isinstance(tensors, Mapping) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
@@ -163,19 +163,19 @@ class _TorchFile:
 
 
 class SafetensorsWriter(TensorWriter):
-    """Writes a safetensors file one tensor after the other; it appears under its name only when it is whole.
+    """Writes a safetensors file one tensor after another. The file gets its name only when it is complete.
 
     Example:
         >>> with SafetensorsWriter(path, [("a", (2, 3), torch.float32)]) as writer:
         ...     writer.write(torch.zeros(2, 3))
 
     Args:
-        path: The file to make or replace.
-        tensors: Every tensor, in the order in which they will be written.
-        metadata: Strings to keep in the header.
+        path: File to create or replace.
+        tensors: Name, shape and dtype of every tensor, in the order of writing.
+        metadata: Strings for the header.
 
     Attributes:
-        checksum: CRC-32 of what was written so far; of the file once it is whole.
+        checksum: CRC-32 of the bytes written so far; at the end, of the whole file.
     """
 
     def __init__(self, path: Path, tensors: Iterable[Announced], metadata: Mapping[str, str] | None = None) -> None:
@@ -187,7 +187,7 @@ class SafetensorsWriter(TensorWriter):
         """Append the next tensor.
 
         Raises:
-            ValueError: It is not the next one announced.
+            ValueError: It is not the next announced tensor.
         """
         name, shape, dtype = self._expected[self._written]
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or self._bytes:
@@ -201,7 +201,7 @@ class SafetensorsWriter(TensorWriter):
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8 bytes
+        text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
         self._put(memoryview(len(text).to_bytes(8, "little") + text))
 
     def _append(self, numbers: memoryview, *, is_last: bool) -> None:
@@ -213,11 +213,11 @@ class SafetensorsWriter(TensorWriter):
         self._file.write(data)
 
     def _end(self, *, whole: bool) -> None:
-        """Nothing follows the numbers."""
+        """Do nothing: no data follow the tensors."""
 
 
 def write_text(path: Path, text: str) -> int:
-    """Write a small file that appears under its name only when it is whole, and return its CRC-32."""
+    """Write a small file that gets its name only when it is complete, and return its CRC-32."""
     with replacing(path) as partial:
         partial.write_bytes(data := text.encode())
     return zlib.crc32(data)

@@ -1,10 +1,10 @@
-"""Checkpoints: whole or not there, by parameter name, so that they load on any number of ranks.
+"""Saves and loads training checkpoints. They are atomic, and stored by parameter name for any number of ranks.
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
-Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
-with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with size and
-checksum of every file and of itself. The tokenizer's files lie beside them, where they were found on this machine. The
-learning rate is a function of the step and needs no state.
+Hugging Face LLaMA. `optimizer.safetensors` holds AdamW's state by parameter name. For large models both are in parts
+with an index. `random.safetensors` holds the state of torch's random number generators. `state.json` holds the rest,
+with size and checksum of every file and its own checksum. The files of a tokenizer on this machine are copied beside
+them. The learning rate is a function of the step and needs no state.
 """
 
 import json
@@ -57,19 +57,19 @@ def save(
     base: "Base | None" = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it.
+    """Write a checkpoint, and keep only the newest `keep` checkpoints up to it. Every rank must call it.
 
-    `bmburst.checkpoint.sharded_files` says which ranks write.
+    `bmburst.checkpoint.sharded_files` describes which ranks write.
 
-    Of a model with adapters only their weights are written, as PEFT keeps them; `base` is the model, which they
-    name. `tokenizer` is the content of the tokenizer's files by their names, which rank 0 writes beside the weights.
+    For a model with adapters only the adapters' weights are written, in PEFT's format. They name the base model `base`.
+    `tokenizer` maps names of the tokenizer's files to their content, which rank 0 writes beside the weights.
 
-    The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
-    before, and at most folders whose names begin with a dot, which the next call removes. What could not be written is
-    removed at once.
+    The folder gets its name only when all its files are on disk. So a run that is killed at any point leaves the
+    previous checkpoint intact, and at most some folders with names that begin with a dot. The next call removes these.
+    After a failed write the incomplete folder is removed at once.
 
     Raises:
-        UserError: On all ranks, if one cannot write it.
+        UserError: On all ranks, if a rank cannot write.
     """
     import bmtrain as bmt
 
@@ -96,10 +96,10 @@ def save(
         _save_state(partial / STATE_FILE, progress, checksums)
         for path in (*partial.iterdir(), partial):
             _sync(path)
-        _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
+        _hide(target)  # an old one of this step is damaged: a run resumes from the newest complete one
         partial.rename(target)
         _sync(target.parent)
-        # Later ones are damaged, and so are incomplete ones: they do not count, or they would push out whole ones.
+        # Later and incomplete checkpoints are damaged. They do not count, or they would displace complete ones.
         upto = [path for path in checkpoints(run_folder) if step_of(path) <= progress.step]
         whole = [path for path in upto if problem_of(path) is None]
         for old in set(upto) - set(whole[-keep:]):
@@ -116,12 +116,12 @@ def save(
         together(finish)
     except (UserError, OSError) as error:  # on all ranks
         cause = error.__cause__ if isinstance(error, UserError) else error
-        if is_writer:  # before any rank ends, and the others with it
+        if is_writer:  # before a rank ends, which would end the others
             shutil.rmtree(partial, ignore_errors=True)
         bmt.synchronize()
         if not isinstance(cause, OSError):
             raise
-        room = _room(run_folder, model) if cause.errno in FULL else ""  # without what was just removed
+        room = _room(run_folder, model) if cause.errno in FULL else ""  # after removing the incomplete folder
         raise UserError(
             f"cannot write the checkpoint {target}: {cause.strerror}\n"
             f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(run_folder)}"
@@ -130,12 +130,12 @@ def save(
 
 
 def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | None" = None) -> RunProgress:
-    """Restore model, optimizer and random state, on any number of ranks. Every rank calls it and reads its own part.
+    """Restore model, optimizer and random state on any number of ranks. Every rank must call it, and reads its shards.
 
-    Of a model with adapters these are restored, and its other weights must be there already, read from `base`.
+    For a model with adapters only these are restored. The other weights must already be loaded from `base`.
 
     Raises:
-        UserError: The checkpoint is truncated, no checkpoint of bmburst, or of another model.
+        UserError: The checkpoint is truncated, not a checkpoint of bmburst, or of another model.
     """
     from bmburst.checkpoint import adapter, hugging_face
 
@@ -150,7 +150,7 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | 
 
 
 def _hide(checkpoint: Path) -> None:
-    """Give a checkpoint, if it is there, a name that none has, at once: a kill while it is removed leaves no half."""
+    """Rename a checkpoint, if it exists, to a hidden name, so that a kill during removal leaves no partial one."""
     if checkpoint.is_dir():
         checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
 
@@ -161,7 +161,7 @@ def _remove_hidden(folder: Path) -> None:
 
 
 def _room(run_folder: Path, model: "Llama") -> str:
-    """Return what to do where a checkpoint found no room, with numbers."""
+    """Return the fix for a full disk, with numbers."""
     from bmburst.optim import state_names
     from bmburst.zero import named_shards
 
@@ -255,7 +255,7 @@ def _load_random(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the file or folder on disk before anything that is written after it."""
+    """Flush a file or folder to disk (fsync), before anything that is written later."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
