@@ -1,4 +1,4 @@
-"""Converts a model's directory to another family's format, reading and writing piece by piece."""
+"""Converts a model directory to another family's format, reading and writing tensors piece by piece."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from bmburst.outputs import replacing
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
 DTYPES = ("float32", "float16", "bfloat16")
 PART_BYTES = 5 * 10**9
-"""Of one safetensors file at most, where a tensor is not larger: what Hugging Face takes by default."""
+"""Largest size in bytes of one safetensors file, unless a single tensor is larger. It is Hugging Face's default."""
 PIECE_BYTES = 16 << 20
 _STATE_FILE = "state.json"
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
@@ -43,15 +43,15 @@ _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """What was written.
+    """Summary of a conversion.
 
     Attributes:
-        family: That of the source.
-        tensors: How many.
-        nbytes: Bytes of their numbers.
-        files: Every file, in the order written.
-        tokenizer_elsewhere: What a checkpoint names as its tokenizer outside of its directory, which is not copied
-            unless the caller names it; "" where there is nothing of the kind.
+        family: Family of the source.
+        tensors: Number of tensors.
+        nbytes: Bytes of the tensors.
+        files: All files, in the order of writing.
+        tokenizer_elsewhere: Tokenizer that a checkpoint names outside its directory. It is copied only if the caller
+            names it. "" if there is none.
     """
 
     family: str
@@ -75,31 +75,31 @@ def convert(
     merge: bool = False,
     base: Path | None = None,
 ) -> Converted:
-    """Write a model's weights, configuration and tokenizer as another family keeps them.
+    """Write a model's weights, configuration and tokenizer in the format of another family.
 
-    Numbers are copied as they are, or rounded once to `dtype`. What the other family's config.json cannot say lies
-    beside it, so that converting back gives the first config.json again; so does code that config.json names. At most
-    `PIECE_BYTES` of a tensor are held, twice where the dtype changes. The output appears under its name only when it is
-    whole.
+    Values are copied unchanged, or rounded once to `dtype`. Fields that the other family's config.json cannot express
+    are stored in a file beside it, together with code that config.json names, so that converting back restores the
+    original config.json. At most `PIECE_BYTES` of a tensor are in memory, or twice that if the dtype changes. The
+    output gets its name only when it is complete.
 
     Args:
-        source: Directory of a Hugging Face model of `bmburst.blocks.families`, a checkpoint of bmburst, or of a
+        source: Directory of a Hugging Face model of `bmburst.blocks.families`, of a checkpoint of bmburst, or of a
             ModelCenter LLaMA.
-        output: A directory that is not there yet, or empty.
-        to: "huggingface", or "bmburst", which keeps weights in the same way; or "model-center".
-        dtype: "float32", "float16" or "bfloat16"; by default each tensor's own.
-        part_bytes: Size above which safetensors are split into several files.
-        tokenizer: A tokenizer.json, or a directory of a tokenizer's files, to copy in place of the source's own.
-        on_total: Called once, with all bytes that will be written.
-        on_bytes: Called with the bytes written since the last call.
-        is_verified: Whether the checksums of a checkpoint of bmburst were compared already.
-        merge: Whether the source is an adapter, to be merged into the weights of `base`.
-        base: Directory of the model; by default the one that the adapter names.
+        output: Directory to create; it may exist if it is empty.
+        to: "huggingface", "bmburst" (the same format), or "model-center".
+        dtype: "float32", "float16" or "bfloat16"; None: the dtype of each tensor.
+        part_bytes: Size in bytes above which safetensors are split into several files.
+        tokenizer: A tokenizer.json, or a directory of tokenizer files, to copy instead of the source's tokenizer.
+        on_total: Called once, with the total number of bytes to write.
+        on_bytes: Called with the number of bytes written since the last call.
+        is_verified: Whether the checksums of a checkpoint of bmburst are already verified.
+        merge: Whether the source is an adapter to merge into the weights of `base`.
+        base: Directory of the base model; None: the one that the adapter names.
 
     Raises:
-        UserError: The source is a damaged checkpoint (`require_whole`) or no whole model (`open_weights`), the target
-            family cannot have it, a number is beyond float16, a tokenizer's file is none, or the output is not empty or
-            cannot be written.
+        UserError: The source is a damaged checkpoint (`require_whole`) or an incomplete model (`open_weights`), the
+            target family does not support the model, a number is out of range for float16, a tokenizer file is not
+            valid, or the output is not empty or cannot be written.
     """
     require_known("family", to, FAMILIES)
     if dtype is not None:
@@ -116,8 +116,8 @@ def convert(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty\nfix: give a new directory")
     on_total(sum(tensor.nbytes for tensor in plan))
-    whole = output.resolve()  # "." has no name to put another beside, and a link's target may be elsewhere
-    if merge and tokenizer is None and (source / TOKENIZER_FILE).is_file():  # what the adapter was trained with
+    whole = output.resolve()  # a path with a name, also for "." and links: the temporary directory is beside it
+    if merge and tokenizer is None and (source / TOKENIZER_FILE).is_file():  # the tokenizer of the adapter's training
         tokenizer = source
     carried, elsewhere = _to_carry(weights, target, tokenizer)
     try:
@@ -143,7 +143,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    name: str  # Hugging Face's
+    name: str  # name in Hugging Face's models
     target: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -154,7 +154,7 @@ class _Tensor:
 
 
 def _plan(weights: Weights, target: str, dtype: torch.dtype | None) -> list[_Tensor]:
-    """Return every tensor to write, in order; whatever cannot be converted is refused here."""
+    """Return all tensors to write, in order. A tensor that cannot be converted is refused here."""
     plan = []
     for name, (file, inside) in weights.places.items():
         named = model_center_name(name) if target == MODEL_CENTER else name
@@ -208,7 +208,7 @@ def _parts(plan: Sequence[_Tensor], part_bytes: int) -> Iterator[list[_Tensor]]:
 def _pieces(weights: Weights, tensor: _Tensor) -> Iterator[torch.Tensor]:
     total, step = prod(tensor.shape), max(PIECE_BYTES // tensor.dtype.itemsize, 1)
     for begin in range(0, total, step):
-        wide = torch.promote_types(tensor.dtype, torch.float32)  # of an adapter's sum, which is rounded once
+        wide = torch.promote_types(tensor.dtype, torch.float32)  # an adapter is added in fp32 and rounded once
         read = weights.read(tensor.name, begin, min(begin + step, total), wide)
         piece = read.to(tensor.dtype)
         if tensor.dtype == torch.float16 and _is_beyond(read, piece):
@@ -240,7 +240,7 @@ def _fresh(config: LlamaConfig, target: str, dtype: Any) -> dict[str, Any]:
 
 
 def _dtype_fields(target: str, dtype: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json must say otherwise of the weights' dtype; nothing where it is right or says nothing."""
+    """Return the dtype fields that must change in a config.json; empty if they are correct or missing."""
     if target == HUGGING_FACE:
         return {key: dtype for key in ("torch_dtype", "dtype") if key in values}
     if ModelCenterConfig.from_values(values).dtype_name == dtype:
@@ -250,7 +250,7 @@ def _dtype_fields(target: str, dtype: Any, values: Mapping[str, Any]) -> dict[st
 
 
 def _aside(weights: Weights, target: str) -> dict[str, Any] | None:
-    """Return the target's own config.json of an earlier conversion, if it still describes these weights."""
+    """Return the target family's config.json that an earlier conversion stored, if it still describes these weights."""
     path = weights.directory / _ASIDE[target]
     if not path.is_file():
         return None
@@ -261,25 +261,24 @@ def _aside(weights: Weights, target: str) -> dict[str, Any] | None:
         else:
             config = LlamaConfig.from_hugging_face(values)
         return values if _in_common(config) == _in_common(weights.config) else None
-    except UserError:  # another model's, which ModelCenter may not even have
+    except UserError:  # it is of another model, which ModelCenter may not support
         return None
 
 
 def _in_common(config: LlamaConfig) -> ModelCenterConfig:
-    """Return what both families can say of a model."""
+    """Return the part of a configuration that both families can express."""
     values = ModelCenterConfig.of(config, "float32").to_values()
     return ModelCenterConfig.from_values(values | {"max_position_embeddings": 4096})
 
 
 def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[dict[str, Path], str]:
-    """Return what is copied, by its new name, and the tokenizer that a checkpoint names elsewhere.
+    """Return the files to copy, by new name, and the tokenizer that a checkpoint names outside its directory.
 
-    These are the tokenizer's files, a model's own code, and the configurations that an earlier conversion left aside.
-    A checkpoint may come from anyone: a file that it names is copied only from inside of its directory, and each only
-    if it is what its name says.
+    These are tokenizer files, a model's code, and configurations that an earlier conversion stored. Checkpoints are not
+    trusted: a file that one names is copied only from inside its directory, and only if its content matches its name.
 
     Raises:
-        UserError: One is not.
+        UserError: The content of a file does not match its name.
     """
     elsewhere = ""
     names = (*TOKENIZER_FILES, *_ASIDE.values(), *_own_code(weights))
@@ -313,13 +312,13 @@ def _files_of(tokenizer: Path) -> dict[str, Path]:
 
 
 def _require_kind(name: str, path: Path) -> None:
-    """Check that a file that is copied under a name is what the name says, as far as it has a form."""
+    """Check that the content of a file matches the name under which it is copied, if the name implies a format."""
     try:
         if name == TOKENIZER_FILE:
             require_tokenizer(path)
         elif name.endswith(".json"):
             read_json(path)
-        elif not name.endswith(".model"):  # of sentencepiece, which need not be installed
+        elif not name.endswith(".model"):  # .model is sentencepiece's format; the package may not be installed
             path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
@@ -328,18 +327,18 @@ def _require_kind(name: str, path: Path) -> None:
 
 
 def _own_code(weights: Weights) -> Iterator[str]:
-    """Yield the Python files that a config.json of Hugging Face names: of a model that transformers has not."""
+    """Yield the Python files that a Hugging Face config.json names, for a model that is not part of transformers."""
     aside = weights.directory / _ASIDE[HUGGING_FACE]
     for values in (weights.values, read_json(aside) if aside.is_file() else {}):
         named = values.get("auto_map")
         for reference in named.values() if isinstance(named, Mapping) else ():
             module = reference.partition(".")[0] if isinstance(reference, str) else ""
-            if module.isidentifier():  # not "owner/repository--module", which is elsewhere
+            if module.isidentifier():  # "owner/repository--module" is in another repository
                 yield f"{module}.py"
 
 
 def _common_dtype(plan: Sequence[_Tensor]) -> Any:
-    """Return the dtype that most numbers have, by its name."""
+    """Return the name of the dtype with the most elements."""
     sizes: dict[str, int] = {}
     for tensor in plan:
         name = str(tensor.dtype).removeprefix("torch.")

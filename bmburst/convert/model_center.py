@@ -1,9 +1,9 @@
-"""ModelCenter's LLaMA as plain data: its config.json, and its parameters' names. Imports no torch.
+"""ModelCenter's LLaMA as plain data: its config.json and its parameter names. Does not import torch.
 
 Fields and names are those of model-center 1.0.2 (model_center/model/config/llama_config.py, model/llama.py and
-layer/*). What that version cannot say (KV heads, rotary base and scaling, bfloat16) has fields of ours, which are
-written only where they say something: a config.json without them is one that ModelCenter itself reads. MiniCPM's three
-factors are such fields too, under the names that OpenBMB's own training code of MiniCPM gives them.
+layer/*). Features that this version lacks (KV heads, rotary base and scaling, bfloat16) have additional fields of ours.
+They are written only if they differ from the default: ModelCenter itself can read a config.json without them. MiniCPM's
+three factors are such fields too, with the names of OpenBMB's training code of MiniCPM.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from bmburst.blocks.families import SCALES
 from bmburst.config import build_config, check_fields, field, read_layer, to_dict
 from bmburst.errors import UserError
 
-# Parts of a block by Hugging Face's names, and where ModelCenter has them.
+# Maps Hugging Face's names of the weights of a block to ModelCenter's.
 BLOCK_PLACES: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm": "self_att.layernorm_before_attention",
@@ -37,7 +37,7 @@ _WHOLE = {
 }
 _INNER = {"self_attn": ATTENTION_PLACES, "mlp": MLP_PLACES}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(?:(\w+)\.)?weight")
-# What the LLaMA of bmburst does, and the only values it can be told.
+# The only supported values of these fields: bmburst's LLaMA has no other behavior.
 _ONLY: Mapping[str, Any] = MappingProxyType(
     {
         "dropout_p": 0.0,
@@ -54,7 +54,7 @@ _ONLY: Mapping[str, Any] = MappingProxyType(
         "post_layer_norm": False,
     }
 )
-# Fields of a model in both configurations: ModelCenter's name, and bmburst's.
+# Fields of both configurations: maps ModelCenter's name to bmburst's.
 _SAME = {
     "vocab_size": "vocab_size",
     "dim_model": "hidden_size",
@@ -70,7 +70,7 @@ _SAME = {
     **{name: name for name in SCALES},
 }
 _OURS = ("num_heads_kv", "rope_theta", "rope_scaling", "max_position_embeddings", "dtype", *SCALES)
-# Attention sees only what a mask allows, so what hidden scores are set to says nothing. It is -Infinity, no JSON.
+# Fields without effect. att_mask_value replaces masked scores, which do not contribute; it is -Infinity, not valid JSON.
 _WITHOUT_MEANING = ("att_mask_value", "model_type")
 
 Config = TypeVar("Config", bound="ModelCenterConfig")
@@ -78,7 +78,7 @@ Config = TypeVar("Config", bound="ModelCenterConfig")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCenterConfig:
-    """A LLaMA in ModelCenter's words, with its defaults; of values that need a module we lack, only the harmless."""
+    """A LLaMA's configuration with ModelCenter's fields and defaults. Features that bmburst lacks must be off."""
 
     vocab_size: int = field("Rows of the embedding and of the head.", default=32000, unit="token ids", minimum=1)
     dim_model: int = field("Width of the residual stream.", default=4096, unit="features", minimum=1)
@@ -135,14 +135,14 @@ class ModelCenterConfig:
 
     @classmethod
     def from_values(cls: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
-        """Return the configuration that a config.json of ModelCenter's LLaMA describes.
+        """Build the configuration from a config.json of ModelCenter's LLaMA.
 
         Args:
             values: The object in the file.
-            source: The file, for messages.
+            source: Name of the file, for messages.
 
         Raises:
-            UserError: A field is unknown, of a wrong type, or says something that this LLaMA does not do.
+            UserError: A field is unknown, has a wrong type, or has a value that is not supported.
         """
         known = {declared.name for declared in dataclasses.fields(cls)}
         foreign = [key for key in values if key not in known and key not in _WITHOUT_MEANING]
@@ -156,7 +156,7 @@ class ModelCenterConfig:
 
     @classmethod
     def of(cls: type[Config], shape: LlamaConfig, dtype: Literal["float32", "float16", "bfloat16"]) -> Config:
-        """Return the configuration of a model of bmburst's own, with its weights in `dtype`."""
+        """Build the configuration from a bmburst model's, with weights in `dtype`."""
         if shape.qkv_bias or shape.qk_norm or shape.sliding_window is not None:
             raise UserError(
                 "ModelCenter's LLaMA has no sliding_window, qkv_bias or qk_norm\n"
@@ -175,7 +175,7 @@ class ModelCenterConfig:
         )
 
     def shape(self) -> LlamaConfig:
-        """Return the configuration of the same model in bmburst."""
+        """Return the bmburst configuration of the same model."""
         return LlamaConfig(
             **{same: getattr(self, name) for name, same in _SAME.items()},
             num_kv_heads=self.num_heads_kv or self.num_heads,
@@ -184,18 +184,18 @@ class ModelCenterConfig:
 
     @property
     def dtype_name(self) -> str:
-        """Type of weights and activations, as torch calls it."""
+        """torch's name of the data type of weights and activations."""
         return self.dtype or ("float16" if self.half else "float32")
 
     def to_values(self) -> dict[str, Any]:
-        """Return the config.json. ModelCenter 1.0.2 reads it unless it says what that cannot do."""
+        """Return the object for config.json. ModelCenter 1.0.2 can read it unless the model needs our extra fields."""
         values = {name: value for name, value in to_dict(self).items() if name in _FIELDS}
         defaults: dict[str, Any] = to_dict(ModelCenterConfig()) | {
             "num_heads_kv": self.num_heads,
             "dtype": "float16" if self.half else "float32",
         }
         ours = {name for name in _OURS if values[name] not in (None, defaults[name])}
-        if ours == {"max_position_embeddings"}:  # it changes nothing that the model computes
+        if ours == {"max_position_embeddings"}:  # it does not change the computation
             ours = set()
         return {name: value for name, value in values.items() if name not in _OURS or name in ours}
 
@@ -204,15 +204,15 @@ _FIELDS = {declared.name for declared in dataclasses.fields(ModelCenterConfig)}
 
 
 def is_model_center(values: Mapping[str, Any]) -> bool:
-    """Return whether the object in a file is a configuration in ModelCenter's words."""
+    """Return whether the object in a file is a ModelCenter configuration."""
     return "dim_model" in values
 
 
 def model_center_name(name: str) -> str:
-    """Return what ModelCenter calls the weight of this Hugging Face name.
+    """Return ModelCenter's name of the weight with a Hugging Face name.
 
     Raises:
-        UserError: Its LLaMA has no such weight.
+        UserError: ModelCenter's LLaMA has no such weight.
     """
     if name in _WHOLE:
         return _WHOLE[name]

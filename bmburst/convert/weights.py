@@ -1,9 +1,8 @@
-"""Opens a directory of weights of any known family as named tensors, and writes a file as `torch.save` does.
+"""Opens a directory of weights of any known family as named tensors, and writes files in the format of `torch.save`.
 
-Tensors have Hugging Face's names, whatever the family. `TorchFileWriter` writes piece by piece, where `torch.save`
-would take a dictionary of whole tensors. The format is an uncompressed zip archive of a pickle that rebuilds the
-dictionary and one record a tensor (torch/serialization.py, `_save`); `torch.load` reads it, also with `weights_only`
-and `mmap`.
+Tensors have Hugging Face's names for every family. `TorchFileWriter` writes piece by piece, while `torch.save` needs a
+dictionary of whole tensors. The format is an uncompressed zip archive of a pickle that rebuilds the dictionary, and one
+record per tensor (torch/serialization.py, `_save`). `torch.load` reads it, also with `weights_only` and `mmap`.
 """
 
 import contextlib
@@ -31,21 +30,21 @@ from bmburst.errors import UserError
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
 CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"
-# Buffers that ModelCenter and old exports of Hugging Face keep beside the weights: they follow from the configuration.
+# Buffers that ModelCenter and old Hugging Face exports store with the weights. The configuration determines them.
 _DERIVED = "inv_freq"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model's weights in files, read run by run.
+    """A model's weights in opened files, read piece by piece.
 
     Attributes:
-        directory: Where they are.
-        family: `HUGGING_FACE`, which bmburst's checkpoints are too, or `MODEL_CENTER`.
-        values: What its config.json holds.
-        config: The model.
-        places: For every weight, by Hugging Face's name, the open file and the name in it.
-        adapter: What is added to the weights as they are read.
+        directory: Directory of the files.
+        family: `HUGGING_FACE` (also for bmburst's checkpoints) or `MODEL_CENTER`.
+        values: Contents of config.json.
+        config: Configuration of the model.
+        places: For every weight, by Hugging Face's name: the open file, and the name in this file.
+        adapter: Adapter that is merged into the weights as they are read, or None.
     """
 
     directory: Path
@@ -56,9 +55,10 @@ class Weights:
     adapter: Adapter | None = None
 
     def read(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the numbers [begin, end) of the flattened weight, in the file's dtype.
+        """Return the elements [begin, end) of the flattened weight, in the file's dtype.
 
-        With an adapter, its product is added in fp32 or wider, and rounded once to `dtype`, by default the file's.
+        With an adapter, its product is added in fp32 or wider, and the sum is rounded once to `dtype` (default: the
+        file's dtype).
         """
         file, inside = self.places[name]
         numbers = file.read(inside, begin, end)
@@ -68,7 +68,7 @@ class Weights:
         return self._merged(stem, numbers, begin, end, file.shapes[inside][1]).to(dtype or numbers.dtype)
 
     def _merged(self, stem: str, numbers: Tensor, begin: int, end: int, width: int) -> Tensor:
-        """Return W + scale * B A of some numbers, in fp32 or wider."""
+        """Return elements of W + scale * B A, in fp32 or wider."""
         assert self.adapter is not None
         file, rank = self.adapter.file, self.adapter.lora.rank
         names = [peft_name(f"{stem}.lora_{letter}") for letter in "AB"]
@@ -81,11 +81,11 @@ class Weights:
 
 
 def open_weights(directory: str | Path) -> Weights:
-    """Open a directory of Hugging Face, of a checkpoint of bmburst or of ModelCenter, and check that it is complete.
+    """Open a Hugging Face or ModelCenter directory or a checkpoint of bmburst, and check that it is complete.
 
     Raises:
-        UserError: There is no such directory, its model is of another family, a file is missing or damaged, or a tensor
-            is missing, extra or of a wrong shape.
+        UserError: The directory is missing, the model is of another family, a file is missing or damaged, or a tensor
+            is missing, extra or has a wrong shape.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -130,11 +130,11 @@ def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") ->
 
     Args:
         adapter: Directory of the adapter.
-        base: Directory of the model; by default the one that the adapter names.
-        option: How the user gives it, for messages.
+        base: Directory of the base model; None: the one that the adapter names.
+        option: Option that gives the base model, for messages.
 
     Raises:
-        UserError: As `open_weights` and `open_adapter`; or nobody says which model, or it is another one.
+        UserError: As in `open_weights` and `open_adapter`; or no base model is named, or it is the wrong one.
     """
     found = open_adapter(adapter)
     weights = open_weights(found.find_base(base, option))
@@ -151,7 +151,7 @@ _STORAGES = {
     torch.bfloat16: torch.BFloat16Storage,
 }
 _ALIGNMENT = 64
-# Of an entry's header: fixed part, zip64's sizes, and the head of the field that pads.
+# Bytes of a zip entry's header: fixed part, zip64 sizes, and header of the padding field.
 _FIXED, _ZIP64, _FIELD = 30, 20, 4
 
 
@@ -161,7 +161,7 @@ class _Storage:
 
 
 class _Planned:
-    """Stands for a tensor in the pickle."""
+    """Placeholder of a tensor in the pickle."""
 
     def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
         self.storage, self.shape = storage, shape
@@ -181,11 +181,11 @@ class _Pickler(pickle.Pickler):
 
 
 class TorchFileWriter(TensorWriter):
-    """Writes named tensors one after another, as `torch.save` would; the file takes its name only when it is whole.
+    """Writes named tensors one after another, like `torch.save`. The file gets its name only when it is complete.
 
     Args:
-        path: The file to make or replace.
-        tensors: Every tensor, in the order in which they will be written.
+        path: File to create or replace.
+        tensors: Name, shape and dtype of every tensor, in the order of writing.
     """
 
     def __init__(self, path: Path, tensors: Iterable[Announced]) -> None:
@@ -216,7 +216,7 @@ class TorchFileWriter(TensorWriter):
             self._put("version", b"3\n")
             self._archive.close()
             return
-        with contextlib.suppress(OSError):  # where the disk is full, closing fails too
+        with contextlib.suppress(OSError):  # if the disk is full, closing fails too
             if self._record is not None:
                 self._record.close()
             self._archive.close()
@@ -226,7 +226,7 @@ class TorchFileWriter(TensorWriter):
             record.write(content)
 
     def _open(self, name: str) -> Any:
-        """Open an entry whose numbers start at a multiple of 64 bytes, as torch's own do: it maps them as they are."""
+        """Open an entry whose data start at a multiple of 64 bytes, as in torch's files, so that they can be mapped."""
         entry = zipfile.ZipInfo(f"archive/{name}")
         start = self._file.tell() + _FIXED + len(entry.filename) + _ZIP64 + _FIELD
         padding = -start % _ALIGNMENT
