@@ -1,1 +1,1 @@
-"""Evaluation of long context: passkey retrieval, and loss by position."""
+"""Long-context evaluation: passkey retrieval, and loss by position."""

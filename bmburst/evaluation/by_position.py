@@ -1,4 +1,4 @@
-"""Loss by position, how much text before a token helps a model to predict it: sums, table, JSON and picture."""
+"""Loss by position: how much a longer context helps a model to predict a token. Sums, table, JSON and image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +17,14 @@ FORMAT = "bmburst-loss-by-position-1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBin:
-    """Labels of the tokens at some positions.
+    """Losses of the tokens in a range of positions. A position is the number of tokens before the input token.
 
     Attributes:
-        first: First position, the number of tokens before the input token.
+        first: First position.
         last: Last position.
-        nats: Sum of the losses.
-        tokens: Labels.
-        loss: Mean in nats per token.
+        nats: Sum of the losses, in nats.
+        tokens: Number of labels.
+        loss: Mean loss, in nats per token.
     """
 
     first: int
@@ -38,8 +38,8 @@ class LossByPosition:
     """Sums token losses in bins of positions: 0, 1, 2 to 3, 4 to 7, and so on in powers of two.
 
     Args:
-        length: Tokens of a sequence; positions are less than this.
-        device: Of the losses.
+        length: Number of tokens in a sequence; positions are below it.
+        device: Device of the losses.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -50,8 +50,9 @@ class LossByPosition:
         self._counts = torch.zeros(bins, dtype=torch.float64, device=device)  # exact up to 2**53
 
     def add(self, losses: Tensor, positions: Tensor, labels: Tensor) -> None:
-        """Add this rank's tokens, all `[rows, tokens]`: losses in nats, positions, and labels, of which
-        `IGNORE_INDEX` does not count.
+        """Add this rank's tokens: losses in nats, positions and labels, all `[rows, tokens]`.
+
+        Tokens with the label `IGNORE_INDEX` do not count.
         """
         counted = labels != IGNORE_INDEX
         index = torch.bucketize(positions[counted], self._borders, right=True)
@@ -59,7 +60,7 @@ class LossByPosition:
         self._counts.index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
     def bins(self, mesh: Mesh) -> list[PositionBin]:
-        """Return the bins that have a label, summed over all ranks; every rank calls it."""
+        """Return the bins with at least one label, summed over all ranks. Every rank must call it."""
         found = []
         for index in range(len(self._nats)):
             nats, count = mesh.sum(float(self._nats[index])), round(mesh.sum(float(self._counts[index])))
@@ -70,12 +71,12 @@ class LossByPosition:
 
 
 def to_json(settings: Mapping[str, Any], measured: Mapping[str, Any], bins: Sequence[PositionBin]) -> dict[str, Any]:
-    """Return what is written to the file of an evaluation.
+    """Return the contents of an evaluation's JSON file.
 
     Args:
-        settings: Of the evaluation, `checkpoint` among them.
-        measured: Loss of the whole text.
-        bins: Of the positions.
+        settings: Settings of the evaluation, including `checkpoint`.
+        measured: Metrics on the whole text.
+        bins: Losses by position.
     """
     return {
         "format": FORMAT,
@@ -87,7 +88,7 @@ def to_json(settings: Mapping[str, Any], measured: Mapping[str, Any], bins: Sequ
 
 
 def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> str:
-    """Return the bins as lines of at most 80 columns."""
+    """Return the bins as a table of at most 80 columns."""
     lines = [f"{'position':>16}  {'tokens':>14}  {'loss':>9}  {'perplexity':>12}"]
     for each in bins:
         span = str(each.first) if each.first == each.last else f"{each.first}-{each.last}"
@@ -96,10 +97,10 @@ def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> 
 
 
 def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
-    """Draw the mean loss of each bin over the positions.
+    """Plot the mean loss of each bin over the positions.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     figure = blank_picture(7.5, 4.5)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Passkey retrieval: whether a model finds a number that one sentence of a long text names."""
+"""Passkey retrieval: measures whether a model finds a number that one sentence of a long text gives."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,27 +20,27 @@ FILLER = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " 
 KEY = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 FORMAT = "bmburst-passkey-1"
-_SPARE_TOKENS = 8  # of an answer beyond the digits: a space, a quotation mark, what ends the number
+_SPARE_TOKENS = 8  # tokens of an answer beyond the digits: a space, a quotation mark, the end of the number
 _ELLIPSES = ("...", "\u2026")
 _REFUSED = "#bbbbbb"
-_INCHES = 0.75  # of a cell of the picture
-_FORMS = 10**6  # depths that differ by less have the same keys
+_INCHES = 0.75  # size of a cell in the image
+_FORMS = 10**6  # depths are rounded to multiples of 1 / _FORMS; equal ones have the same keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PasskeyTest:
-    """What is asked. The prompts depend on these values and the tokenizer alone.
+    """Settings of a passkey test. The prompts depend only on these values and the tokenizer.
 
     Attributes:
-        lengths: Tokens of the prompts, ascending.
-        depths: Where in the text the sentence with the number stands: 0 at the beginning, 1 at the end.
-        samples: Prompts of each length and depth.
-        digits: Digits of a number.
-        seed: Of the numbers.
-        with_key: Whether the sentence is there. Without it only chance finds the number.
+        lengths: Lengths of the prompts in tokens, ascending.
+        depths: Positions of the sentence with the number: 0 is the start of the text, 1 the end.
+        samples: Number of prompts per length and depth.
+        digits: Number of digits of a key.
+        seed: Seed of the keys.
+        with_key: Whether the text contains the sentence. Without it a right answer is chance.
 
     Raises:
-        UserError: A value is out of its bounds.
+        UserError: A value is out of bounds.
     """
 
     lengths: tuple[int, ...]
@@ -65,22 +65,22 @@ class PasskeyTest:
                 raise UserError(f"{name} {_listed(getattr(self, name))}\nallowed: each once\nfix: leave out the second")
 
     def key(self, length: int, depth: float, sample: int) -> str:
-        """Return the digits of a prompt. They do not depend on which other lengths and depths are asked."""
+        """Return the digits of a prompt's key. They do not depend on the other lengths and depths of the test."""
         random = np.random.default_rng([self.seed, length, round(depth * _FORMS), sample])
         return str(random.integers(10 ** (self.digits - 1), 10**self.digits))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PasskeyCell:
-    """What a model answered at one length and depth.
+    """Answers of a model at one length and depth.
 
     Attributes:
-        length: Tokens of each prompt.
-        depth: Of the sentence with the number.
-        right: Answers whose digits are those of the key.
-        asked: Prompts that were answered; 0 if the length was refused.
-        answers: Of each prompt: `key`, `answer` (text), `right`.
-        refused: Why the length was refused; None if it was measured.
+        length: Number of tokens of each prompt.
+        depth: Depth of the sentence with the number.
+        right: Number of answers with the digits of the key.
+        asked: Number of prompts that were answered; 0 if the length was refused.
+        answers: For each prompt: `key`, `answer` (text), `right`.
+        refused: Reason why the length was refused; None if it was measured.
     """
 
     length: int
@@ -92,14 +92,14 @@ class PasskeyCell:
 
 
 class PasskeyPrompts:
-    """Makes prompts of an exact number of tokens: filler, the sentence with the number, and the question at the end.
+    """Builds prompts with an exact number of tokens: filler, the sentence with the number, and the question at the end.
 
-    Each piece is tokenized as it is behind other text, and pieces are joined as tokens. The sentence stands between two
-    sentences of filler, as near to its depth as there is such a place.
+    Each piece is tokenized in the context of preceding text, and the pieces are concatenated as tokens. The sentence is
+    placed between two sentences of filler, as near to its depth as possible.
 
     Args:
-        tokenizer: The model's.
-        test: What is asked.
+        tokenizer: Tokenizer of the model.
+        test: Settings of the test.
         encoder: Checks that tokens are in the model's vocabulary.
 
     Raises:
@@ -122,10 +122,10 @@ class PasskeyPrompts:
                 f"lengths: {min(test.lengths)} tokens are too few for the question\n"
                 f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {_round_up(least)} or more"
             )
-        self.prompt(min(test.lengths), test.depths[0], 0)  # refuses tokens that the model does not know
+        self.prompt(min(test.lengths), test.depths[0], 0)  # refuses tokens outside the model's vocabulary
 
     def prompt(self, length: int, depth: float, sample: int) -> tuple[Prompt, str]:
-        """Return a prompt of `length` tokens, and the digits that answer it."""
+        """Return a prompt of `length` tokens, and the digits of the right answer."""
         key = self._test.key(length, depth, sample)
         sentence = self._piece(KEY.format(key=key)) if self._test.with_key else np.zeros(0, np.int64)
         room = max(length - len(self._start) - len(sentence) - len(self._question), 0)
@@ -137,14 +137,14 @@ class PasskeyPrompts:
         return self._encoder.ids(ids, source), key
 
     def new_tokens(self, length: int, depth: float, sample: int) -> int:
-        """Return the tokens of an answer, at most."""
+        """Return the largest number of tokens of an answer."""
         return len(self._piece(f" {self._test.key(length, depth, sample)}")) + _SPARE_TOKENS
 
     def _text(self, room: int) -> tuple[TokenIds, TokenIds]:
-        """Return filler of `room` tokens that ends with a whole sentence, and the places where sentences may stand."""
+        """Return `room` tokens of filler that end with a whole sentence, and the places between its sentences."""
         unit = len(self._filler)
         units = -(-room // unit)
-        cut = units * unit - room  # off the beginning
+        cut = units * unit - room  # tokens cut from the start
         ends = (np.arange(units)[:, None] * unit + self._ends).reshape(-1) - cut
         return np.tile(self._filler, units)[cut:], np.concatenate([[0], ends[ends > 0]])
 
@@ -152,7 +152,7 @@ class PasskeyPrompts:
         return np.concatenate([self._start, self._piece(KEY.format(key=key)), self._question])
 
     def _piece(self, text: str) -> TokenIds:
-        """Return the tokens of a text that stands behind filler."""
+        """Return the tokens of a text that follows filler."""
         before, whole = (self._tokenizer.encode(each) for each in (self._context, self._context + text))
         is_prefix = len(before) < len(whole) and np.array_equal(whole[: len(before)], before)
         return whole[len(before) :] if is_prefix else self._tokenizer.encode(text)
@@ -166,13 +166,13 @@ def measure_passkeys(
     on_tokens: Callable[[int], object] = lambda _: None,
     on_length: Callable[[Sequence[PasskeyCell]], object] = lambda _: None,
 ) -> list[PasskeyCell]:
-    """Ask a model and return a cell for each length and depth; every rank calls it and gets the same ones.
+    """Run a passkey test and return a cell for each length and depth. Every rank must call it and gets the same cells.
 
     Args:
-        generator: The model, greedy here whatever its generation_config.json says.
-        prompts: Of the same test.
-        test: What is asked.
-        on_tokens: Called with the prompt tokens that were computed since the last call.
+        generator: Generator of the model. Decoding is greedy for any generation_config.json.
+        prompts: Prompts of the same test.
+        test: Settings of the test.
+        on_tokens: Called with the number of prompt tokens computed since the last call.
         on_length: Called with the cells of each length, when it is measured or refused.
     """
     cells = []
@@ -212,7 +212,7 @@ def _judged(key: str, answer: Answer) -> dict[str, Any]:
 
 
 def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: Sequence[PasskeyCell]) -> dict[str, Any]:
-    """Return what is written to the file of an evaluation; `settings` are those besides the test's."""
+    """Return the contents of an evaluation's JSON file. `settings` are the settings besides those of the test."""
     return {
         "format": FORMAT,
         "model": model,
@@ -222,10 +222,10 @@ def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: S
 
 
 def draw_passkeys(cells: Sequence[PasskeyCell], model: str, path: Path) -> None:
-    """Draw the share of right answers over length and depth; what was refused is gray.
+    """Plot the fraction of right answers over length and depth. Refused lengths are gray.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     found = {(cell.length, cell.depth): cell for cell in cells}
@@ -249,7 +249,7 @@ def draw_passkeys(cells: Sequence[PasskeyCell], model: str, path: Path) -> None:
 
 
 def words_of(cell: PasskeyCell) -> str:
-    """Return what a cell shows, for example "4/5"."""
+    """Return the text of a cell, for example "4/5"."""
     return "refused" if cell.refused is not None else f"{cell.right}/{cell.asked}"
 
 
@@ -258,10 +258,10 @@ def _share(cell: PasskeyCell | None) -> float:
 
 
 def read_lengths(text: str) -> tuple[int, ...]:
-    """Return the lengths that `4K,...,1M` or `4K,6K,8K` name; `...` stands for the powers of two between.
+    """Parse lengths such as `4K,...,1M` or `4K,6K,8K`; `...` means the powers of two in between.
 
     Raises:
-        UserError: A word is no length, or `...` does not stand between a smaller and a larger one.
+        UserError: A word is not a length, or `...` is not between a smaller and a larger length.
     """
     words = [word.strip() for word in text.split(",")]
     refusal = UserError(
@@ -293,10 +293,10 @@ def read_lengths(text: str) -> tuple[int, ...]:
 
 
 def read_depths(text: str) -> tuple[float, ...]:
-    """Return the depths that `0,.25,.5` names.
+    """Parse depths such as `0,.25,.5`.
 
     Raises:
-        UserError: A word is no number from 0 to 1.
+        UserError: A word is not a number from 0 to 1.
     """
     try:
         found = tuple(float(word) for word in text.split(","))
@@ -308,7 +308,7 @@ def read_depths(text: str) -> tuple[float, ...]:
 
 
 def _offset(whole: TokenIds, plain: TokenIds) -> int:
-    """Return where `plain` begins in `whole`: behind the special tokens that start a text."""
+    """Return the index where `plain` begins in `whole`, after the special tokens at the start of a text."""
     for offset in range(len(whole) - len(plain) + 1):
         if np.array_equal(whole[offset : offset + len(plain)], plain):
             return offset
