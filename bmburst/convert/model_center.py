@@ -70,7 +70,7 @@ _SAME = {
     **{name: name for name in SCALES},
 }
 _OURS = ("num_heads_kv", "rope_theta", "rope_scaling", "max_position_embeddings", "dtype", *SCALES)
-# Fields without effect. att_mask_value replaces masked scores, which do not contribute; it is -Infinity, not valid JSON.
+# Fields without effect. att_mask_value replaces masked scores, which do not contribute; -Infinity is not valid JSON.
 _WITHOUT_MEANING = ("att_mask_value", "model_type")
 
 Config = TypeVar("Config", bound="ModelCenterConfig")
