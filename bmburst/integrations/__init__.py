@@ -1,1 +1,1 @@
-"""Sequence parallelism for models of other projects: `transformers` and `cpm_live`, each imported by name."""
+"""Sequence parallelism for models of other projects: `transformers` and `cpm_live`. Import each explicitly."""

@@ -1,8 +1,9 @@
-"""CPM-Live's CPM-Bee and CPM-Ant on sequences that are split over ranks; docs/cpm_live.md is the guide.
+"""Trains CPM-Live's CPM-Bee and CPM-Ant on sequences that are split over ranks; docs/cpm_live.md is the guide.
 
-`SplitSequences` gives each rank its part of every batch, with the loss. `Attention`, `BucketPositionBias` and
-`SegmentPositionEmbedding` stand for CPM-Live's own, under its names and parameters, without matrices of all pairs.
-Their source is CPM-Live (github.com/OpenBMB/CPM-Live), cpm_live/layers/attention.py and position_embedding.py.
+`SplitSequences` gives each rank its part of every batch, and computes the loss. `Attention`, `BucketPositionBias` and
+`SegmentPositionEmbedding` replace CPM-Live's modules of the same names, with the same parameters, but without matrices
+of all token pairs. Source: CPM-Live (github.com/OpenBMB/CPM-Live), cpm_live/layers/attention.py and
+position_embedding.py.
 """
 
 import math
@@ -37,19 +38,19 @@ _GUIDE = "fix: docs/cpm_live.md shows the lines of the model that change"
 
 
 class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """CPM-Live's `Attention`: the same parameters, so that checkpoints load.
+    """Replaces CPM-Live's `Attention`, with the same parameters, so checkpoints load.
 
     Args:
         dim_model: Width of the hidden states.
         num_heads: Attention heads.
         dim_head: Width of a head.
-        dtype: Of the parameters.
-        dropout_p: None or 0: attention weights are never stored, so they cannot be dropped.
-        int4: None or False, as CPM-Bee's repository passes it.
+        dtype: dtype of the parameters.
+        dropout_p: Must be None or 0: attention weights are never stored, so dropout is not supported.
+        int4: Must be None or False; CPM-Bee's repository passes it.
 
     Raises:
-        UserError: A width is no whole number above 0, the dtype is none of floating point, `dropout_p` is above 0, or
-            `int4` is set.
+        UserError: A width is not a whole number above 0, the dtype is not a floating-point dtype, `dropout_p` is above
+            0, or `int4` is set.
     """
 
     def __init__(
@@ -87,21 +88,21 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         use_cache: bool = False,
         past_kv: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return the attention output of this rank's tokens to the whole sequence.
+        """Return the output of attention of this rank's tokens to the whole sequence.
 
         Args:
             hidden_q: `[batch, local_tokens, dim_model]`.
-            hidden_kv: Of the same tokens.
+            hidden_kv: Hidden states of the same tokens, in the same shape.
             attention_mask: The first result of the position bias module.
-            position_bias: Its second result, the table of biases `[rows, num_heads]`.
-            use_cache: False: this is for training.
-            past_kv: None.
+            position_bias: The second result of the position bias module: the table of biases `[rows, num_heads]`.
+            use_cache: Must be False: this module is for training.
+            past_kv: Must be None.
 
         Returns:
             `[batch, local_tokens, dim_model]`.
 
         Raises:
-            UserError: It was called with matrices, for generation, or with hidden states of another shape or dtype.
+            UserError: It is called with matrices, for generation, or with hidden states of another shape or dtype.
         """
         if not isinstance(attention_mask, BiasedSequence):
             _refuse_dense("attention_mask", attention_mask)
@@ -109,7 +110,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             _refuse_dense("position_bias", position_bias)
         if use_cache or past_kv is not None:
             raise UserError("use_cache and past_kv are for generation\nfix: generate with CPM-Live's own Attention")
-        # Before weights are gathered: the others would wait for a rank that refuses alone.
+        # Check before weights are gathered: if only one rank raised, the others would wait for it.
         given = {"hidden_q": hidden_q, "hidden_kv": hidden_kv}
         hidden_q, hidden_kv = attention_mask.group.decided(lambda: (self._checked(given), "CPM-Live's Attention"))
         q = self.project_q(hidden_q).unflatten(-1, (self.num_heads, self.dim_head))
@@ -159,10 +160,10 @@ class _PositionBias(bmt.DistributedModule):  # type: ignore[misc]
 
         Args:
             tokens: The `tokens` of a part of `SplitSequences`.
-            matrices: Nothing; CPM-Live's own module takes matrices here.
+            matrices: Must be empty; CPM-Live's module takes matrices here.
 
         Raises:
-            UserError: It was called as CPM-Live's own, or the batch has relations that the table does not.
+            UserError: It is called like CPM-Live's module, or the batch has relations that the table does not have.
         """
         if not isinstance(tokens, SplitTokens) or matrices:
             got = f"{1 + len(matrices)} tensors" if isinstance(tokens, Tensor) else type(tokens).__name__

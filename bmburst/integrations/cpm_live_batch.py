@@ -1,4 +1,4 @@
-"""Splits batches of CPM-Live's data sets over ranks: each rank gets the values of its own tokens."""
+"""Splits batches of CPM-Live's data sets over ranks: `SplitSequences`."""
 
 from dataclasses import dataclass, field
 
@@ -35,9 +35,9 @@ _ANT_VECTORS = ("ctx", "tgt", "task", "context", "segment", "span")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitTokens:
-    """Argument of the position bias modules in place of positions and matrices.
+    """Argument of the position bias modules, instead of positions and matrices.
 
-    Position biases of the same formula share one `BiasedSequence`, so a batch is analysed once.
+    Position biases with the same formula share one `BiasedSequence`, so a batch is analysed only once.
 
     Attributes:
         tokens: Positions and segments of this rank's tokens.
@@ -89,13 +89,13 @@ class BeePart:
     """One rank's part of a batch of CPM-Bee; int32 `[batch, local_tokens]` on the mesh's device.
 
     Attributes:
-        inputs: Token ids; 0 where the part is padded.
-        inputs_sub: Their numbers among tokens of one name.
-        target: Labels, -100 where there is none.
+        inputs: Token ids; 0 for padding of the part.
+        inputs_sub: Number of each token among the tokens of one name.
+        target: Labels; -100 for no label.
         task_ids: Task of each token.
         tokens: Argument of the position bias.
-        ext_ids: Ids of the batch's additional rows of the vocabulary, whole.
-        ext_sub: Their numbers, whole.
+        ext_ids: Ids of the batch's additional vocabulary rows; whole on every rank.
+        ext_sub: Numbers of these rows; whole on every rank.
     """
 
     inputs: Tensor
@@ -112,11 +112,11 @@ class AntPart:
     """One rank's part of a batch of CPM-Ant; int32 `[batch, local_tokens]` on the mesh's device.
 
     Attributes:
-        input: Token ids; 0 where the part is padded.
-        target: Labels, -100 where there is none.
+        input: Token ids; 0 for padding of the part.
+        target: Labels; -100 for no label.
         task: Task of each token; -1 for none.
         segment: Segment types.
-        place: Index in the whole sequence; below `prompt_length` are prompts, which have another embedding.
+        place: Index in the whole sequence. Tokens below `prompt_length` are prompts, which have another embedding.
         tokens: Argument of the position bias.
     """
 
@@ -133,13 +133,13 @@ class SplitSequences:
 
     Args:
         mesh: The ranks; its sequence groups share each batch. `bmburst.Mesh.over_bmtrain(sequence=...)`.
-        layout: "zigzag", "striped" or "contiguous": attention is the same, what ranks have to do differs.
+        layout: "zigzag", "striped" or "contiguous". It changes the load of the ranks, not the result of attention.
         kernel: "auto", "triton" or "reference" (plain torch).
         transport: As in `bmburst.burst_attention`.
 
     Raises:
-        UserError: There is no mesh, a name is unknown, the layout is "balanced", which is made for masks that are known
-            before the batch, or the mesh splits matrices.
+        UserError: `mesh` is not a mesh, or it has tensor parallelism; an option is unknown; or the layout is
+            "balanced", which needs a mask that is known before the batch.
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", kernel: str = "auto", transport: str = "auto") -> None:
@@ -147,34 +147,36 @@ class SplitSequences:
         require_known("layout", layout, set(LAYOUTS) - {"balanced"})
         require_known("kernel", kernel, BIASED_NAMES)
         require_known("transport", transport, TRANSPORTS)
-        # One rank has every token in order, whatever the layout, and need not pad for one.
+        # A single rank has all tokens in order in any layout, and needs no padding for a layout.
         self.layout = layout if mesh.shape.sequence > 1 else "contiguous"
         self.mesh, self.kernel, self.transport = mesh, kernel, transport
 
     @property
     def is_reader(self) -> bool:
-        """Whether this rank reads the batches of its sequence group; `shared` gives them to the others."""
+        """Whether this rank reads the batches of its sequence group; `shared` sends them to the other ranks."""
         return self.mesh.sequence_rank == 0
 
     def shared(self, data: Data | None) -> Data:
-        """Return the reader's batch on every rank of a sequence group: CPM-Live's packer draws at random.
+        """Return the reader's batch on every rank of a sequence group.
+
+        It is needed because CPM-Live's packer is random, so ranks that read alone would get different batches.
 
         Args:
-            data: On the reader the batch; on the others it is not looked at.
+            data: The batch on the reader; ignored on the other ranks.
 
         Raises:
-            UserError: On every rank of the group: the reader has no batch, or one that cannot be sent.
+            UserError: The reader has no batch, or one that cannot be sent. Raised on every rank of the group.
         """
         return require_mapping(broadcast_object(self.mesh.sequence, data))
 
     def bee(self, data: Data) -> BeePart:
-        """Return this rank's part of a batch of CPM-Bee's `MixedDataset`, the same on all ranks of the group.
+        """Return this rank's part of a batch of CPM-Bee's `MixedDataset`. All ranks of the group pass the same batch.
 
-        On CPUs, and the first times on GPUs, the ranks compare what they hold.
+        On CPUs always, and on GPUs the first times, the ranks check that they pass the same batch.
 
         Raises:
-            UserError: A name is missing, shapes differ, segments have no place among the relations, or the ranks hold
-                different batches: on every rank, where they compare.
+            UserError: A name is missing, shapes differ, or segments have no relations; or the ranks pass different
+                batches. If the ranks compare, it is raised on every rank.
         """
 
         def decide() -> tuple[tuple[dict[str, Tensor], Tensor, Tensor, tuple[Tensor, Tensor]], str]:
@@ -201,17 +203,17 @@ class SplitSequences:
         )
 
     def ant(self, data: Data, num_segments: int) -> AntPart:
-        """Return this rank's part of a batch of CPM-Ant's `BatchPacker`, the same on all ranks of the group.
+        """Return this rank's part of a batch of CPM-Ant's `BatchPacker`. All ranks of the group pass the same batch.
 
-        As in CPM-Ant, the last `len_ctx` tokens of a sequence are real. Ranks compare as in `bee`.
+        As in CPM-Ant, the last `len_ctx` tokens of a sequence are real. Ranks compare batches as in `bee`.
 
         Args:
             data: The batch.
             num_segments: The model's `segment_types`.
 
         Raises:
-            UserError: A name is missing, shapes differ, there is a segment of another kind, or the ranks hold different
-                batches: on every rank, where they compare.
+            UserError: A name is missing, shapes differ, or a segment type is out of range; or the ranks pass different
+                batches. If the ranks compare, it is raised on every rank.
         """
 
         def decide() -> tuple[tuple[dict[str, Tensor], Tensor], str]:
@@ -240,23 +242,23 @@ class SplitSequences:
         )
 
     def mean(self, loss_sum: Tensor, target: Tensor) -> Tensor:
-        """Return the loss for `OptimManager.backward`; `bmt.sum_loss` of it is the mean loss of a token.
+        """Return the loss for `OptimManager.backward`; `bmt.sum_loss` of it is the mean loss per token.
 
-        Every token has the same weight on every rank. Every rank must call it.
+        All tokens of all ranks have the same weight. Every rank must call it.
 
         Args:
             loss_sum: Sum of this rank's token losses: `bmt.loss.FusedCrossEntropy(ignore_index=-100, reduction="sum")`.
             target: The labels of the loss.
 
         Raises:
-            UserError: An argument is wrong; on every rank, where calls are compared.
+            UserError: An argument is wrong. If the ranks compare calls, it is raised on every rank.
         """
         valid = self.mesh.world.decided(lambda: (_valid(loss_sum, target), "SplitSequences.mean"))
         (valid,) = self.mesh.world.all_reduce(valid).wait()
         return global_mean(loss_sum, valid, self.mesh.world.size)
 
     def _told(self, kind: str, vectors: Data) -> str:
-        """Return the facts of a batch that must be equal on the ranks that share it."""
+        """Return a text with the properties of a batch that must be equal on the ranks that share it."""
         if not self.mesh.sequence.active or self.mesh.sequence.size == 1:
             return ""
         shape = list(next(iter(vectors.values())).shape)

@@ -1,4 +1,4 @@
-"""Checks batches of CPM-Live's loaders before they are split: kernels check nothing."""
+"""Checks of CPM-Live's batches before they are split. They are needed because kernels do not check their inputs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ Data = Mapping[str, Any]
 """A batch of CPM-Live's loaders: NumPy arrays or tensors of whole sequences, by name."""
 
 _INT32 = torch.iinfo(torch.int32)
-_TRUTHS = ("context",)  # arrays of bools; the others hold whole numbers
+_TRUTHS = ("context",)  # arrays that may hold bools; the others hold whole numbers
 
 
 def require_mapping(data: object) -> Data:

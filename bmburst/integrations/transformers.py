@@ -1,6 +1,6 @@
 """Trains causal language models of transformers on sequences that are split over ranks.
 
-`register` adds attn_implementation="bmburst", and `SplitSequences` gives each rank its part of every batch, with its
+`register` adds attn_implementation="bmburst". `SplitSequences` gives each rank its part of every batch and computes the
 loss. docs/hugging_face.md is the guide.
 """
 
@@ -29,16 +29,16 @@ from bmburst_ops.constants import IGNORE_INDEX
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
 CHUNK = 4096
-"""Tokens whose logits exist in fp32 at one time."""
+"""Number of tokens whose fp32 logits exist at once."""
 
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
 def register() -> None:
-    """Make attn_implementation="bmburst" known to transformers; again does no harm.
+    """Register attn_implementation="bmburst" in transformers. Further calls have no effect.
 
-    A model that does not look attention up there is then refused when it is made.
+    Constructing a model that does not use transformers' attention registry then raises an error.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -53,14 +53,14 @@ class Part:
 
     Attributes:
         input_ids: Token ids.
-        labels: Of each token the one after it, or `IGNORE_INDEX`; not to be shifted again.
-        position_ids: As in the whole batch; 0 where the cut is padded.
-        mask: What the model gets as attention_mask.
+        labels: The next token of each token, or `IGNORE_INDEX`. Already shifted: do not shift them again.
+        position_ids: Position ids of the whole batch; 0 for padding of the part.
+        mask: The attention_mask for the model.
         mesh: The ranks.
-        cut: Which tokens these are.
+        cut: The layout, which defines this rank's tokens.
         ends: Returns the largest position id + 1 of each rank of the sequence.
         largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
-        changing: Models that were seen to change their logits behind the head.
+        changing: Models that were found to change their logits after the head.
     """
 
     input_ids: Tensor
@@ -77,12 +77,12 @@ class Part:
         """Return the model's logits of this rank's tokens, `[batch, local_tokens, vocabulary]`.
 
         Args:
-            model: A causal LM of transformers, also inside FSDP2, DDP or PEFT. All ranks call it.
+            model: A causal LM of transformers, also wrapped by FSDP2, DDP or PEFT. All ranks call it.
             inputs: Further arguments of the model.
 
         Raises:
-            UserError: The model is not exact on split sequences, lacks a token id, or an argument is part of the
-                split batch.
+            UserError: The model is not exact on split sequences, a token id is not in its vocabulary, or an argument
+                is already part of the split batch.
         """
 
         def decide() -> tuple[None, str]:
@@ -104,18 +104,18 @@ class Part:
         """Return this rank's loss for backward, a scalar in fp32.
 
         Its mean over all ranks is the mean loss of all labels of all ranks, in nats. DDP and FSDP2 average gradients
-        over ranks, which gives the gradient of that mean. Logits exist of some thousand tokens at a time; whole where
-        the head is no plain product, where a compiled graph contains it, or where the model changes them behind it,
-        which costs one more call of the model the first time.
+        over ranks, so they compute the gradient of that mean. Logits are computed for some thousand tokens at a time.
+        All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
+        the model changes its logits after the head. The last case costs one more call of the model the first time.
 
         Args:
             model: As in `logits`.
-            valid: Labels of all ranks together, of all parts that make up the step: `SplitSequences.valid` counts them.
-                Default: those of this one.
+            valid: Number of labels on all ranks in all parts of the step, from `SplitSequences.valid`. Default: the
+                labels of this part on all ranks.
             inputs: As in `logits`.
 
         Raises:
-            UserError: As in `logits`, or `valid` is no number of labels.
+            UserError: As in `logits`, or `valid` is not a number of labels.
         """
         counted = self.mesh.world.decided(lambda: (_count(valid), "Part.loss"))
         summed: Tensor | None = None
@@ -132,7 +132,7 @@ class Part:
         return global_mean(summed, total, self.mesh.world.size)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Gather the ranks' local tokens in dimension `dim`; return the whole tensor on every rank."""
+        """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`."""
         return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
 
 
@@ -141,12 +141,12 @@ class SplitSequences:
 
     Args:
         mesh: The ranks; its sequence groups share each batch. `bmburst.Mesh.over_process_group(sequence=...)`.
-        layout: "zigzag", "striped" (balances packed documents better) or "contiguous".
+        layout: "zigzag", "striped" (better load balance for packed documents) or "contiguous".
         options: kernel, strategy, transport and deterministic of `bmburst.burst_attention`.
 
     Raises:
-        UserError: There is no mesh, or one that splits matrices, the value of an option is unknown, or layout
-            "balanced", which is made for one mask: the layers of a model may differ.
+        UserError: `mesh` is not a mesh, or it has tensor parallelism; the value of an option is unknown; or the layout
+            is "balanced", which is made for one mask, while layers of a model may have different masks.
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
@@ -177,22 +177,22 @@ class SplitSequences:
         attention_mask: Tensor | None = None,
         documents: DocumentsOption = None,
     ) -> Part:
-        """Return this rank's part of a batch that all ranks of its sequence group hold whole.
+        """Return this rank's part of a batch. All ranks of its sequence group pass the same whole batch.
 
-        On CPUs, and the first time on GPUs, the ranks compare what they hold.
+        On CPUs always, and on GPUs the first time, the ranks check that they pass the same batch.
 
         Args:
-            input_ids: `[batch, length]`, of any length of at least one token a rank, on any device.
-            labels: As transformers takes them, `[batch, length]`: of each place its own token, `IGNORE_INDEX` (-100)
-                where it does not count. They are shifted here, before the cut. Default: every token that has one
-                before it in its document.
-            position_ids: `[batch, length]` or `[1, length]`. Where they do not go on by 1, a document begins, as in
-                transformers, and documents do not see each other. Default: they begin again at each of `documents`.
-            attention_mask: `[batch, length]`, 0 for padding, which may lie before or behind a sample's tokens.
-            documents: `bmburst.Documents` of all samples, or one for each; what lies behind them is padding.
+            input_ids: `[batch, length]` on any device, with at least one token per rank.
+            labels: `[batch, length]`, as in transformers: the token of each position, not shifted, and `IGNORE_INDEX`
+                (-100) for no loss. They are shifted here, before the split. Default: all tokens except the first of
+                each document.
+            position_ids: `[batch, length]` or `[1, length]`. As in transformers, a document begins where they do not
+                increase by 1, and documents do not see each other. Default: they restart in each of `documents`.
+            attention_mask: `[batch, length]`, 0 for padding, which may be before or after a sample's tokens.
+            documents: One `bmburst.Documents` for all samples, or one per sample; tokens after them are padding.
 
         Raises:
-            UserError: Shapes differ, padding lies between tokens, or the ranks hold different batches.
+            UserError: Shapes differ, there is padding between tokens, or the ranks pass different batches.
         """
         comm = self.mesh.sequence
 
@@ -208,14 +208,14 @@ class SplitSequences:
         return self._cut(whole, cut)
 
     def valid(self, *parts: Part) -> Tensor:
-        """Return the number of labels of some parts over all ranks, a scalar int64 tensor."""
+        """Return the number of labels in some parts on all ranks, a scalar int64 tensor."""
         return valid_labels(self.mesh, *parts)
 
     def mean(self, loss: Tensor) -> float:
-        """Return the mean of the ranks' losses, which is the mean loss of a label in nats. Blocks the host.
+        """Return the mean of the ranks' losses, which is the mean loss per label in nats. Blocks the host.
 
         Raises:
-            UserError: A loss is no tensor of one number; on every rank, where calls are compared.
+            UserError: A loss is not a tensor of one number. If the ranks compare calls, it is raised on every rank.
         """
         mine = self.mesh.world.decided(lambda: (_number(loss), "SplitSequences.mean"))
         return self.mesh.sum(mine) / self.mesh.world.size
@@ -243,10 +243,11 @@ class SplitSequences:
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
-    """Return the number of labels of some parts over all ranks, a scalar int64 tensor.
+    """Return the number of labels in some parts on all ranks, a scalar int64 tensor.
 
     Raises:
-        UserError: There is no part, or something else; on every rank, where calls are compared.
+        UserError: There is no part, or an argument is not a part. If the ranks compare calls, it is raised on every
+            rank.
     """
 
     def decide() -> tuple[Tensor, str]:
@@ -278,7 +279,7 @@ def _number(loss: Tensor) -> float:
 
 
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the losses of local tokens; fp32 logits exist of a chunk of them at a time."""
+    """Return the sum of the losses of local tokens; fp32 logits exist only for a chunk of tokens at a time."""
     rows, targets = logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK)
     parts = [checkpoint(_chunk_loss, *pair, use_reentrant=False) for pair in zip(rows, targets, strict=True)]
     return torch.stack(parts).sum()
@@ -290,7 +291,7 @@ def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
-    """Return the largest position + 1 that each rank has."""
+    """Return the largest position + 1 of each rank."""
     size, name = cut.layout.size, cut.layout.name
     cuts = [SequenceShard.cut(cut.length, layout=name, size=size, rank=rank) for rank in range(size)]
     return tuple(int(one.take(position_ids).max()) + 1 for one in cuts)

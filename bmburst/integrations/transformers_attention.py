@@ -1,8 +1,8 @@
-"""The attention and mask functions that transformers calls: attention over the split sequence.
+"""The attention and mask functions for transformers' registry, which compute attention over the split sequence.
 
-A model of transformers makes one mask a kind of layer from its `attention_mask` (`transformers.masking_utils`), and
-each layer gives its mask to the attention function. Here a `SequenceMask` goes that way, in the place of a tensor: it
-reaches every layer through gradient checkpointing, FSDP2 and DDP, and whatever else takes it for a tensor fails.
+A model of transformers makes one mask per kind of layer from its `attention_mask` (`transformers.masking_utils`), and
+each layer passes its mask to the attention function. Here a `SequenceMask` takes this path instead of a tensor. It
+reaches every layer through gradient checkpointing, FSDP2 and DDP. Code that uses it as a tensor fails.
 """
 
 from collections.abc import Callable
@@ -34,35 +34,35 @@ _NOT_ASKED = frozenset(
         "return_dict",
     }
 )
-"""Arguments that models pass to attention and that do not change it."""
+"""Arguments that models pass to attention and that do not change its result."""
 
 
 _ELSEWHERE = "train this model with another attn_implementation"
 
 _KNOWN = {"s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation")}
-"""Arguments of features that are not supported: the feature's name, and what to do."""
+"""Arguments of unsupported features, with the name of the feature and the fix."""
 
 
 class _NoTensor(UserError, AttributeError):
-    """A mask was used as a tensor; also an AttributeError, for code that only tests whether an attribute exists."""
+    """A mask is used as a tensor. It is also an AttributeError, for code that tests whether an attribute exists."""
 
 
 class SequenceMask:
-    """What attention needs to know of a split batch; a model takes it as its `attention_mask`.
+    """The description of a split batch for attention, passed to a model as its `attention_mask`.
 
-    It is not a dataclass, because FSDP2 takes dataclasses apart in search of tensors.
+    It is not a dataclass, because FSDP2 searches dataclasses for tensors and rebuilds them.
 
     Args:
-        comm: The ranks that share each sequence.
-        options: Options of attention but for the mask.
+        comm: Communicator of the ranks that share each sequence.
+        options: Options of attention except the mask.
         shape: Number of samples and local tokens.
-        length: Real tokens of a sequence.
-        documents: Documents of all samples, one for each sample, or none.
-        mask: Mask of one kind of layer; None until the model makes it by `layer_mask`.
-        window: Tokens that these layers see, also of earlier turns, their own included; None: all.
+        length: Number of tokens of a sequence without padding.
+        documents: One for all samples, one per sample, or empty.
+        mask: Mask of one kind of layer; None until the model makes it with `layer_mask`.
+        window: Number of tokens that these layers see, including the token itself and earlier turns; None: all.
     """
 
-    ndim = 4  # as a complete mask: models change masks of 2 dimensions
+    ndim = 4  # as a complete mask: models modify 2-dimensional masks
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class SequenceMask:
     ) -> None:
         batch, tokens = shape
         self.window = window
-        self.shape = (batch, 1, tokens, tokens)  # the keys of a mask are its last dimension
+        self.shape = (batch, 1, tokens, tokens)  # models read the number of keys from the last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse attributes of a tensor: a model would change the mask or compute with it."""
+        """Refuse attributes of a tensor: a model that uses them would modify the mask or compute with it."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise _NoTensor(str(_cannot(f"a model that computes with its mask (mask.{name})", _ELSEWHERE)))
@@ -91,7 +91,7 @@ class SequenceMask:
         raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
     def seen(self, window: int | None) -> "SequenceMask":
-        """Return the mask of layers that see the last `window` tokens of their document, or all of them for None."""
+        """Return the mask of layers that see the last `window` tokens of their document; None: all tokens."""
         near = Causal() if window is None or window >= self.length else SlidingWindow(window)
         masks = tuple(_joined(near, part) for part in self.documents) or (near,)
         batch, _, tokens, _ = self.shape
@@ -114,23 +114,23 @@ class SequenceMask:
         softcap: float | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
+        """Return attention's output. Tensors are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
         return attend(q, k, v, self._length, self.comm, self._options(scale, softcap), sink=sink)[0]
 
     def attend_behind(
         self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None = None
     ) -> Tensor:
-        """Return attention's output also to the tokens before, which a `SplitLayer` keeps."""
+        """Return attention's output over this turn and the earlier tokens in a `SplitLayer`."""
         options = self._options(scale, softcap)
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
-        if self.window is not None:  # of a turn shorter than its window the mask is causal, of the tokens before not
+        if self.window is not None:  # the mask of a turn shorter than the window is causal; earlier tokens need it
             options = replace(options, mask=SlidingWindow(self.window))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
         return part.out
 
     @property
     def _length(self) -> int | None:
-        return None if self.documents else self.length  # documents know their own
+        return None if self.documents else self.length  # documents include their length
 
     def _options(self, scale: float | None, softcap: float | None) -> AttentionOptions:
         assert self.mask is not None
@@ -138,11 +138,11 @@ class SequenceMask:
 
 
 class CachedMask:
-    """Stands for the mask of a call with a split cache: all cached tokens, or the last ones.
+    """The mask of a call with a split KV cache: all cached tokens, or the last ones.
 
     Args:
         given: The attention_mask of the call.
-        window: How many tokens are seen, or None.
+        window: Number of visible tokens; None: all.
     """
 
     def __init__(self, given: object, window: int | None) -> None:
@@ -154,17 +154,17 @@ class CachedMask:
 def layer_mask(
     *, mask_function: Callable[..., Any], attention_mask: object = None, q_length: int, kv_length: int, **_: object
 ) -> "SequenceMask | CachedMask":
-    """Return the mask of one kind of layer, as a mask function of transformers.
+    """Return the mask of one kind of layer; a mask function for transformers.
 
     Args:
-        mask_function: The layers' mask, as transformers composed it.
-        attention_mask: The argument of the model.
-        q_length: Local tokens.
-        kv_length: Local tokens; any other number means a KV cache.
+        mask_function: The mask of the layers, as composed by transformers.
+        attention_mask: The attention_mask argument of the model.
+        q_length: Number of local tokens.
+        kv_length: Number of local tokens; any other number means a KV cache.
 
     Raises:
-        UserError: The model was not called with a split batch, it has a KV cache, or its layers see anything else than
-            all tokens before them or the last ones.
+        UserError: The model is not called with a split batch, it has a KV cache, or the mask is neither causal nor a
+            causal sliding window.
     """
     if not isinstance(attention_mask, SequenceMask):
         return CachedMask(attention_mask, _window(mask_function))
@@ -189,10 +189,10 @@ def attention(
     softcap: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention's output of this rank's tokens, as an attention function of transformers.
+    """Return attention's output for this rank's tokens; an attention function for transformers.
 
     Args:
-        module: The model's attention module; its `is_causal` counts if the argument is None.
+        module: The model's attention module; its `is_causal` is used if the argument is None.
         query: `[batch, heads, local_tokens, head_dim]`.
         key: `[batch, kv_heads, local_tokens, head_dim]`.
         value: `[batch, kv_heads, local_tokens, value_dim]`, at most `head_dim` of them.
@@ -201,17 +201,17 @@ def attention(
         scaling: Factor on the scores; default `head_dim ** -0.5`.
         sliding_window: Must be the mask's, if given.
         is_causal: Must be true.
-        softcap: Bound of the scores; see `burst_attention`.
-        asked: Further arguments of the model: `s_aux`, the attention sinks `[heads]`; others are refused unless they
-            change nothing.
+        softcap: Softcap of the scores; see `burst_attention`.
+        asked: Further arguments of the model: `s_aux`, the attention sinks `[heads]`. Others are refused, unless they
+            do not change the result.
 
     Returns:
         `[batch, local_tokens, heads, value_dim]`, and no attention weights.
 
     Raises:
-        UserError: The model needs a feature that is not supported, or was not called with a split batch.
+        UserError: The model needs a feature that is not supported, or is not called with a split batch.
     """
-    if torch.compiler.is_compiling():  # one break of the graph, in place of one at each decision below
+    if torch.compiler.is_compiling():  # a single graph break, instead of one at each branch below
         from bmburst.attention.uncompiled import uncompiled
 
         given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
@@ -235,7 +235,7 @@ def attention(
     _require_exact(attention_mask, dropout, sliding_window, asked)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _cannot("attention that is not causal", _ELSEWHERE)
-    if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings leave it, as fp32
+    if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings return fp32
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
     width = value.shape[-1]
@@ -288,7 +288,7 @@ def _window(function: Callable[..., Any]) -> int | None:
     if _is(function, "and_masks"):
         others = [part for part in inside["mask_functions"] if part is not causal_mask_function]
         if len(others) == 1 and len(inside["mask_functions"]) == 2 and _is(others[0], "sliding_window_overlay"):
-            # 0 is none: Qwen2-MoE without windows makes a mask of 0 tokens all the same, for layers that it has not.
+            # 0 means no window: Qwen2-MoE without windows still makes a mask with window 0, which no layer uses.
             return int(getclosurevars(others[0]).nonlocals["sliding_window"]) or None
     name = function.__qualname__.split(".")[0]
     is_of_encoder = name == "bidirectional_mask_function"

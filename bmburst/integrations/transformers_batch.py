@@ -1,4 +1,4 @@
-"""Completes whole batches of transformers before the split: shifted labels, position ids, padding, documents."""
+"""Completes and checks whole batches of transformers before the split: labels, position ids, padding, documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class WholeBatch:
     """The label of each token: the token after it, or `IGNORE_INDEX`."""
     position_ids: Tensor
     documents: tuple[Documents, ...]
-    """Of all samples, one for each sample, or none where every sample is one document without padding."""
+    """One for all samples, one per sample, or empty if every sample is one document without padding."""
     largest: int | None
     """The largest id of tokens and labels; None on a GPU, to avoid a synchronization."""
 
@@ -68,7 +68,7 @@ def whole_batch(
 
 
 def _are_integers(value: object) -> bool:
-    """Whether it is a dense tensor of integers."""
+    """Return whether a value is a dense tensor of integers."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
@@ -81,7 +81,7 @@ def _kind(value: object) -> str:
 
 
 def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
-    """Check ids and labels and return the largest; tensors on a GPU are not checked."""
+    """Check ids and labels and return the largest; None, without checks, for tensors on a GPU."""
     if input_ids.is_cuda:
         return None
     if bool((input_ids < 0).any()):
@@ -101,7 +101,7 @@ def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
 
 
 def _hidden(attention_mask: Tensor | None) -> Tensor | None:
-    """Return where padding is, or None without padding."""
+    """Return a mask that is true at padding; None if there is no padding."""
     if attention_mask is None or bool((attention_mask == 1).all()):
         return None
     hidden = attention_mask == 0
@@ -189,7 +189,7 @@ def _without_padding(hidden: Tensor, sample: int) -> Documents:
 
 
 def _edges(changes: Tensor) -> tuple[int, ...]:
-    """Return the lengths of the pieces between changes, given as `[length - 1]` bools."""
+    """Return the lengths of the pieces between changes; `changes` is `[length - 1]` bools."""
     inner = (changes.nonzero().flatten() + 1).tolist()
     edges = [0, *inner, len(changes) + 1]
     return tuple(after - before for before, after in pairwise(edges))
@@ -211,7 +211,7 @@ def _positions(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
 
 
 def _labels(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
-    """Return the tokens as labels, without the first of each document, which nothing predicts."""
+    """Return the tokens as labels, except the first of each document, which no token predicts."""
     labels = input_ids.clone()
     for row, mask in enumerate(documents):
         labels[row if len(documents) > 1 else slice(None), list(mask.starts)] = IGNORE_INDEX
@@ -219,7 +219,7 @@ def _labels(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
 
 
 def _counted(labels: Tensor, documents: tuple[Documents, ...], hidden: Tensor | None) -> Tensor:
-    """Return labels without those of padding and of the tokens before it."""
+    """Return shifted labels without those of padding tokens and of tokens that padding follows."""
     counted = labels.clone()
     for row, mask in enumerate(documents):
         rows = row if len(documents) > 1 else slice(None)

@@ -1,8 +1,8 @@
 """Generation with a transformers model and a KV cache that is split over ranks by tokens.
 
-Every rank has whole weights, so position p of a sequence belongs to rank `p % ranks`, and every rank keeps as many
-tokens. The tokens of prompts and further turns are split the same way (layout "striped"): each rank computes what it
-keeps. New tokens attend to each other as in training, and to the cache by passing queries from rank to rank.
+Every rank holds all weights. Position p of a sequence is cached on rank `p % ranks`, so all ranks cache equally many
+tokens. Prompts and further turns are split in the same way (layout "striped"), so each rank computes the tokens that it
+caches. New tokens attend to each other as in training, and to the cache by passing queries from rank to rank.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _ROOM = 64
-"""Tokens of a rank for which memory is taken at least when it grows."""
+"""Least number of a rank's tokens by which the memory grows."""
 
 
 class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Args:
         mesh: The ranks; its sequence group shares the cache.
-        split: Which tokens this rank keeps.
+        split: Defines the tokens that this rank caches.
     """
 
     is_sliding = False
@@ -43,7 +43,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._mesh, self._split, self.length = mesh, split, 0
         self.prefilling: int | None = None
-        """Tokens of the prompt whose parts the ranks compute; None while all ranks get the same tokens."""
+        """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `CacheLayerMixin`."""
@@ -53,7 +53,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return what attention is called with."""
+        """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return the arguments of the attention function."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         there, split = self._split.tokens(self.length), self._split
@@ -70,17 +70,17 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.prefilling is not None and self.length == new:
             return key_states, value_states
         keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
-        keys.split_layer = self  # by which `attention` finds it
+        keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
 
     def attend(self, query: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
-        """Return attention of the newest tokens, the same on every rank, over all ranks' tokens.
+        """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
 
         Args:
             query: `[batch, heads, tokens, head_dim]`.
             scale: Factor on the scores.
-            window: How many tokens each sees, or None.
-            softcap: Bound of the scores, or None; checked already.
+            window: Number of tokens that each query sees; None: all.
+            softcap: Softcap of the scores, or None; already checked.
 
         Returns:
             `[batch, tokens, heads, head_dim]`.
@@ -106,7 +106,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         partial = torch.stack(outs, 1)
         if split.token_groups > 1:
             (parts,) = self._mesh.sequence.all_gather(partial).wait()
-            parts = parts.flatten(1, 2)  # a token of a sequence is a row of the merge
+            parts = parts.flatten(1, 2)  # each token of each sequence is a row of the merge
             merged, _ = merge_decode(parts[..., :-1], parts[..., -1])
             partial = merged.unflatten(0, partial.shape[:2])
         else:
@@ -114,13 +114,13 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return partial.to(query.dtype)
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
-        """Merge attention of a split turn to the turns before it; see `bmburst.inference.cache`.
+        """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
 
         Args:
-            call: Attention of the turn.
+            call: The attention call of the turn.
             q: This rank's queries of the turn, `[batch, local_tokens, heads, head_dim]`.
-            window: How many tokens each sees, or None.
-            into: Attention to the turn itself; overwritten.
+            window: Number of tokens that each query sees; None: all.
+            into: Attention within the turn; overwritten.
         """
         assert self.prefilling is not None
         split, start = self._split, self.length - self.prefilling
@@ -134,7 +134,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return (query_length if self.prefilling is not None else self.length + query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return the tokens of a sequence over all ranks."""
+        """Return the number of cached tokens of a sequence, over all ranks."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -142,7 +142,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        """Forget all tokens and give their memory back."""
+        """Drop all tokens and free their memory."""
         if self.is_initialized:
             self.length, self.keys, self.values = 0, self.keys[:, :0].clone(), self.values[:, :0].clone()
 
@@ -166,7 +166,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         mesh: The ranks. `bmburst.Mesh.over_process_group()`.
 
     Raises:
-        UserError: There is no mesh, or one that splits matrices.
+        UserError: `mesh` is not a mesh, or it has tensor parallelism.
     """
 
     def __init__(self, config: Any, mesh: Mesh) -> None:
@@ -180,17 +180,17 @@ class SplitCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's memory."""
+        """Bytes of the cache on this rank."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     @torch.no_grad()
     def prefill(self, model: PreTrainedModel, input_ids: Tensor) -> None:
-        """Append a prompt or a further turn, `[batch, tokens]`, whose tokens are split over the ranks.
+        """Append a prompt or a further turn, `[batch, tokens]`, with its tokens split over the ranks.
 
-        A turn begins at a multiple of the ranks: before it every rank computes the few tokens up to there.
+        The split part begins at a multiple of the number of ranks. Every rank computes the few tokens before it.
 
         Raises:
-            UserError: As `SplitSequences.part`, or the model is not exact on split sequences.
+            UserError: As in `SplitSequences.part`, or the model is not exact on split sequences.
         """
         early = -self.get_seq_length() % self.mesh.sequence.size
         if early:
@@ -224,7 +224,7 @@ class SplitCache(Cache):  # type: ignore[misc]
                 layer.prefilling = None
 
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
-        """Compute tokens on every rank, against the split cache."""
+        """Run the model on the same tokens on every rank, with the split cache."""
         mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
         model.base_model(input_ids=input_ids, attention_mask=mask.long(), past_key_values=self, use_cache=False)
 
@@ -239,22 +239,22 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Call `model.generate` with a prompt and a KV cache that are split over ranks. Every rank calls it alike.
+    """Call `model.generate` with a prompt and a KV cache that are split over ranks. All ranks pass the same arguments.
 
     Args:
         model: A causal LM of transformers with attn_implementation="bmburst".
-        input_ids: The whole prompt with all turns before it, `[batch, tokens]`.
+        input_ids: The whole prompt with all earlier turns, `[batch, tokens]`.
         mesh: The ranks.
-        past_key_values: The cache of the turns before; default a new one.
+        past_key_values: The cache of the earlier turns. Default: a new cache.
         attention_mask: Must be all ones, if given.
-        seed: Of sampling; all ranks draw the same numbers.
+        seed: Seed of sampling; all ranks draw the same numbers.
         options: Further arguments of `model.generate`.
 
     Returns:
-        What `model.generate` returns, the same on every rank.
+        The result of `model.generate`, the same on every rank.
 
     Raises:
-        UserError: The prompt is padded, or beam search or several samples are asked for.
+        UserError: The prompt is padded, or the options ask for beam search or several samples per prompt.
     """
     cache = SplitCache(model.config, mesh) if past_key_values is None else past_key_values
 

@@ -1,13 +1,13 @@
-"""Makes a causal LM of transformers return its loss in the place of logits, which a long sequence does not fit with.
+"""Makes a causal LM of transformers return its loss instead of logits, which do not fit in memory for long sequences.
 
-65,536 tokens of a 128,256-word vocabulary are 15.7 GiB of logits in bfloat16, and their gradient is as much again.
-While the model is called, the forward function of its head computes head and loss in one, a chunk of tokens at a time
-(`bmburst_ops.linear_cross_entropy`), and returns the sum as the first of the logits of one token, `[1, 1, vocabulary]`.
-So all that wraps the model stays in effect: FSDP2 gathers the head's weight and sees the output that backward begins
-with.
+The logits of 65,536 tokens with a vocabulary of 128,256 take 15.7 GiB in bfloat16, and their gradient takes the same
+again. During a call of the model, the forward function of its head is replaced. It computes head and loss in one, a
+chunk of tokens at a time (`bmburst_ops.linear_cross_entropy`), and returns the sum as the first of the logits of one
+token, `[1, 1, vocabulary]`. So wrappers of the model keep working: FSDP2 gathers the head's weight, and sees the output
+where backward begins.
 
-A model that changes its logits behind the head (softcaps, scales, words that it forbids) would change the loss. Then
-what it returns is not what the head has returned.
+A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the loss. This is
+detected: the model then returns something other than the result of the head.
 """
 
 from collections.abc import Callable
@@ -39,25 +39,25 @@ class _LossHead:
         if self.calls > 1 or not is_one or isinstance(weight, DTensor):
             return nn.functional.linear(hidden, weight)
         summed = linear_cross_entropy(hidden, weight, self._labels)
-        with torch.inference_mode(False):  # tensors of inference mode do not count their changes
-            # As wide as logits are: a model may set those of some words. Not a view: FSDP2 warns of views.
+        with torch.inference_mode(False):  # inference tensors do not track in-place changes
+            # As wide as logits: a model may set the logits of some tokens. Not a view: FSDP2 warns about views.
             self.loss = nn.functional.pad(summed.reshape(1, 1, 1), (0, len(weight) - 1))
         self._version = self.loss._version
         return self.loss
 
     def is_result(self, found: Tensor) -> bool:
-        """Whether what the model returned is the loss, and nothing has changed it."""
+        """Return whether the model's result is the loss, unchanged."""
         return self.calls == 1 and found is self.loss and found._version == self._version
 
 
 def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return the sum of the losses of local tokens and None, or None and the logits that the model returned.
 
-    Both are None where a model has changed the loss as if it were logits: it must be called again, without this.
+    Both are None if the model changed the loss as if it were logits. Then call it again without this function.
 
     Args:
-        model: As `Part.loss` takes it, wrapped or not.
-        labels: `[batch, local_tokens]`, as `linear_cross_entropy` takes them.
+        model: As in `Part.loss`, wrapped or not.
+        labels: `[batch, local_tokens]`, as in `linear_cross_entropy`.
         call: Calls the model and returns its logits.
     """
     head = _plain_head(model)
@@ -75,14 +75,14 @@ def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor])
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:
-    """Return the head of a causal LM if it is a product with a matrix and nothing else, and no graph contains it."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # what is none the call refuses
+    """Return the head of a causal LM if it is a plain linear layer and no compiled graph contains it, else None."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # other values are refused by the call
     outermost = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     try:
         head: Any = None if outermost is None else outermost.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    # FSDP2 makes a class of its own of a module's, which has its forward.
+    # FSDP2 replaces a module's class by a subclass, which inherits forward.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         return None
     compiled = filter(_is_compiled, modules)

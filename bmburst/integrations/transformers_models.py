@@ -17,7 +17,7 @@ from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 
 _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Types of layers whose tokens meet in attention only."""
+"""Types of layers that mix tokens only in attention."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
@@ -25,12 +25,12 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
     """Check that a model mixes tokens only in bmburst's attention.
 
     Args:
-        model: A model of transformers, also inside DDP, FSDP2, PEFT or torch.compile.
+        model: A model of transformers, also wrapped by DDP, FSDP2, PEFT or torch.compile.
         ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
 
     Raises:
-        UserError: It is not a model of transformers, has another attention, mixes tokens elsewhere, or has losses or
-            rotary frequencies that depend on which tokens a rank has.
+        UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has losses or
+            rotary frequencies that depend on the tokens of a rank.
     """
     parts = _parts(model)
     if not parts:
@@ -44,18 +44,18 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
-    """Check that a model's embedding has a row for each token id: a kernel on a GPU would not name a wrong one.
+    """Check that a model's embedding has a row for each token id. The error of a GPU kernel would not name the id.
 
     Args:
-        model: As in `require_splittable`, which has passed.
+        model: A model that has passed `require_splittable`.
         largest: The largest id; None skips the check.
 
     Raises:
         UserError: The embedding has fewer rows.
     """
-    try:  # not the weight's shape, which sharding may have changed
+    try:  # the weight's shape may have changed by sharding
         rows = getattr(_parts(model)[0].get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:  # a model that does not say where it has them
+    except NotImplementedError:  # the model does not define its input embeddings
         rows = None
     if largest is not None and rows is not None and largest >= rows:
         raise UserError(
@@ -65,9 +65,9 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
 
 
 def refuse_other_tables() -> None:
-    """Have transformers refuse NAME where a model type keeps a table of attention classes of its own; once.
+    """Patch transformers, once, to refuse NAME for model types with their own table of attention classes.
 
-    Such a model, Falcon and GPT-J for example, would end in a KeyError in the middle of its construction.
+    Otherwise the construction of such a model, for example Falcon or GPT-J, would fail with a KeyError.
     """
     chosen = PreTrainedModel.get_correct_attn_implementation
     if getattr(chosen, _MARK, False):
@@ -88,7 +88,7 @@ def refuse_other_tables() -> None:
 
 
 def _own_table(model: PreTrainedModel) -> str | None:
-    """Return the name of the table in a model's module that has attention classes by implementation, but not NAME."""
+    """Return the name of the table of attention classes in a model's module, if there is one and it lacks NAME."""
     values = vars(sys.modules[type(model).__module__])
     tables = (name for name, value in values.items() if name.endswith(_TABLE) and isinstance(value, dict))
     return next((name for name in tables if "eager" in values[name] and NAME not in values[name]), None)
@@ -101,7 +101,7 @@ def _parts(model: object) -> list[PreTrainedModel]:
 
 
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
-    """Return why a model cannot be split and what to do, or None."""
+    """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
     chosen = config._attn_implementation
     if not model._supports_attention_backend:
@@ -122,7 +122,7 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
 
 
 def _require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
-    """Refuse rotary frequencies chosen by the largest position, where ranks would choose differently."""
+    """Refuse rotary frequencies that depend on the largest position, if ranks would choose different ones."""
     for kind, original in _frequencies_by_length(model):
         each = ends()
         longest = max(each)
@@ -147,19 +147,19 @@ def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> None:
-    """Set activation checkpointing of a model's layers by a recompute policy of bmburst.
+    """Set activation checkpointing of a model's layers with a recompute policy of bmburst.
 
-    Use it in place of `gradient_checkpointing_enable`, which would run attention's communication a second time.
+    Use it instead of `gradient_checkpointing_enable`, which would run attention's communication a second time.
 
     Args:
         model: A model of transformers, before or after it is wrapped.
-        policy: One of `bmburst.recompute.policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
-            one that the layout has. "block-keep-attention+first-20" names the first 20 layers, in the order of
+        policy: A policy of `bmburst.recompute.policy`. The layout must support a fraction of attention, as in
+            "block-keep-attention:0.5". "block-keep-attention+first-20" applies to the first 20 layers, in the order of
             `model.modules()`.
 
     Raises:
-        UserError: The policy is unknown or names too many layers, or the model has no such layers, or has dropout:
-            recomputation would draw other random numbers.
+        UserError: The policy is unknown or names too many layers, or the model has no layers that support gradient
+            checkpointing, or has dropout, for which recomputation would draw other random numbers.
     """
     chosen = Policy.parse(policy)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -186,7 +186,7 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
 
 
 def _dropout(model: torch.nn.Module) -> str | None:
-    """Return a dropout that is on, of a module or of a configuration, or None."""
+    """Return the name and rate of an active dropout in a module or configuration, or None."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name} of {module.p:g}"

@@ -73,7 +73,7 @@ class BiasedReferenceKernel:
 
 
 class _Tile(NamedTuple):
-    """Some queries and keys that see each other.
+    """A tile of queries and keys with a visible pair.
 
     `scores` are `[batch, heads, queries, keys]`, `-inf` for masked pairs; `buckets` are `[batch, queries, keys]`;
     `seen` is the mask, `[batch, 1, queries, keys]`.
