@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("bmburst.runtime")
 _FOUND_PORT = "BMBURST_FOUND_PORT"
-_TIMEOUT = 1800.0  # seconds, BMTrain's
-_store: Any = None  # what this process serves for its job; it ends with the process
+_TIMEOUT = 1800.0  # seconds, as in BMTrain
+_store: Any = None  # the store that this process serves for its job; it ends with the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +32,26 @@ class Runtime:
     local_rank: int
     """Rank among those of this host."""
     device: "torch.device"
-    """Where this rank's tensors live."""
+    """Device of this rank's tensors."""
     on_host: bool
-    """Whether the host runtime stands in for CUDA."""
+    """Whether the host runtime replaces CUDA."""
 
 
 def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
-    """Start BMTrain: on this rank's GPU, or on the CPU by the host runtime where there is no CUDA.
+    """Start BMTrain on this rank's GPU, or without CUDA on the CPU with the host runtime.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them; without
-    them the process is a job of one rank. Seeds Python's, numpy's and torch's generators alike on every rank. The
-    second call, and a call after `bmtrain.init_distributed`, changes nothing and returns the same facts.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which launchers set; without them
+    the process is a job of one rank. Seeds the generators of Python, numpy and torch with the same seed on every rank.
+    A second call, or a call after `bmtrain.init_distributed`, changes nothing and returns the same result.
 
     Args:
-        seed: Of every random number generator, from 0 to 2^32 - 1.
-        tensor: Neighbouring ranks that share each matrix of the models built later (BMTrain's `tp_size`); by default
-            1, or what BMTrain was started with.
+        seed: Seed of all random number generators, from 0 to 2^32 - 1.
+        tensor: Tensor parallel degree of the models built later (BMTrain's `tp_size`). Default: 1, or the degree with
+            which BMTrain was started.
 
     Raises:
-        UserError: The environment does not name a rank, BMTrain is missing, the tensor degree does not divide the
-            ranks, or BMTrain was started with another one; the seed is no whole number, or MASTER_PORT is taken.
+        UserError: The environment does not define a rank, BMTrain is missing, the tensor degree does not divide the
+            ranks or differs from that of a running BMTrain, the seed is invalid, or MASTER_PORT is taken.
     """
     import torch
 
@@ -91,7 +91,7 @@ def _bmtrain_has_started() -> bool:
 def _start_bmtrain(seed: int, tensor: int) -> None:
     import torch
 
-    # BMTrain would find it after the ranks have met, and only assert.
+    # BMTrain checks this only after the ranks have connected, with an assert.
     MeshShape.fit(int(os.environ.get("WORLD_SIZE", "1")), tensor=tensor)
 
     from bmburst.runtime import host
@@ -104,7 +104,7 @@ def _start_bmtrain(seed: int, tensor: int) -> None:
         ) from error
     host.silence_storage_warnings()
     cudnn, print_dict = torch.backends.cudnn.enabled, bmtrain.init.print_dict
-    # BMTrain prints ten lines a rank to stdout, where users, and programs, look for results.
+    # BMTrain prints ten lines per rank to stdout, which is for results.
     bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
@@ -121,17 +121,17 @@ def _start_bmtrain(seed: int, tensor: int) -> None:
 def _restore_cores(cores: set[int]) -> None:
     """Let all threads of this process run on these cores again.
 
-    BMTrain pins every rank to its share of the cores and starts a thread for each, whatever OMP_NUM_THREADS and the
-    quota of a container say. On a CPU, where the ranks compute, threads then wait for one another by spinning, and a
-    rank waits for its core while others are idle.
+    BMTrain pins every rank to its share of the cores and starts one thread per core, regardless of OMP_NUM_THREADS and
+    of a container's quota. If ranks compute on the CPU, threads then wait for each other by spinning, and a rank waits
+    for its core while others are idle.
     """
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(task), cores)
 
 
 def _complete_environment() -> None:
-    """Set what a launcher may leave out, so that BMTrain reads a consistent environment.
+    """Set the variables that a launcher may leave out, so that BMTrain reads a consistent environment.
 
     Raises:
         UserError: The variables contradict each other.
@@ -139,8 +139,8 @@ def _complete_environment() -> None:
     world = _number(os.environ, "WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        # BMTrain's default would clash with another job of one rank, and one found by the process that started this
-        # one, with that process.
+        # BMTrain's default port would clash with another job of one rank. A port that the parent process has found for
+        # itself would clash with the parent.
         if os.environ.get("MASTER_PORT") in (None, os.environ.get(_FOUND_PORT)):
             os.environ["MASTER_PORT"] = "0"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
@@ -158,7 +158,7 @@ def _complete_environment() -> None:
             "allowed: 0 <= RANK < WORLD_SIZE, 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE\n"
             "fix: start the ranks with bmburst launch --nproc N -- SCRIPT"
         )
-    # BMTrain takes 1 for LOCAL_WORLD_SIZE, and then fails to cut the CPUs into shares for the ranks after the first.
+    # BMTrain's default for LOCAL_WORLD_SIZE is 1; then it fails to assign CPUs to ranks after the first.
     on_one_host = world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(here), str(local_rank)
     if on_one_host:
@@ -170,7 +170,7 @@ def _complete_environment() -> None:
 
 
 def _serve_store(on_one_host: bool) -> None:
-    """Serve the store of the ranks at one address: BMTrain would at every one. It takes this one, by its port."""
+    """Serve the store of the ranks at one address only; BMTrain would serve it at all. BMTrain finds it by its port."""
     global _store
     address = os.environ["MASTER_ADDR"]
     try:

@@ -1,8 +1,8 @@
-"""Builds a wheel of BMTrain's source package, unmodified, for this Python, CUDA and these GPUs, and checks its code.
+"""Builds a wheel of BMTrain's unmodified source package for this Python, CUDA and GPUs, and checks its machine code.
 
-BMTrain 1.0.1 on PyPI has wheels for Python up to 3.11 with machine code for GPUs up to sm_80. Its source package names
-its architectures in CMakeLists.txt, among them some that CUDA 13 has dropped, and looks for NCCL in a way that NCCL's
-newer packages have broken. So the build finds the tools, says where NCCL is, and compiles through the wrapper `nvcc`.
+BMTrain 1.0.1 on PyPI has wheels for Python up to 3.11 with machine code for GPUs up to sm_80. Its source package lists
+architectures in CMakeLists.txt, some of which CUDA 13 no longer supports, and its search for NCCL fails with newer NCCL
+packages. So this build finds the tools, passes the location of NCCL, and compiles through the wrapper `nvcc`.
 """
 
 import importlib.util
@@ -35,8 +35,8 @@ class Missing:
     """A missing tool.
 
     Attributes:
-        what: Its name.
-        command: The command that installs it.
+        what: Name of the tool.
+        command: The command that installs the tool.
     """
 
     what: str
@@ -100,7 +100,7 @@ def list_missing(nvcc: Path | None, nccl: Path | None) -> list[Missing]:
 
 
 def join_commands(commands: Sequence[str]) -> list[str]:
-    """Return the commands; those of one installer and the same options are joined into one with all packages."""
+    """Return the commands; commands of the same installer and options are joined into one with all packages."""
     joined: dict[str, list[str]] = {}
     for command in commands:
         start = next((s for s in (f"{_PIP} --no-deps", _PIP, "apt-get install -y") if command.startswith(s)), command)
@@ -153,7 +153,7 @@ def cuda_major(nvcc: Path) -> int:
 
 
 def tool_path() -> str:
-    """Return a PATH that begins with this Python's programs: cmake and ninja may be installed as its packages."""
+    """Return a PATH that begins with this Python's programs, because cmake and ninja may be Python packages."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -201,8 +201,8 @@ class BuildSpec:
         architectures: Compute capabilities to compile for, as major * 10 + minor, for example (90,).
         output: Folder for the wheel and the build's log. It is created if it does not exist.
         sdist: BMTrain's source package. None: download it from the registry.
-        portable: Compile for the CPU instructions of PyPI's wheels (AVX-512). False: for those of this CPU. None: true
-            if this CPU has AVX-512; otherwise such a wheel could not run here.
+        portable: Whether to compile for the CPU instructions of PyPI's wheels (AVX-512), or for those of this CPU.
+            None: true if this CPU has AVX-512; otherwise such a wheel could not run here.
         install: Install the wheel for this Python.
     """
 
@@ -271,7 +271,7 @@ def build_environment(environ: Mapping[str, str], tools: Toolchain, wrapper: Pat
     """Return the environment in which pip builds BMTrain.
 
     Args:
-        environ: The user's environment. Only the variables that are listed below change.
+        environ: The user's environment. Only the variables below are changed.
         tools: Paths of nvcc and NCCL.
         wrapper: The wrapper of nvcc that CMake calls.
         portable: See `BuildSpec`.
@@ -321,7 +321,7 @@ def _download(folder: Path) -> Path:
 
 
 def _pip_reason(output: str) -> str:
-    """Return the line of pip's output that names the error. The last lines only say where to look."""
+    """Return the line of pip's output with the error. The last lines only give hints."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"(ERROR:|\w+Error:)", line)]
     return (named or lines or ["pip gave no reason"])[-1]

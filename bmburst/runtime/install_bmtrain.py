@@ -1,8 +1,9 @@
 """Installs BMTrain with pip and without its dependencies: `python -m bmburst.runtime.install_bmtrain`.
 
-One of them, nvidia-nccl-cu11, has files that overwrite those of torch's own NCCL and break `import torch`.
-BMTrain has wheels for Linux on x86-64 and Python up to 3.11. Elsewhere a machine without CUDA takes the wheel of 3.11,
-for the host runtime replaces all that is compiled in it; a machine with CUDA must build it (`bmburst build-bmtrain`).
+One of the dependencies, nvidia-nccl-cu11, overwrites files of torch's NCCL package and breaks `import torch`. BMTrain
+has wheels for Linux on x86-64 and Python up to 3.11. On other systems without CUDA the wheel for 3.11 is installed,
+because the host runtime replaces all compiled code in it. A machine with CUDA must build a wheel
+(`bmburst build-bmtrain`).
 """
 
 import importlib.util
@@ -20,10 +21,10 @@ def has_wheel() -> bool:
 
 
 def install_command(*, again: bool = False) -> list[str]:
-    """Return the pip command that installs BMTrain's wheel, or that of Python 3.11 where this one has none.
+    """Return the pip command that installs BMTrain's wheel, or the wheel for Python 3.11 if this Python has none.
 
     Args:
-        again: BMTrain is there already, and does not work.
+        again: Whether BMTrain is installed already but does not work.
     """
     command = [sys.executable, "-m", "pip", "install", "--no-deps", *(["--force-reinstall"] if again else [])]
     if not has_wheel():
@@ -33,7 +34,7 @@ def install_command(*, again: bool = False) -> list[str]:
 
 
 def main() -> int:
-    """Install BMTrain if it is not there, and return the exit status."""
+    """Install BMTrain if it is not installed, and return the exit status."""
     if importlib.util.find_spec("bmtrain") is not None:
         return 0
     import torch

@@ -1,8 +1,8 @@
 """Prepares a rank and runs the user's program in it: `python rank.py [-m] TARGET ARGS...`.
 
 The rank ends when its launcher ends. The watchdog is armed, the program runs as with `python [-m] TARGET ARGS...`, and
-the first error of all ranks is written for the launcher to show. It is run by its path and imports nothing but the
-standard library, so that all of this stands milliseconds after the process has started, before torch is imported.
+the first error of all ranks is written to a file for the launcher. This file is run by its path and imports only the
+standard library, so all of this is set up milliseconds after the start of the process, before torch is imported.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> int:
-    """Run the program named by sys.argv; return the exit status that it asks for."""
+    """Run the program named in sys.argv; return its exit status."""
     folder = Path(os.environ["BMBURST_LAUNCH_FOLDER"])
     local_rank = int(os.environ["LOCAL_RANK"])
     try:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def die_with(launcher: int) -> None:
-    """Let the kernel kill this process when its launcher ends, kill -9 included.
+    """Let the kernel kill this process when its launcher ends, also by kill -9.
 
     Raises:
         SystemExit: The launcher ended before prctl was called.
@@ -75,7 +75,7 @@ def die_with(launcher: int) -> None:
 
 
 def _sign_in(folder: Path, local_rank: int) -> None:
-    """Tell launcher and guard who this rank is, as the leader of its own process group."""
+    """Become the leader of a process group, and register this rank with launcher and guard."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -87,16 +87,15 @@ def _sign_in(folder: Path, local_rank: int) -> None:
 
 
 def _sign_off(folder: Path, local_rank: int) -> None:
-    """Tell the launcher that this rank ends in order: when it is gone, no other waits for it."""
+    """Tell the launcher that this rank ends normally, so no other rank waits for it."""
     with contextlib.suppress(OSError):  # the launcher, and its folder, are gone
         (folder / f"done.{local_rank}").touch()
 
 
 def _print_lines_at_once() -> None:
-    """Let what is printed be seen when a line ends, also in a pipe or a file.
+    """Flush output at the end of each line, also into a pipe or a file.
 
-    Not as `python -u` does: print then writes a line and its end apart, and ranks' lines run
-    together.
+    `python -u` is not used: with it, print writes a line and its newline separately, and lines of ranks are mixed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -125,9 +124,9 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: str) -> None:
-    """Leave this rank's error for the launcher, unless another rank has left one.
+    """Write this rank's error for the launcher, unless another rank has written one.
 
-    The file appears whole or not at all: a rank may be ended while it writes.
+    The file is created atomically, because a rank may be killed while it writes.
     """
     content = {"rank": int(os.environ["RANK"]), "local_rank": local_rank, "kind": kind, "status": status, "text": text}
     part = folder / f"error.{local_rank}"
@@ -137,8 +136,8 @@ def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: st
 
 
 def _limit_teardown(folder: Path) -> None:
-    """End this process soon even where its exit handlers wait for a rank that is gone."""
-    with contextlib.suppress(OSError):  # the launcher, and its folder, are gone: so will this process be
+    """End this process after a limited time, even if its exit handlers wait for a rank that is gone."""
+    with contextlib.suppress(OSError):  # the launcher and its folder are gone, and this process ends with them
         teardown = os.open(folder / "teardown", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         faulthandler.dump_traceback_later(_TEARDOWN, exit=True, file=teardown)
 
@@ -149,7 +148,7 @@ def _is_user_error(error: BaseException) -> bool:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Return the traceback as `python SCRIPT` would print it: from the program's first line on."""
+    """Return the traceback as `python SCRIPT` would print it, without the frames of this file."""
     return "".join(traceback.format_exception(type(error), error, _from_program(error.__traceback__))).rstrip()
 
 
@@ -161,7 +160,7 @@ def _from_program(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _neighbour(name: str) -> ModuleType:
-    """Load a file beside this one without importing the package, and torch with it."""
+    """Load a module of this folder without importing the package, which would import torch."""
     spec = importlib.util.spec_from_file_location(f"_bmburst_{name}", Path(__file__).with_name(f"{name}.py"))
     if spec is None or spec.loader is None:
         raise ImportError(f"no {name}.py beside {__file__}")

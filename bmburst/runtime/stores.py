@@ -1,7 +1,7 @@
-"""Key-value stores of torch.distributed that listen at one address only; and the owner of a taken port.
+"""Key-value stores of torch.distributed that listen at one address only, and the owner of a taken port.
 
-torch's TCPStore listens on every interface unless it is given a listening socket, and speaks to whoever connects. A
-store on loopback is out of reach for other machines; in one process, torch shares it with later stores of its port.
+torch's TCPStore listens on every interface unless it gets a listening socket, and accepts every connection. Other
+machines cannot reach a store on loopback. Later stores with the same port in the same process share it.
 """
 
 import errno
@@ -18,12 +18,12 @@ from bmburst.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_ONLY = MappingProxyType({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})
-"""What keeps the sockets of gloo and of NCCL's bootstrap on loopback, for ranks of one host.
+"""Variables that keep the sockets of gloo and of NCCL's bootstrap on loopback, for ranks of one host.
 
-NCCL's data goes over NVLink, PCIe and shared memory there. InfiniBand is chosen by NCCL_IB_HCA alone. The "=" asks for
-this name and no other that begins so.
+On one host, NCCL transfers data over NVLink, PCIe and shared memory. These variables do not affect InfiniBand, which
+NCCL_IB_HCA selects. "=" selects exactly this interface, not all interfaces with this prefix.
 """
-_ELSEWHERE = "192.0.2.1"  # TEST-NET-1 of RFC 5737: routed as any foreign address, and nobody's
+_ELSEWHERE = "192.0.2.1"  # TEST-NET-1 of RFC 5737: routed like any other address, but not in use
 
 
 def serve(address: str, port: int, timeout: timedelta) -> Any:
@@ -32,10 +32,10 @@ def serve(address: str, port: int, timeout: timedelta) -> Any:
     Args:
         address: An IP address of this host.
         port: TCP port; 0 for any free one, which is then the store's `port`.
-        timeout: How long its calls wait for a key.
+        timeout: How long calls wait for a key.
 
     Raises:
-        UserError: The port is taken, or the address is not of this host.
+        UserError: The port is taken, or the address does not belong to this host.
     """
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at one address of this host.
 
     Raises:
-        UserError: The port is taken or is none, or the address is not of this host.
+        UserError: The port is taken or invalid, or the address does not belong to this host.
     """
     if not 0 <= port <= 65535:
         raise UserError(
@@ -81,12 +81,13 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def address_of(host: str) -> str:
-    """Return the IP address of this host at which it serves others that know it as `host`.
+    """Return the IP address of this host that other hosts reach under the name `host`.
 
-    Where the name means loopback here alone, as a Debian host's own name does, it is the address of the default route.
+    If the name resolves to loopback only on this host, as the host name does on Debian, it is the address of the
+    default route.
 
     Raises:
-        OSError: The name is not known.
+        OSError: The name cannot be resolved.
     """
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     reachable = [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
@@ -101,32 +102,32 @@ def address_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or an address is loopback by its own words, on any host."""
+    """Return whether a host name or an address means loopback on any host."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def owner_of(port: int) -> str:
-    """Return who has a TCP port of this host, in words: process id and command, where /proc tells this user."""
+    """Return the owner of a TCP port of this host, in words: process id and command, if /proc shows them."""
     inodes = _inodes(port)
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if os.readlink(fd) in inodes:
                 command = fd.parents[1].joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 return f"process {fd.parts[2]} ({command.strip()[:100].strip()})"
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return "a process of another user or container"
 
 
 def _inodes(port: int) -> set[str]:
-    """Return the links that open files of the port's sockets are in /proc: of listening ones, else of any."""
+    """Return the /proc links of the port's listening sockets, or of all its sockets if none listens."""
     sockets = [entry for entry in tcp_sockets() if entry[0] == port]
     listening = [inode for _, inode, is_listening in sockets if is_listening]
     return {f"socket:[{inode}]" for inode in listening or [inode for _, inode, _ in sockets]}
 
 
 def tcp_sockets() -> Iterator[tuple[int, str, bool]]:
-    """Yield local port, inode and whether it listens, of every TCP socket of this network namespace."""
+    """Yield for every TCP socket of this network namespace its local port, inode, and whether it listens."""
     for table in ("tcp", "tcp6"):
         path = Path("/proc/net", table)
         for line in path.read_text().splitlines()[1:] if path.exists() else ():

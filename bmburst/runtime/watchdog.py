@@ -1,8 +1,8 @@
-"""Ends a rank that makes no progress, and writes the stack of each of its threads.
+"""Ends a rank that makes no progress, and writes the stacks of its threads to a file.
 
-BMTrain's collectives have no time-out, and a blocked one holds Python's global lock, so that no Python thread could
-notice. faulthandler's timer is a C thread that needs no lock: it writes every thread's stack to a file and ends the
-process. `beat` starts it anew; the timer itself is the only state there is, and the environment says where it writes.
+BMTrain's collectives have no timeout, and a blocked one holds the GIL, so no Python thread could detect it.
+faulthandler's timer is a C thread that does not need the GIL. It writes the stacks of all threads to a file and ends
+the process. `beat` restarts the timer. The timer is the only state; the files are named in the environment.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ _FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 def arm(seconds: float, folder: Path, local_rank: int, start: float | None = None) -> None:
-    """Start the timer of this process, and have its stack written down if something else ends it.
+    """Start the timer of this process, and write its stacks if it crashes or is terminated.
 
     Args:
-        seconds: How long this process may go without a `beat` once there has been one; 0: for ever, the start too.
-        folder: Where `hang.LOCAL_RANK` is written when the time is over, and `stood.LOCAL_RANK` when this process
-            crashes or is ended, so that the rank that is stuck can be distinguished from ranks that wait for it.
-        local_rank: Names the files. The size of `steps.LOCAL_RANK` is the number of optimizer steps.
-        start: How long this process may take to its first `beat`; by default `seconds`.
+        seconds: Longest time between two calls of `beat`; 0: no limit, also for the start.
+        folder: Folder for `hang.LOCAL_RANK`, written when the time is over, and `stood.LOCAL_RANK`, written when this
+            process crashes or is terminated. They distinguish the stuck rank from ranks that wait for it.
+        local_rank: Number in the names of the files. The size of `steps.LOCAL_RANK` is the number of optimizer steps.
+        start: Longest time until the first `beat`; by default `seconds`.
     """
     stood = os.open(folder / f"stood.{local_rank}", _FLAGS, 0o600)
     faulthandler.enable(file=stood)
@@ -43,20 +43,20 @@ def arm(seconds: float, folder: Path, local_rank: int, start: float | None = Non
 
 
 def beat() -> None:
-    """Say that this process has made progress. Costs about 50 us; does nothing where no launcher armed the timer."""
+    """Report progress of this process. Takes about 50 us; does nothing if no launcher armed the timer."""
     if armed := _armed():
         fd, seconds, _ = armed
         faulthandler.dump_traceback_later(float(seconds), exit=True, file=int(fd))
 
 
 def _armed() -> list[str]:
-    """Return where and after how many seconds the timer writes, and the steps' file; nothing where it is not armed."""
+    """Return the timer's file descriptor and seconds, and the descriptor of the steps' file; empty if not armed."""
     pid, _, rest = os.environ.get(_VARIABLE, "").partition(" ")
-    return rest.split() if pid == str(os.getpid()) else []  # of another process: that which started this one
+    return rest.split() if pid == str(os.getpid()) else []  # else it is inherited from the parent
 
 
 def _step() -> None:
-    """Count an optimizer step; it is a `beat`."""
+    """Count an optimizer step, and `beat`."""
     beat()
     if armed := _armed():
         os.write(int(armed[2]), b".")
@@ -64,15 +64,15 @@ def _step() -> None:
 
 @contextlib.contextmanager
 def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handler` take signals that would end this process, and tell the launcher that it need not.
+    """Return a context in which `handler` handles signals that would end this process, and the launcher knows it.
 
-    The launcher then waits for this rank after such a signal, unless another rank has failed. Where SIGTERM met the
-    process is written down all the same. Only in the main thread.
+    After such a signal the launcher waits for this rank, unless another rank has failed. On SIGTERM the stacks are
+    still written. Use it only in the main thread.
     """
     folder, local_rank = os.environ.get("BMBURST_LAUNCH_FOLDER"), os.environ.get("LOCAL_RANK")
     stood = None if folder is None else os.open(Path(folder) / f"stood.{local_rank}", _FLAGS, 0o600)
     sign = None if folder is None else Path(folder) / f"polite.{local_rank}"
-    with _held_back(signal.SIGTERM):  # one in between would be taken, but not written down
+    with _held_back(signal.SIGTERM):  # a signal in between would leave no stacks
         faulthandler.unregister(signal.SIGTERM)
         before = {signum: signal.signal(signum, handler) for signum in signums}
         if stood is not None:
@@ -93,7 +93,7 @@ def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType 
 
 @contextlib.contextmanager
 def _held_back(signum: signal.Signals) -> Iterator[None]:
-    """Let a signal to this thread wait until the end of the block."""
+    """Return a context that blocks a signal to this thread until its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
     try:
         yield
@@ -102,9 +102,9 @@ def _held_back(signum: signal.Signals) -> Iterator[None]:
 
 
 def beat_with_optimizers() -> None:
-    """Make every step of every torch optimizer a `beat`; BMTrain's optimizers are torch's in this respect.
+    """Make every step of every torch optimizer call `beat`; this includes BMTrain's optimizers.
 
-    torch is not imported for it: a script that never does has no optimizer.
+    It does not import torch: a script that never imports it has no optimizer.
     """
     if _OPTIMIZERS in sys.modules:
         _hook(sys.modules[_OPTIMIZERS])
@@ -117,7 +117,7 @@ def _hook(optimizers: ModuleType) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; waits for torch's optimizers to be imported and then hooks them."""
+    """Hooks torch's optimizers when they are imported; it never finds a module itself."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None

@@ -1,7 +1,7 @@
-"""Checks what is installed and usable here, and names the command that repairs the rest.
+"""Checks which software is installed and usable on this machine, and gives commands that repair the rest.
 
-`finding` runs a check, catches its failure, and writes findings as text or JSON. `system` (Python, torch, GPUs, NCCL)
-and `bmtrain` are checks by subject; `checks` has those of kernels and packages, and lists them all.
+`finding` runs a check, catches its failure, and writes findings as text or JSON. `system` contains checks of Python,
+torch, GPUs and NCCL; `bmtrain` those of BMTrain; `checks` those of kernels and packages, and the list of all checks.
 """
 
 from bmburst.runtime.doctor.checks import CHECKS, examine

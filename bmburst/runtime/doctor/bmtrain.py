@@ -1,10 +1,10 @@
-"""Checks of BMTrain: installed, importable, compiled for this machine's GPUs; or, without GPUs, the host runtime.
+"""Checks that BMTrain is installed, importable, and compiled for this machine's GPUs; without GPUs the host runtime.
 
-The GPUs that a binary was compiled for are read from the machine code and PTX in CUDA's fat binaries. A fat binary (in
-the section .nv_fatbin of a shared object, or a file of its own) is a 16-byte header, magic number 0xba55ed50, version
-1, its own size and that of what follows; then entries, each with a header that says what it is (1: PTX, 2: an ELF
-cubin), its header's and its content's size, and the architecture it is for. Read from binaries of CUDA 11 and 13 and
-compared with what cuobjdump lists; NVIDIA documents the format nowhere.
+The architectures of a binary are read from CUDA's fat binaries, which contain machine code and PTX. A fat binary is in
+the section .nv_fatbin of a shared object, or in a file of its own. It starts with a 16-byte header: magic number
+0xba55ed50, version 1, the size of the header, and the size of all entries. The header of each entry has its kind (1:
+PTX, 2: an ELF cubin), the sizes of header and content, and the architecture. NVIDIA does not document the format. It
+was derived from binaries of CUDA 11 and 13 and compared with the output of cuobjdump.
 """
 
 import importlib.machinery
@@ -32,20 +32,20 @@ class MachineCode:
     """The architectures in a binary, as CUDA numbers them: 90 is sm_90, of compute capability 9.0.
 
     Attributes:
-        cubins: Machine code, which runs on its own generation of the same or a higher minor number.
-        ptx: Assembly that the driver compiles for its own and every later architecture.
+        cubins: Machine code, which runs on GPUs of the same major and the same or a higher minor number.
+        ptx: PTX assembly, which the driver compiles for the same and every later architecture.
     """
 
     cubins: frozenset[int] = field(default_factory=frozenset)
     ptx: frozenset[int] = field(default_factory=frozenset)
 
     def runs_on(self, capability: int) -> bool:
-        """Whether a GPU of this compute capability (major * 10 + minor) can run it."""
+        """Return whether a GPU of this compute capability (major * 10 + minor) can run the binary."""
         own = any(sm // 10 == capability // 10 and sm <= capability for sm in self.cubins)
         return own or any(sm <= capability for sm in self.ptx)
 
     def __str__(self) -> str:
-        """Return "sm_80 sm_90, PTX compute_90", the notation of nvcc."""
+        """Return the architectures in nvcc's notation, for example "sm_80 sm_90, PTX compute_90"."""
         parts = [" ".join(f"sm_{sm}" for sm in sorted(self.cubins))]
         if self.ptx:
             parts.append("PTX " + " ".join(f"compute_{sm}" for sm in sorted(self.ptx)))
@@ -59,7 +59,7 @@ def read_machine_code(binary: bytes) -> MachineCode:
     while at >= 0 and at + _CONTAINER.size <= len(binary):
         _, _, header, size = _CONTAINER.unpack_from(binary, at)
         entry, end = at + header, at + header + size
-        if end > len(binary):  # the magic number by chance, or a truncated file
+        if end > len(binary):  # the magic number occurred by chance, or the file is truncated
             at = binary.find(_MAGIC, at + 1)
             continue
         while entry + _ENTRY.size <= end:
@@ -85,7 +85,7 @@ _IMPORT_TIMEOUT = 300  # seconds; a cold import of torch from a network disk tak
 
 
 def installed(name: str) -> Finding:
-    """Look for the package and import it as training would, in a process of its own."""
+    """Look for the package and import it as in training, in a separate process."""
     if importlib.util.find_spec("bmtrain") is None:
         return Finding(name, "missing", "not installed", fix_command())
     found = _version()
@@ -124,8 +124,8 @@ def judge(name: str, code: MachineCode, gpus: list[int]) -> Finding:
     """Return the finding for an extension's code.
 
     Args:
-        name: Of the finding.
-        code: What the extension holds.
+        name: Name of the finding.
+        code: The architectures in the extension.
         gpus: Compute capabilities of this machine's GPUs, major * 10 + minor.
     """
     if not gpus:
@@ -154,10 +154,10 @@ def capabilities() -> list[int]:
 
 
 def fix_command(*, again: bool = False) -> str:
-    """Return the command that installs BMTrain so that it works here, never with its own NCCL package.
+    """Return the command that installs BMTrain so that it works here, without BMTrain's NCCL package.
 
     Args:
-        again: It is installed already, and does not work.
+        again: Whether it is installed already but does not work.
     """
     if _has_cuda() and (again or not has_wheel()):
         return f"{BMBURST} build-bmtrain --install"

@@ -1,4 +1,4 @@
-"""Checks of attention kernels and packages, and the list of every check in the order in which they are shown."""
+"""Checks of attention kernels and packages, and the list of all checks in the order of the output."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from bmburst.runtime.doctor.finding import PIP, Check, Finding, ask
 
 
 def cpu_flash(name: str) -> Finding:
-    """Run torch's flash kernel for CPUs, whose log-sum-exp the ring needs, and look for what compiles ours."""
+    """Run torch's flash kernel for CPUs and check its log-sum-exp, which the ring needs; look for a C compiler."""
     import torch
 
     from bmburst_ops.compiled import find_compiler
@@ -32,7 +32,7 @@ def cpu_flash(name: str) -> Finding:
 
 
 def torch_flash(name: str) -> Finding:
-    """Ask torch for its flash kernel for GPUs."""
+    """Check that torch has its flash kernel for GPUs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -43,7 +43,7 @@ def torch_flash(name: str) -> Finding:
 
 
 def cudnn(name: str) -> Finding:
-    """Ask torch for cuDNN."""
+    """Check that torch has cuDNN."""
     import torch
 
     if not torch.cuda.is_available():
@@ -58,9 +58,9 @@ class GpuPackageCheck:
     """A check for a package of GPU kernels: `name` is filled in by the list of checks.
 
     Attributes:
-        module: What a program imports.
-        distribution: Its name in the registry.
-        generations: First digits of the compute capabilities that it has kernels for; empty: every one.
+        module: Name of the module to import.
+        distribution: Name of the package in the registry.
+        generations: First digits of the compute capabilities that it has kernels for; empty: all.
         install: Arguments of pip install.
     """
 
@@ -88,9 +88,9 @@ class GpuPackageCheck:
 
 
 def cpm_kernels(name: str) -> Finding:
-    """Compare the machine code in cpm-kernels with this machine's GPUs; it has no PTX and cannot be adapted.
+    """Compare the machine code in cpm-kernels with this machine's GPUs. It has no PTX for other GPUs.
 
-    It is for who asks for it by name, `norm_kernel="cpm-kernels"`.
+    The package is only used if it is selected by name, `norm_kernel="cpm-kernels"`.
     """
     spec = importlib.util.find_spec("cpm_kernels")
     gpus = capabilities()
@@ -110,14 +110,14 @@ def cpm_kernels(name: str) -> Finding:
         return Finding(name, "note", f"{found}: cannot run on {', '.join(unable)}, and is refused there")
     try:
         importlib.import_module("cpm_kernels")
-    except (ImportError, OSError, RuntimeError) as error:  # it asks driver and CUDA runtime as it is imported
+    except (ImportError, OSError, RuntimeError) as error:  # its import calls the driver and the CUDA runtime
         lacks = isinstance(error, ModuleNotFoundError) and error.name == "pkg_resources"
         return Finding(name, "broken", one_line(error), f"{PIP} install 'setuptools<82'" if lacks else "")
     return Finding(name, "ok", found)
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found; its parents are imported for it."""
+    """Return whether a module can be found. Its parent packages are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -136,9 +136,9 @@ class PackageCheck:
     """A check for a package: `name` is filled in by the list of checks.
 
     Attributes:
-        module: What a program imports.
-        distribution: Its name in the registry.
-        use: What it is for.
+        module: Name of the module to import.
+        distribution: Name of the package in the registry.
+        use: Purpose of the package.
     """
 
     module: str
@@ -173,7 +173,7 @@ CHECKS: tuple[Check, ...] = (
     Check("kernel cpu", cpu_flash),
     Check("kernel torch", torch_flash),
     Check("kernel cudnn", cudnn),
-    # Not "flash_attn": flash-attn-4 has a module of that name too.
+    # Not "flash_attn": flash-attn-4 also has a module of that name.
     Check(
         "kernel fa2",
         GpuPackageCheck(
@@ -202,7 +202,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(checks: Sequence[Check] = CHECKS) -> tuple[Finding, ...]:
-    """Return the finding of every check, in order. Checks that need a torch that is not there are not asked."""
+    """Return the finding of every check, in order. Checks that need torch are skipped if torch is missing."""
     with ThreadPoolExecutor() as pool:
         begun = {check.name: pool.submit(ask, check) for check in checks if check.apart}
         torch_works = ask(_TORCH).status == "ok"

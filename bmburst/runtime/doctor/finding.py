@@ -1,4 +1,4 @@
-"""Findings: the result of a check, running checks so that a failing one cannot stop the rest, text and JSON output."""
+"""Checks and their results, `Finding`: runs checks so that a failing check does not stop the others; text and JSON."""
 
 import json
 import sys
@@ -19,11 +19,11 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        name: What was looked at.
-        status: "ok": usable; "missing": absent, and `fix` gets it; "broken": there but unusable, and `fix` repairs it;
-            "note": a fact that asks for nothing.
-        detail: What was found.
-        fix: A shell command; empty where there is nothing to do or nothing helps.
+        name: Subject of the check.
+        status: "ok": usable; "missing": absent, `fix` installs it; "broken": present but unusable, `fix` repairs it;
+            "note": for information, no action needed.
+        detail: The result in words.
+        fix: A shell command; empty if nothing needs to be done or no command helps.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A question about this machine.
+    """A check of this machine.
 
     Attributes:
-        name: What it looks at, also the name of its finding.
-        run: Answers it.
-        needed: Whether training is impossible while the answer is "missing" or "broken".
-        with_torch: Whether it imports torch, and so cannot be asked where that fails.
-        apart: Whether it waits for a process of its own, beside which others are asked.
+        name: Subject of the check, also the name of its finding.
+        run: Function that returns the finding.
+        needed: Whether training is impossible while the finding is "missing" or "broken".
+        with_torch: Whether it imports torch, so it is skipped if torch cannot be imported.
+        apart: Whether it waits for a separate process, so that other checks can run meanwhile.
     """
 
     name: str
@@ -52,26 +52,26 @@ class Check:
 
 
 def ask(check: Check) -> Finding:
-    """Return a check's finding. One that fails to run is a finding too: the check's subject is broken."""
+    """Run a check and return its finding. If the check itself fails, its subject is broken."""
     try:
         return check.run(check.name)
-    except Exception as error:  # whatever a broken installation raises is what the user came to see
+    except Exception as error:  # a broken installation may raise anything, and the user must see it
         return Finding(check.name, "broken", f"the check itself failed: {type(error).__name__}: {one_line(error)}")
 
 
 def can_train(checks: Sequence[Check], findings: Sequence[Finding]) -> bool:
-    """Whether nothing that training needs is missing or broken.
+    """Return whether nothing that training needs is missing or broken.
 
     Args:
-        checks: What was asked.
-        findings: The answers, in the same order.
+        checks: The checks.
+        findings: Their findings, in the same order.
     """
     pairs = zip(checks, findings, strict=True)
     return not any(check.needed and found.status in ("missing", "broken") for check, found in pairs)
 
 
 def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
-    """Return one line a finding, the command that repairs it under it, and a last line that sums up."""
+    """Return one line per finding, followed by its repair command if any, and a summary as last line."""
     width = max(len(found.name) for found in findings)
     lines = []
     for found in findings:

@@ -1,8 +1,8 @@
 """Checks of Python, torch, the GPUs, their access to each other, and NCCL.
 
-The packages nvidia-nccl-cu11, -cu12 and -cu13 all own nvidia/nccl/lib/libnccl.so.2. pip writes one over the other
-without a word, and removing one removes the file for all; torch then fails to import, or runs with an NCCL that it
-was not built for.
+The packages nvidia-nccl-cu11, -cu12 and -cu13 all contain nvidia/nccl/lib/libnccl.so.2. pip overwrites the file without
+a warning, and removing one package removes the file for all. Then torch cannot be imported, or runs with an NCCL that
+it was not built for.
 """
 
 import os
@@ -23,7 +23,7 @@ _OLDEST_PYTHON = (3, 11)
 
 
 def python(name: str) -> Finding:
-    """Look at the interpreter."""
+    """Check the version of Python."""
     detail = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     if sys.version_info < _OLDEST_PYTHON:
         return Finding(name, "broken", f"{detail}: bmburst needs 3.11 or later", "uv python install 3.12")
@@ -44,7 +44,7 @@ def torch(name: str) -> Finding:
 
 
 def gpus(name: str) -> Finding:
-    """Compute on every GPU that torch can see; say why where it sees none."""
+    """Compute on every GPU that torch sees; if it sees none, find the reason."""
     import torch as module
 
     if not module.cuda.is_available():
@@ -83,7 +83,7 @@ def _no_gpus(name: str) -> Finding:
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver, or nothing where there is none."""
+    """Return the version of NVIDIA's driver; empty if there is none."""
     if _DRIVER.is_file():
         words = _DRIVER.read_text().split("\n")[0].split()
         numbers = [word for word in words if word[0].isdigit() and "." in word]
@@ -98,7 +98,7 @@ def driver_version() -> str:
 
 
 def peer_access(name: str) -> Finding:
-    """Ask which pairs of GPUs can read each other's memory."""
+    """Check which pairs of GPUs can read each other's memory."""
     import torch as module
 
     count = module.cuda.device_count() if module.cuda.is_available() else 0
@@ -117,7 +117,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def nccl_loaded(name: str) -> Finding:
-    """Look which libnccl the dynamic linker has put into this process with torch."""
+    """Check which libnccl the dynamic linker has loaded into this process with torch."""
     import torch
 
     paths = mapped_libraries(_MAPS.read_text())
@@ -137,7 +137,7 @@ def mapped_libraries(maps: str) -> list[str]:
 
 
 def nccl_packages(name: str) -> Finding:
-    """Look for two NCCL packages that own one file, and for one whose file is gone or another's."""
+    """Look for NCCL packages that own the same file, or whose file is missing or belongs to another package."""
     owned = {d.metadata["Name"]: _files(d) for d in metadata.distributions() if _is_nccl(d)}
     wanted = _wanted()
     if not owned:
@@ -171,7 +171,7 @@ def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def repair_command() -> str:
-    """Return the command that leaves torch's own NCCL package and no other, whole."""
+    """Return the command that reinstalls torch's NCCL package and removes all others."""
     wanted = _wanted()
     others = [n for d in metadata.distributions() if _is_nccl(d) and (n := d.metadata["Name"]) != _name(wanted)]
     remove = f"{PIP} uninstall -y {' '.join(sorted(others))}; " if others else ""
@@ -179,7 +179,7 @@ def repair_command() -> str:
 
 
 def _wanted() -> str | None:
-    """Return torch's own requirement, for example "nvidia-nccl-cu13==2.28.9"; a CPU build has none."""
+    """Return torch's requirement of NCCL, for example "nvidia-nccl-cu13==2.28.9"; None for a CPU build."""
     try:
         requirements = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
@@ -197,7 +197,7 @@ def _is_nccl(distribution: metadata.Distribution) -> bool:
 
 
 def _files(distribution: metadata.Distribution) -> dict[str, int | None]:
-    """Return the absolute paths of a package's libraries and headers, with the sizes they were installed with."""
+    """Return the absolute paths of a package's libraries and headers, with their sizes at installation."""
     files = [file for file in distribution.files or () if file.suffix == ".h" or ".so" in file.name]
     return {str(Path(str(distribution.locate_file(file))).resolve()): file.size for file in files}
 

@@ -1,4 +1,4 @@
-"""The host runtime: runs unmodified BMTrain 1.0.1 on CPUs, with gloo in place of NCCL.
+"""The host runtime: runs unmodified BMTrain 1.0.1 on CPUs, with gloo instead of NCCL.
 
 BMTrain needs CUDA and NCCL. `install` replaces BMTrain's compiled extension (`patches`, `nccl`, `kernels`) and the
 functions of torch.cuda that BMTrain calls (`patches`, `cuda`). It changes this process only. It must be called
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bmburst.runtime.host.nccl import Nccl
 
 _FLUSH = 10.0  # seconds to wait at exit for pending sends
-# Of malloc.h, with bytes: blocks below the first come from the heap, which keeps up to the second when they are freed.
+# Options of mallopt, with bytes: blocks below the first are on the heap, which keeps up to the second when freed.
 _KEPT = (("mmap_threshold", -3, 32 << 20), ("trim_threshold", -1, 1 << 30))
 
 
@@ -89,9 +89,9 @@ def _keep_freed_memory() -> None:
     """Let the C library keep freed memory for the tensors of the next layer.
 
     By default it returns most of it to the kernel, which clears each page before it hands it out again: a fifth of the
-    processor's time in a step of llama-tiny. What the environment says of it, in either of glibc's ways, stays.
+    CPU time in a step of llama-tiny. Settings in the environment, in either form of glibc, take precedence.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     for name, option, nbytes in _KEPT:
         is_given = f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables

@@ -1,8 +1,8 @@
-"""Replaces `torch.cuda` on a machine without CUDA: streams and events, facts of the device, random numbers, NVTX.
+"""Replaces `torch.cuda` without CUDA: streams and events, device properties, random numbers, NVTX.
 
-Operations on CPU tensors run at once, so a stream has only received messages to keep in order. Waiting for a stream
-waits for the messages received on it. A receive on the default stream is complete when its call returns, because the
-next torch operation may read the message.
+Operations on CPU tensors run synchronously, so a stream only orders received messages. Waiting for a stream waits for
+the messages received on it. A receive on the default stream is complete when its call returns, because the next torch
+operation may read the message.
 
 One thing differs from a GPU: a torch operation inside `with torch.cuda.stream(side)` does not wait for the messages
 received on `side`. Wait for the stream, or for an event recorded on it, before reading.
@@ -40,9 +40,9 @@ def view(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the `count` elements at `address` as a tensor that shares their memory but does not keep it allocated.
 
     Args:
-        address: First byte, as from `Tensor.data_ptr`. May be 0 where `count` is 0.
+        address: Address of the first byte, as from `Tensor.data_ptr`. May be 0 if `count` is 0.
         count: Number of elements, at least 0.
-        dtype: What the memory holds.
+        dtype: dtype of the elements.
     """
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -90,7 +90,7 @@ class Stream:
         self._pending = [*self.pending, transfer]
 
     def depend_on(self, transfers: Sequence[PendingMessage]) -> None:
-        """Make what follows on this stream wait for `transfers`."""
+        """Make later operations on this stream wait for `transfers`."""
         if self is self.streams.default or self is self.streams.current():
             for transfer in transfers:
                 transfer.finish()
@@ -140,7 +140,7 @@ class Event:
     streams: ClassVar["Streams"]  # set on the subclass that each `Streams` makes
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        del enable_timing, blocking, interprocess  # every event has a time; none blocks; none is shared
+        del enable_timing, blocking, interprocess  # events always have a time, and never block or are shared
         self._transfers: tuple[PendingMessage, ...] = ()
         self._seconds = 0.0
 
@@ -187,7 +187,7 @@ class Streams:
         return handle
 
     def of(self, handle: int) -> Stream:
-        """Return the stream with a handle, as C functions get it."""
+        """Return the stream for a handle, the form in which C functions get it."""
         return self._living[handle]
 
     def current(self, device: object = None) -> Stream:
@@ -227,17 +227,17 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProperties:
-    """What `torch.cuda.get_device_properties` returns: the fields that scripts read.
+    """Result of `torch.cuda.get_device_properties`, with the fields that scripts read.
 
     Attributes:
-        name: Says that this is the CPU.
-        total_memory: The host's memory, bytes.
-        multi_processor_count: The host's logical CPUs.
-        major: Of the compute capability: 0, below that of any GPU.
-        minor: Likewise.
-        warp_size: Of NVIDIA's GPUs.
-        is_integrated: Whether memory is the host's: 1.
-        is_multi_gpu_board: Whether several GPUs share a board: 0.
+        name: A name that tells that this is the CPU.
+        total_memory: Bytes of the host's memory.
+        multi_processor_count: Number of the host's logical CPUs.
+        major: Major compute capability: 0, below that of any GPU.
+        minor: Minor compute capability: 0.
+        warp_size: 32, as on NVIDIA GPUs.
+        is_integrated: 1: memory is shared with the host.
+        is_multi_gpu_board: 0.
     """
 
     name: str = NAME
@@ -251,7 +251,7 @@ class DeviceProperties:
 
 
 class Device(contextlib.AbstractContextManager[None]):
-    """Replaces the contexts `torch.cuda.device` and `torch.cuda.device_of`. There is one device to be on."""
+    """Replaces the contexts `torch.cuda.device` and `torch.cuda.device_of`. There is only one device."""
 
     def __init__(self, device: object) -> None:
         del device
@@ -301,7 +301,7 @@ def _patch_device(cuda: Any) -> None:
 
 
 def _patch_random(cuda: Any) -> None:
-    """Make the functions of the GPU's random numbers those of the CPU's: every tensor is drawn there."""
+    """Redirect the functions for the GPU's random numbers to the CPU generator, which draws all tensors."""
     deferred = cuda.set_rng_state
 
     def set_state(state: Tensor, device: object = "cuda") -> None:
@@ -335,7 +335,7 @@ def _patch_random(cuda: Any) -> None:
 
 
 def _patch_profiling(cuda: Any) -> None:
-    """Let ranges of NVTX and the calls that bound a profile do nothing."""
+    """Make NVTX ranges and the calls that start and stop a profile do nothing."""
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         setattr(cuda.nvtx, name, _returning(0))
     cuda.profiler.start, cuda.profiler.stop = _returning(None), _returning(None)
@@ -348,7 +348,7 @@ def _bytes(pages: str) -> int:
 
 
 def _returning(value: object) -> Callable[..., object]:
-    """Return a new function that does nothing. Each name has its own: torch.compile knows functions by identity."""
+    """Return a new function that does nothing. Each name gets its own, because torch.compile compares identities."""
 
     def ignore(*_: object, **__: object) -> object:
         return value
@@ -357,7 +357,7 @@ def _returning(value: object) -> Callable[..., object]:
 
 
 def _constructor(name: str) -> type:
-    """Return a class that makes CPU objects. No object is an instance of it, as none is of the CUDA class."""
+    """Return a class that creates CPU objects. As for the CUDA class, no object is an instance of it."""
     host = getattr(torch, name)
 
     def make(cls: type, *args: object, **kwargs: object) -> object:

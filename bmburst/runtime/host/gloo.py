@@ -290,5 +290,5 @@ def _nothing() -> None:
 
 
 def _done(then: Callable[[], None] = _nothing) -> Operation:
-    """Return an operation of which only `then` remains."""
+    """Return an operation without pending transfers, of which only `then` remains to be called."""
     return Operation("", None, then)

@@ -121,7 +121,7 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
 
 
 def _node_0(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 as other hosts know it: MASTER_ADDR, unless a launcher passes its store on."""
+    """Return the name of rank 0's host on other hosts: MASTER_ADDR, unless a launcher relays the store."""
     return environment.get("BMBURST_NODE_0") or environment.get("MASTER_ADDR", "localhost")
 
 

@@ -1,8 +1,8 @@
 """Patches torch.cuda for BMTrain on a machine without CUDA, and builds a replacement of its extension `bmtrain.C`.
 
-A patch changes what is an error without CUDA (a stream, `device="cuda"`, `.cuda()`), or what BMTrain's own modules get
-(`is_cuda`, `.cpu()`). Other libraries and torch itself get torch's results. `torch.cuda.is_available()` stays False.
-The replacement has every name that BMTrain's csrc/bind.cpp defines.
+Patches apply to calls that are errors without CUDA (a stream, `device="cuda"`, `.cuda()`), and to results that only
+BMTrain's modules get (`is_cuda`, `.cpu()`). Other libraries and torch itself get torch's results, and
+`torch.cuda.is_available()` stays False. The replacement has every name that BMTrain's csrc/bind.cpp defines.
 """
 
 import functools
@@ -61,7 +61,7 @@ def _remember_real_functions() -> None:
 
 
 def _patch_factory(name: str) -> None:
-    """Let a factory function take `device="cuda"` and `pin_memory=True`, which are errors without CUDA."""
+    """Make a factory function accept `device="cuda"` and `pin_memory=True`, which are errors without CUDA."""
     import torch.jit._builtins
 
     real = getattr(torch, name)
@@ -74,7 +74,7 @@ def _patch_factory(name: str) -> None:
 
 
 def _on_the_host(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a tensor, with the keywords that ask for a GPU turned to the CPU."""
+    """Wrap a function that creates a tensor: keywords that ask for a GPU are changed to the CPU."""
 
     @functools.wraps(real)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _on_the_host(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_default_device() -> None:
-    """Let `with torch.device("cuda")` and `torch.set_default_device("cuda")` make tensors on the CPU."""
+    """Make `with torch.device("cuda")` and `torch.set_default_device("cuda")` create tensors on the CPU."""
     import torch.utils._device
 
     context: Any = torch.utils._device.DeviceContext
@@ -101,7 +101,7 @@ def _patch_default_device() -> None:
 
 
 def _patch_generator() -> None:
-    """Let `torch.Generator(device="cuda")` make a generator of the CPU."""
+    """Make `torch.Generator(device="cuda")` return a CPU generator."""
     real = torch.Generator
 
     class Kind(type):
@@ -119,7 +119,7 @@ def _patch_generator() -> None:
 
 
 def _patch_load() -> None:
-    """Let `torch.load` read what was saved on a GPU, or is wanted on one, into the host's memory."""
+    """Make `torch.load` read tensors that were saved on, or are mapped to, a GPU into host memory."""
     module: Any = torch
     real_load = module.load
 
@@ -133,7 +133,7 @@ def _patch_load() -> None:
 
 
 def _to_the_host(wanted: Any) -> Callable[[torch.UntypedStorage, str], Any]:
-    """Return the `map_location` that does what `wanted` does, and keeps on the CPU what would go to a GPU."""
+    """Return a `map_location` like `wanted`, except that it keeps tensors on the CPU that would go to a GPU."""
 
     def locate(storage: torch.UntypedStorage, saved_on: str) -> Any:
         if callable(wanted):
@@ -205,9 +205,9 @@ def _patch_tensor() -> None:
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Return the result of a copy to a GPU: a tensor with memory of its own. BMTrain takes over its storage.
+    """Return the result of a copy to a GPU: a tensor with its own memory, because BMTrain takes over the storage.
 
-    A parameter is not copied, as if it were on the GPU already: BMTrain's blocks hold its memory.
+    A parameter is not copied, as if it were already on the GPU: BMTrain's blocks hold its memory.
     """
     return after.clone() if after is before and not isinstance(before, torch.nn.Parameter) else after
 
@@ -298,7 +298,7 @@ def cross_entropy_forward(
 def cross_entropy_backward_inplace(
     m: int, n: int, grad: int, target: int, x: int, ignore: int, stream: int, *, dtype: torch.dtype
 ) -> None:
-    """See `kernels.cross_entropy_backward`. The incoming gradient of an ignored row is 0 already."""
+    """See `kernels.cross_entropy_backward`. The incoming gradient of an ignored row is already 0."""
     del ignore, stream
     kernels.cross_entropy_backward(m, n, grad, target, x, dtype)
 

@@ -25,7 +25,7 @@ from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_s
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
 from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
 
-LEFT = -1  # in place of a number of heartbeats: the node has left the run
+LEFT = -1  # instead of a number of heartbeats: the node has left the run
 SILENT = 60.0  # seconds without a new heartbeat until a node is lost; a launcher sends two a second
 
 

@@ -16,7 +16,7 @@ from bmburst.runtime.launch.spec import LaunchSpec
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\S+) in (?P<name>.*)$')
 _TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
-# Files of communication, where a waiting rank stands, and files between them and the line that called them.
+# Files of communication code, in which a waiting rank is, and files between it and the calling line.
 _COMMUNICATION = ("/bmtrain/nccl/", "/torch/distributed/", "/bmburst/runtime/host/", "/bmburst/comm/")
 _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")

@@ -104,8 +104,8 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
 def kernel_cache(folder: Path) -> dict[str, str]:
     """Return the variables with which FlashAttention-4 keeps compiled kernels for later runs of this user on this node.
 
-    The package loads what it finds there as code. The place is therefore a folder that belongs to this user and that no
-    one else can write or read; where it cannot be that, nothing is kept.
+    The package loads files there as code. So the cache is a folder that belongs to this user and that no other user can
+    write or read. If that is not possible, kernels are not cached.
 
     Args:
         folder: A folder on a local disk: the package locks files, which network disks may not do.
@@ -123,7 +123,7 @@ def kernel_cache(folder: Path) -> dict[str, str]:
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
-_STORE_LOST = 3.0  # seconds to wait for our ranks when node 0 is gone: its part may have ended a moment earlier
+_STORE_LOST = 3.0  # seconds to wait for this node's ranks when node 0 is gone: its part may have ended a moment earlier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

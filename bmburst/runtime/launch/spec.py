@@ -11,14 +11,14 @@ from bmburst.errors import UserError
 from bmburst.runtime.stores import LOOPBACK
 
 DEFAULT_HANG_TIMEOUT = 1800.0  # seconds; a step of a million tokens and a checkpoint of a large model take minutes
-DEFAULT_PORT = 29500  # what torchrun and most clusters' scripts use
+DEFAULT_PORT = 29500  # the default of torchrun and of most clusters' scripts
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's allocator; the second is the older name of the first."""
 EXPANDING = "expandable_segments:True"
-"""The setting with which it takes memory in segments that grow."""
+"""The setting with which the allocator uses segments that grow."""
 
 
-DEFAULT_START_TIMEOUT = 3600.0  # seconds; to load a large model from a slow disk and compile its kernels takes long
+DEFAULT_START_TIMEOUT = 3600.0  # seconds; loading a large model from a slow disk and compiling kernels takes long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class LaunchSpec:
         start_timeout: Seconds a rank may take to its first `watchdog.beat`. By default 3600, or `hang_timeout` if that
             is more. With `hang_timeout` 0 nothing is watched.
         host_runtime: Without CUDA, let the ranks import bmtrain on the host runtime.
-        job: Names the run to the launchers of its nodes, for example a SLURM job id; one of another name is refused.
+        job: Name of the run, for example a SLURM job id. A launcher with another name cannot join.
 
     Raises:
         UserError: A value is outside its range, or several nodes lack the address of node 0.
