@@ -1,1 +1,1 @@
-"""Benchmarks of a clone of the repository, which is not installed with the library, and their recorded results."""
+"""Benchmarks and their recorded results. They run from a clone and are not installed with the library."""

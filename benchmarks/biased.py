@@ -1,18 +1,17 @@
-"""Measures CPM-Bee's attention on one GPU, its bias computed in the kernel or given as a matrix.
+"""Measures CPM-Bee's attention on one GPU, with the bias computed in the kernel or given as a matrix.
 
-One sample of four segments, of which the first half of the tokens is given and the rest predicted: every token sees the
-given ones, and the predicted ones see what is before them. Heads, buckets and distances are those of CPM-Bee 10B.
-`kernel` is bmburst's, `matrix` attention as CPM-Live writes it: products, bias, mask, softmax and mask again as
-matrices of all tokens by all tokens, the bias and the mask made before, since all layers share them. `flash` is torch's
-attention without bias or mask, all pairs: what is possible at all.
+The input is one sample of four segments. The first half of the tokens is given, the rest is predicted: every token sees
+the given ones, and a predicted token also sees the predicted ones before it. Heads, buckets and distances are those of
+CPM-Bee 10B. `kernel` is bmburst's kernel. `matrix` is attention as in CPM-Live: products, bias, mask, softmax and mask
+again, with matrices of all tokens by all tokens. Bias and mask are made once, because all layers share them. `flash` is
+torch's attention over all pairs without bias or mask, as an upper bound.
 
-A row of `layers` above 1 is a model's way: so many calls one after another on one batch, new to it each time, and then
-their backward, the times divided by the layers. The matrices are made once for the batch outside of the time; what the
-kernel finds of the batch's tokens is within it. `host` is how long the host is busy with it, forward and backward: what
-bounds short sequences.
+A row with `layers` above 1 runs as a model does: that many calls on one new batch, then their backward; times are
+divided by the layers. The matrices are made outside the timing, but the kernel's analysis of the batch is included.
+`host` is the time that the host is busy in forward and backward, which bounds short sequences.
 
-Milliseconds are medians, by CUDA events and of the host by its clock; TFLOP/s count the pairs that see each other, 4
-FLOPs for each of their features forward and 10 backward; memory is torch's peak, inputs, bias and gradients included.
+Milliseconds are medians, by CUDA events, and for the host by its clock. TFLOP/s count visible pairs, with 4 FLOPs per
+feature in forward and 10 in backward. Memory is torch's peak, including inputs, bias and gradients.
 """
 
 import argparse
@@ -40,7 +39,7 @@ _WARM_UP = 2
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Method = tuple[Callable[[], Attention], list[Tensor], int]
-"""What returns attention to a batch that nothing is known of, what it learns, and the pairs that see each other."""
+"""A function that returns attention for a new batch, the tensors it needs gradients of, and the visible pairs."""
 
 
 def main() -> int:
@@ -75,7 +74,7 @@ def main() -> int:
 
 
 def _cells(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return tokens and layers of what is measured."""
+    """Return the tokens and layers of each measurement."""
     lengths = [int(length) for length in options.tokens.split(",")]
     layered = options.layers > 1
     return [
@@ -127,7 +126,7 @@ def _tokens(length: int) -> Tokens:
 
 
 def _relations() -> Tensor:
-    """Return a relation for each pair of segments: 0 within one, where distance decides."""
+    """Return a relation for each pair of segments: 0 within a segment, where the distance determines the bias."""
     relations = torch.arange(2, SEGMENTS**2 + 2, dtype=torch.int32, device="cuda")
     relations[:: SEGMENTS + 1] = 0
     return relations[None]

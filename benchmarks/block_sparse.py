@@ -1,9 +1,9 @@
-"""Block-sparse attention by each kernel beside dense: `bmburst launch --nproc 1 -- -m benchmarks.block_sparse`.
+"""Compares block-sparse with dense attention: `bmburst launch --nproc 1 -- -m benchmarks.block_sparse`.
 
-128K causal tokens of LLaMA-3-8B's heads, bfloat16, in random blocks of 128 tokens; those on the diagonal are on. The
-density is the share of the causal pairs that is visible. Each kernel is called in turns with the fastest kernel on
-causal attention that hides nothing more. A ratio of 1 means that time falls as the density does. A kernel that cannot
-compute it has a row that says why. `--small` is a tiny case, which runs also on a CPU.
+The input is 128K causal tokens with LLaMA-3-8B's heads, bfloat16, in random blocks of 128 tokens; diagonal blocks are
+always visible. The density is the fraction of causal pairs that is visible. Calls of each kernel alternate with calls
+of the fastest kernel for dense causal attention. A ratio of 1 means that the time is proportional to the density. For a
+kernel that does not support the mask, the row gives the reason. `--small` is a tiny case, which also runs on a CPU.
 """
 
 import argparse
@@ -56,11 +56,11 @@ def main() -> int:
 
 
 def sparse_mask(tokens: int, density: float) -> tuple[BlockSparse, float]:
-    """Return a causal mask of random blocks, the same for the same arguments, and the density that it has.
+    """Return a causal mask of random blocks, the same for the same arguments, and its actual density.
 
     Args:
-        tokens: Of the sequence.
-        density: Share of causal pairs that is to be visible.
+        tokens: Tokens of the sequence.
+        density: Target fraction of causal pairs that are visible.
     """
     blocks = -(-tokens // BLOCK)
     on = np.tri(blocks, dtype=bool) & (np.random.default_rng(_SEED).random((blocks, blocks)) < density)
@@ -103,7 +103,7 @@ def _calls(
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return what was found as Markdown."""
+    """Return the results as Markdown."""
     lines = [
         f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
         f"{found['kv_heads']} KV heads of {found['head_dim']}; ms, dense ms, ms over density x dense ms:",

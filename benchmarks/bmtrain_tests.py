@@ -1,8 +1,8 @@
 """Runs BMTrain's own test files on the host runtime: `python -m benchmarks.bmtrain_tests CLONE --output FILE.md`.
 
-CLONE is a clone of https://github.com/OpenBMB/BMTrain at the tag v1.0.1. Each file runs by `bmburst launch` in a copy
-of the clone's folder `tests`, on as many ranks as its `test_all.py` gives it, without GPUs. The record is written anew
-after each file: a table of what passed, in how many seconds, and why the rest did not.
+CLONE is a clone of https://github.com/OpenBMB/BMTrain at the tag v1.0.1. Each file runs with `bmburst launch` in a copy
+of the clone's folder `tests`, on the number of ranks in its `test_all.py`, without GPUs. The record is rewritten after
+each file: a table of results, seconds, and reasons of failures.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from bmburst.amounts import GIB
 from bmburst.errors import UserError
 
 _ROOT = Path(__file__).parents[1]
-_RUNNER = "test_all.py"  # BMTrain's own, which names most files and their ranks
-_UNLISTED = {"grad_accu": 1, "inspector_hidden": 4, "store": 4}  # what it does not name
-_ENDED = 124  # status of a file that ran too long, as of timeout(1)
+_RUNNER = "test_all.py"  # BMTrain's script, which lists most files with their ranks
+_UNLISTED = {"grad_accu": 1, "inspector_hidden": 4, "store": 4}  # files that it does not list
+_ENDED = 124  # status of a file that ran too long, as in timeout(1)
 PASSED, FAILED, LATE, SKIPPED = "passes", "fails", "not done", "not run"
-# Bytes of memory that a file needs where its models are of a size for GPUs.
+# Bytes of memory that a file needs if its models have a size for GPUs.
 _MEMORY = {"training": 40 * GIB}  # 4 ranks train 0.55 billion parameters each, whole, with their moments
-# Why, of those that fail on any machine: found by reading the test and BMTrain 1.0.1.
+# Reasons for files that fail on any machine, found by reading the tests and BMTrain 1.0.1.
 KNOWN = {
     "grad_accu": "BMTrain 1.0.1 has no `CheckpointBlockContext`, on GPUs neither",
     "store": "BMTrain 1.0.1 has no `allgather_object`, on GPUs neither",
@@ -41,14 +41,14 @@ KNOWN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one test file did.
+    """The result of one test file.
 
     Attributes:
-        name: Of the file, without "test_" and ".py".
-        ranks: On which it ran.
+        name: Name of the file, without "test_" and ".py".
+        ranks: Number of ranks.
         result: `PASSED`, `FAILED`, `LATE` or `SKIPPED`.
-        seconds: From its start to its end.
-        why: Why it did not pass; empty where it did.
+        seconds: Run time.
+        why: Why it did not pass; empty if it passed.
     """
 
     name: str

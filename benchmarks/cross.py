@@ -1,8 +1,8 @@
-"""Cross-attention over ranks beside one GPU's kernel: `bmburst launch --nproc 2 -- -m benchmarks.cross`.
+"""Compares cross-attention over ranks with one GPU's kernel: `bmburst launch --nproc 2 -- -m benchmarks.cross`.
 
-64K queries and 128K keys, LLaMA-3-8B's heads, bfloat16. Each strategy and transport is called in turns with one GPU's
-kernel on all queries and keys. A ratio of 1 means that `n` ranks are `n` times as fast as that kernel. A time is the
-median on the slowest rank. `--small` is a tiny case, which runs also on a CPU.
+The input is 64K queries and 128K keys with LLaMA-3-8B's heads, bfloat16. Calls of each strategy and transport alternate
+with calls of one GPU's kernel on all queries and keys. A ratio of 1 means that `n` ranks are `n` times as fast as that
+kernel. A time is the median on the slowest rank. `--small` is a tiny case, which also runs on a CPU.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def random(cls, queries: int, keys: int, device: torch.device) -> "Inputs":
-        """Return random ones, bfloat16 on a GPU, else float32."""
+        """Return random inputs, bfloat16 on a GPU, else float32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         shapes = [(1, queries, HEADS, HEAD_DIM), *[(1, keys, KV_HEADS, HEAD_DIM)] * 2, (1, queries, HEADS, HEAD_DIM)]
         q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
@@ -120,7 +120,7 @@ def _calls(inputs: Inputs, **options: Any) -> dict[str, Callable[[], object]]:
 
 
 def table(found: Mapping[str, Any], ranks: int) -> str:
-    """Return what was found as Markdown."""
+    """Return the results as Markdown."""
     lines = [
         f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
         f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",

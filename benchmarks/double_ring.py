@@ -1,8 +1,8 @@
 """Compares the double ring with a flat ring over slow links between nodes: `python -m benchmarks.double_ring`.
 
-Each rank is a process in a network namespace of its own, and the kernel limits what leaves it: by default 200 Mbit/s to
-ranks of its node and 20 Mbit/s to other nodes (`benchmarks.netns`). Ranks are on CPUs and move blocks by gloo. Needs
-root and iproute2; where namespaces cannot be made, it says why and ends with status 1.
+Each rank is a process in its own network namespace. The kernel limits its outgoing traffic, by default to 200 Mbit/s to
+ranks of its node and 20 Mbit/s to other nodes (`benchmarks.netns`). Ranks run on CPUs and move blocks with gloo. The
+program needs root and iproute2. If namespaces cannot be created, it prints the reason and exits with status 1.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from bmburst.comm.protocol import gather_objects
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")
 _MEETING = 29517
-_TOLERANCE = 1e-4  # of fp32 sums in another order
+_TOLERANCE = 1e-4  # for fp32 sums in another order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionJob:
-    """What each rank runs: attention in fp32 on CPUs, causal, zigzag, as many KV heads as heads."""
+    """The work of each rank: causal attention in fp32 on CPUs, zigzag, with as many KV heads as heads."""
 
     batch: int = 32
     tokens: int = 32
@@ -50,16 +50,16 @@ class AttentionJob:
         return self.batch * self.tokens * self.heads * self.head_dim * 4
 
     def bytes_between(self, hops: int, returns: int) -> tuple[int, int]:
-        """Return what a rank sends forward in so many hops, and backward in those and so many of gradients.
+        """Return the bytes that a rank sends in forward, for `hops` hops, and in backward, with `returns` of gradients.
 
-        Forward K and V move; backward Q, dO, log-sum-exp and delta, and dQ behind them.
+        Forward moves K and V. Backward moves Q, dO, log-sum-exp and delta, and after them dQ.
         """
         statistics = 2 * self.batch * self.tokens * self.heads * 4
         return hops * 2 * self.queries, hops * (2 * self.queries + statistics) + returns * self.queries
 
 
 class RepeatTimes(NamedTuple):
-    """Seconds of the slowest rank, and bytes of the port that sent most to other nodes, of each repeat."""
+    """For each repeat, the seconds of the slowest rank, and the bytes of the port that sent most to other nodes."""
 
     forward: list[float]
     backward: list[float]
@@ -118,7 +118,7 @@ def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, po
     torch.set_num_threads(1)
     size = netns.Shape(**shape).ranks
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    # Calls are not compared between ranks: that is another message on the slow link before each hop.
+    # Ranks do not compare calls: that would be another message on the slow link before each hop.
     group = dist.group.WORLD
     assert group is not None
     comm = CheckedCommunicator(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
@@ -154,10 +154,10 @@ def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, po
 
 
 def least(shape: netns.Shape, job: AttentionJob, name: str) -> tuple[float, float, float]:
-    """Return what the slow links alone allow: seconds forward and backward, and bytes of a port.
+    """Return lower bounds from the slow links: seconds of forward and backward, and bytes of a port.
 
-    In a flat ring each hop goes over every node's port once, whoever owns it: size - 1 of blocks, size of gradients. In
-    a double ring each rank sends nodes - 1 of each.
+    In a flat ring each hop uses every node's port once: size - 1 hops of blocks, size hops of gradients. In a double
+    ring each rank sends nodes - 1 of each.
     """
     if name == "flat ring":
         counts = job.bytes_between(shape.ranks - 1, shape.ranks)

@@ -1,8 +1,8 @@
-"""Measures norm, activation and rotary embedding, each beside a copy, on one GPU: `python -m benchmarks.elementwise`.
+"""Compares norm, activation and rotary embedding with a copy, on one GPU: `python -m benchmarks.elementwise`.
 
-GB/s are the bytes that an operator has to read and write (each tensor once) over the median of its times by CUDA
-events; caches are emptied in between by writing 512 MiB. `copy` is `Tensor.copy_` of as many bytes: the memory's speed.
-`plain` is the same operator in plain torch, on as few tokens as keep its copies in memory (`--plain-tokens`).
+GB/s are the bytes that an operator must read and write (each tensor once) divided by the median time by CUDA events.
+Caches are flushed between calls by writing 512 MiB. `copy` is `Tensor.copy_` of as many bytes: the speed of memory.
+`plain` is the same operator in plain torch, on few enough tokens that its copies fit in memory (`--plain-tokens`).
 """
 
 import argparse
@@ -24,7 +24,7 @@ FLUSH = 1 << 29  # bytes, ten times the L2 of an H200
 
 
 class Row(NamedTuple):
-    """One operator: what is called, and the bytes that it has to move."""
+    """One operator: the call, and the bytes that it must move."""
 
     name: str
     call: Callable[[], object]
@@ -69,7 +69,7 @@ def _measure(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, fl
 
 
 def _rows(model: Any, tokens: int, dtype: torch.dtype) -> Iterator[Row]:
-    """Each operator on tensors of its own, given back before the next one's are made."""
+    """Yield each operator on its own tensors, which are freed before those of the next one are made."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")
@@ -99,7 +99,7 @@ def _both(
     name: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], nbytes: int, forward: int, backward: int,
     *, extra: int = 0,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield forward and backward, which move so many tensors of `nbytes` and `extra` bytes."""
+    """Yield forward and backward; the numbers are tensors of `nbytes` bytes that they move, besides `extra` bytes."""
     yield Row(f"{name}, forward", lambda: function(*(x.detach() for x in inputs)), forward * nbytes + extra)
     result = function(*inputs)
     grad = torch.randn_like(result)

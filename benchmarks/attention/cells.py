@@ -18,34 +18,34 @@ from bmburst.schedule.mask import Mask, SlidingWindow, make_mask
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Segments
 
 WINDOW = 4096  # tokens that a query sees under the mask "window"
-MEDIAN, SIGMA = 2048, 1.3  # of the log-normal distribution that lengths of documents are drawn from
+MEDIAN, SIGMA = 2048, 1.3  # of the log-normal distribution of document lengths
 SHORTEST = 16
 SEED = 0
-_PART = 16  # of short sequences, window and median are this part
+_PART = 16  # in short sequences, window and median are 1 / _PART of the tokens
 
 
 def window_tokens(tokens: int) -> int:
-    """Return the last tokens that a query sees of a sequence, itself included: 4,096, of less than 64K a 16th."""
+    """Return the window in tokens, including the query: 4,096, or a 16th of sequences below 64K tokens."""
     return max(1, min(WINDOW, tokens // _PART))
 
 
 def median_tokens(tokens: int) -> int:
-    """Return the median of the distribution of lengths: 2,048, of less than 32K tokens in all a 16th, at least 16."""
+    """Return the median document length: 2,048, or a 16th of sequences below 32K tokens, but at least 16."""
     return max(SHORTEST, min(MEDIAN, tokens // _PART))
 
 
 @lru_cache(maxsize=64)
 def sample_document_lengths(tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the documents that are packed into a sequence, the same wherever they are drawn.
+    """Return the lengths of the documents that are packed into a sequence. They are the same on every machine.
 
-    Log-normal with the median of `median_tokens` and sigma 1.3, of 16 tokens to `tokens`: long-tailed, as corpora are.
-    They are drawn until the sequence is full; the last one is cut off there, and where less than 16 tokens would be
-    left behind it, it takes them.
+    Lengths are log-normal with the median of `median_tokens` and sigma 1.3, from 16 to `tokens` tokens: long-tailed, as
+    in real corpora. They are drawn until the sequence is full, and the last one is truncated. If less than 16 tokens
+    would remain after a document, the document gets them.
     """
     generator, normal = random.Random(SEED), NormalDist(math.log(median_tokens(tokens)), SIGMA)
     lengths, left = [], tokens
     while left:
-        # By the inverse of its distribution: `random` is the only stream that Python keeps the same in all versions.
+        # Inverse transform sampling: of Python's generators only `random` gives the same numbers in all versions.
         length = min(left, max(SHORTEST, round(math.exp(normal.inv_cdf(generator.random())))))
         lengths.append(left if left - length < SHORTEST else length)
         left -= lengths[-1]
@@ -53,9 +53,9 @@ def sample_document_lengths(tokens: int) -> tuple[int, ...]:
 
 
 def visible_pairs(mask: str, tokens: int) -> float:
-    """Return the pairs of a query and a key that it sees.
+    """Return the number of visible query-key pairs.
 
-    Under a causal mask, half of all: the diagonal is left out, as publications do.
+    For a causal mask it is half of all pairs, without the diagonal, as in publications.
     """
     if mask == "documents":
         return float(sum(n * (n + 1) // 2 for n in sample_document_lengths(tokens)))
@@ -66,7 +66,7 @@ def visible_pairs(mask: str, tokens: int) -> float:
 
 
 def facts(mask: str, tokens: int) -> dict[str, Any]:
-    """Return what a row says of the mask beyond its name; nothing of causal and full."""
+    """Return the properties of the mask for a result row; empty for causal and full."""
     if mask == "documents":
         lengths = sample_document_lengths(tokens)
         found = {"number": len(lengths), "median": statistics.median(lengths), "longest": max(lengths)}
@@ -75,14 +75,14 @@ def facts(mask: str, tokens: int) -> dict[str, Any]:
 
 
 def mask_of(name: str, tokens: int) -> Mask:
-    """Return the mask of that name for `burst_attention`, in global positions of a sequence of so many tokens."""
+    """Return the named mask for `burst_attention`, for a sequence of `tokens` tokens."""
     if name == "documents":
         return Documents(sample_document_lengths(tokens))
     return SlidingWindow(window_tokens(tokens)) if name == "window" else make_mask(name)
 
 
 def pattern_of(name: str, tokens: int) -> Band | Segments:
-    """Return the same for one kernel call on all queries and keys."""
+    """Return the named mask as the pattern of one kernel call on all queries and keys."""
     if name == "documents":
         edges = tuple(accumulate(sample_document_lengths(tokens), initial=0))
         return Segments(CAUSAL, edges, edges)
@@ -100,13 +100,13 @@ _KIB = 1024
 
 
 class AttentionSuite(NamedTuple):
-    """What a suite measures where the options do not say.
+    """The defaults of a suite.
 
     Attributes:
         tokens: Sequence lengths.
-        batches: Sequences at once.
+        batches: Batch sizes.
         setups: `(heads, kv_heads)`.
-        masks: The masks that it has, whatever the options say.
+        masks: The masks of the suite; options cannot add masks.
     """
 
     tokens: tuple[int, ...]
@@ -173,7 +173,7 @@ class Selection(BaseSelection):
     """Which cells are listed; None takes what the suite has.
 
     Attributes:
-        heads: `(heads, kv_heads)` setups, in place of MHA and GQA.
+        heads: `(heads, kv_heads)` setups, instead of MHA and GQA.
         head_dim: Features of a head.
         masks: Masks, in this order.
 
@@ -202,13 +202,13 @@ def list_cells(selection: Selection) -> tuple[Cell, ...]:
 
 
 def accuracy_ranks(world: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... up to the ranks there are, and those."""
+    """Return 1, 2, 4, ... up to `world`, and `world` itself."""
     powers = (1 << n for n in range(world.bit_length()))
     return tuple(sorted({p for p in powers if p <= world} | {world}))
 
 
 def _is_for(cell: Cell) -> bool:
-    """Return whether the method has a cell of its suite, mask and ranks at all."""
+    """Return whether the method is measured for the cell's suite, mask and ranks."""
     if cell.suite == "accuracy" and (cell.ranks == 1) != (cell.method == ONE_GPU):
         return cell.ranks == 1 and cell.method == "ours"  # all others are measured on several ranks
     if cell.suite == "block" and cell.method.startswith("tensor-parallel"):
@@ -242,7 +242,7 @@ def _cells(selection: Selection, name: str) -> Iterator[Cell]:
         )
 
 
-_TILE = 128  # rows of a kernel's block: a sequence that ends inside one would cost one GPU more than its FLOPs
+_TILE = 128  # rows of a kernel's block: a sequence that ends inside a block costs more time than its FLOPs
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FP32 = 4
 
@@ -252,10 +252,10 @@ class TensorBytes:
     """Bytes of one rank's tensors.
 
     Attributes:
-        q: Of q, and of the output.
-        k: Of k, and of v.
-        statistics: Of a number a query and head, in fp32.
-        wide: fp32 over the cell's item size: the factor for what accumulates.
+        q: Bytes of q, also of the output.
+        k: Bytes of k, also of v.
+        statistics: Bytes of one fp32 number per query and head.
+        wide: Bytes of fp32 divided by the cell's item size: the factor for accumulators.
     """
 
     q: int
@@ -271,7 +271,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank receives: in forward, and in forward and backward together."""
+    """Bytes that one rank receives, in forward and in forward plus backward."""
 
     forward: float
     forward_backward: float
@@ -291,17 +291,17 @@ def sizes(cell: Cell) -> TensorBytes:
 
 
 def forward_flops(cell: Cell) -> float:
-    """Return the FLOPs of attention forward over a whole sequence: 4 B H D for every pair that is seen."""
+    """Return the FLOPs of attention, forward, over a whole sequence: 4 B H D per visible pair."""
     return 4.0 * cell.batch * visible_pairs(cell.mask, cell.tokens) * cell.heads * cell.head_dim
 
 
 def one_gpu_cell(cell: Cell) -> Cell:
-    """Return what one GPU computes beside a method: a rank's share of the FLOPs.
+    """Return the cell of the comparison on one GPU: a rank's share of the FLOPs.
 
-    Under a causal or full mask a sequence of S / sqrt(P), in whole tiles of the kernel. Under the others the same
-    sequence, with the same documents or window, for a P-th of the heads: all documents are as long as those of the
-    ranks, and no sample of them has a P-th of the pairs where the longest has more. Heads that do not divide evenly are
-    rounded down, and no KV head is left without a query head: rates are compared, not times.
+    Under a causal or full mask it is a sequence of S / sqrt(P) tokens, in whole tiles of the kernel. Under other masks
+    it is the same sequence, with the same documents or window, and a P-th of the heads. So documents keep their length;
+    a subset of the documents could not have a P-th of the pairs if the longest one has more. Numbers of heads are
+    rounded down, and every KV head keeps a query head. Rates are compared, not times.
     """
     if cell.mask in PLAIN_MASKS:
         return replace(cell, ranks=1, tokens=_whole_tiles(cell.tokens / math.sqrt(cell.ranks)))
@@ -311,16 +311,16 @@ def one_gpu_cell(cell: Cell) -> Cell:
 
 
 def plain_causal(cell: Cell) -> Cell:
-    """Return a causal sequence of all heads that has a rank's share of the FLOPs, in whole tiles of the kernel.
+    """Return a causal sequence with all heads and a rank's share of the FLOPs, in whole tiles of the kernel.
 
-    Its rate is that of the arithmetic: of one GPU's kernel where neither documents nor a window cut its work short.
+    Its rate is that of one GPU's kernel without documents or a window, which make tiles inefficient.
     """
     tokens = math.sqrt(2 * visible_pairs(cell.mask, cell.tokens) / cell.ranks)
     return replace(cell, ranks=1, mask="causal", tokens=_whole_tiles(tokens))
 
 
 def one_gpu_memory(cell: Cell) -> float:
-    """Return about what the comparison on one GPU holds at its peak, in bytes: its tensors and dQ in fp32."""
+    """Return the approximate peak bytes of the comparison on one GPU: its tensors, and dQ in fp32."""
     others = (one_gpu_cell(cell),) if cell.mask in PLAIN_MASKS else (one_gpu_cell(cell), plain_causal(cell))
     return sum(own.held + own.q * own.wide for own in map(sizes, others))
 

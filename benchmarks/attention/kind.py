@@ -93,9 +93,9 @@ def _starts(args: argparse.Namespace, cells: Sequence[Cell], ranks: tuple[int, .
 
 
 def _estimate(results: Results[Cell], cell: Cell) -> float:
-    """Return about how many seconds a cell will take: the median of those nearest in work, scaled by it.
+    """Return about how many seconds a cell will take: the median of the cells nearest in work, scaled by the work.
 
-    Only cells of the same kind of run are looked at. The first to use a kernel took longer.
+    Only cells of the same kind of run are used. The median, because the first cell with a kernel takes longer.
     """
     timed = [
         (other, float(row["seconds"]))
@@ -117,7 +117,7 @@ def _rank_run() -> "type[RankRun[Cell]]":
 
 
 def describe(cell: Cell, row: Row) -> str:
-    """Return what a measured row says in a line."""
+    """Return a measured row in one line."""
     if cell.suite == "accuracy":
         return ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
     parts = [f"{title} {_speed_of(row[direction])}" for direction, title in DIRECTIONS.items()]
@@ -132,7 +132,7 @@ def _speed_of(part: Row) -> str:
 
 
 def _rate(part: Row) -> str:
-    """Return TFLOP/s, which on a CPU are less than one."""
+    """Return TFLOP/s as text; on a CPU the number is below one."""
     return f"{part['tflops']:.0f}" if part["tflops"] >= 10 else f"{part['tflops']:.2g}"
 
 
@@ -148,7 +148,7 @@ def tables(results: Results[Cell], notes: dict[str, int]) -> list[str]:
 
 def comparisons(results: Results[Cell], suite: str) -> Iterable[tuple[str, Rows[Cell]]]:
     """Yield a title and rows for every setting in which methods of a suite can be compared."""
-    # The column of the table is left open; accuracy tables keep lengths apart, batch tables too.
+    # Rows of a group differ in the column of the table. Accuracy and batch tables are separate for each length.
     return groups(
         results.cell_rows(suite),
         lambda cell: (
@@ -161,7 +161,7 @@ def comparisons(results: Results[Cell], suite: str) -> Iterable[tuple[str, Rows[
 
 
 def _column(suite: str) -> Callable[[Cell], int]:
-    """Return by which number of a cell its suite is compared."""
+    """Return the function from a cell to its column in the tables of a suite."""
     names = {"batch": "batch", "accuracy": "ranks"}
     return lambda cell: int(getattr(cell, names.get(suite, "tokens")))
 
@@ -178,7 +178,7 @@ def _heads(cell: Cell) -> str:
 
 
 def _mask_facts(rows: Sequence[tuple[Cell, Row]]) -> list[str]:
-    """Return what the masks are beyond their names, for every length that was measured."""
+    """Return lines that describe the masks for every measured length."""
     measured = {cell.tokens: row for cell, row in rows if row.keys() & {"documents", "window"}}
     found = []
     for tokens, row in sorted(measured.items()):

@@ -47,7 +47,7 @@ from bmburst_ops.merge import row_dots
 from bmburst_ops.rotary import apply_rotary
 
 _ERRORS = ("o", "dq", "dk", "dv")
-_SEED = 1  # of the inputs that errors are taken on
+_SEED = 1  # of the inputs for accuracy
 _CALL = {"forward": "forward", "forward_backward": "both"}
 
 
@@ -83,7 +83,7 @@ class AttentionRun(RankRun[Cell]):
         return self.kernel.name(q, q, pattern_of(cell.mask, cell.tokens))
 
     def _group(self, size: int) -> RankGroup | None:
-        """Return the first `size` ranks; None where this rank is not among them. All ranks call it."""
+        """Return the group of the first `size` ranks; None if this rank is not in it. All ranks call it."""
         group = dist.group.WORLD if size == self.world else dist.new_group(list(range(size)))
         if self.rank >= size:
             return None
@@ -93,7 +93,7 @@ class AttentionRun(RankRun[Cell]):
 
 
 def _memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
-    """Return why the cell would not fit this rank's memory, by the method's estimate, or None."""
+    """Return why the cell would not fit in this rank's memory, by the method's estimate, or None."""
     beside = 0.0 if cell.method == ONE_GPU else one_gpu_memory(cell)
     needed, capacity = method.memory(cell) + beside, gauge.capacity(cell.ranks)
     if needed <= capacity:
@@ -102,15 +102,15 @@ def _memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
 
 
 def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, job: Job) -> dict[str, Any]:
-    """Return what a cell's row says beside its name: times, rates, ratio, memory. All ranks return the same times.
+    """Return the contents of a cell's row: times, rates, ratio, memory. All ranks return the same times.
 
-    * `milliseconds`: the slowest rank's.
-    * `tflops`: a GPU's share of the FLOPs over that time.
-    * `ratio`: the median over the rounds of the method's rate over one GPU's.
-    * `exposed_ms`: the median time less what one GPU's kernel would need for the same FLOPs: transfers that nothing
-      hides, and whatever else the method does beside the kernel (layout changes, merges, smaller tiles).
-    * Under masks beyond causal and full, `arithmetic_ms`: what one GPU's kernel needs for the same FLOPs under a plain
-      causal mask; and `times_arithmetic`: the median over the rounds of the method's time over that.
+    * `milliseconds`: time of the slowest rank.
+    * `tflops`: a GPU's share of the FLOPs divided by that time.
+    * `ratio`: the method's rate divided by that of one GPU, median over the rounds.
+    * `exposed_ms`: the median time minus the time of one GPU's kernel for the same FLOPs. It includes exposed transfers
+      and other work of the method (layout changes, merges, smaller tiles).
+    * Under masks other than causal and full, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
+      plain causal mask; and `times_arithmetic`: the method's time divided by that, median over the rounds.
     """
     traffic, decided = method.resolve(cell, setting)
     gauge.clear()
@@ -132,7 +132,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
 
 
 def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
-    """Return one GPU on the same FLOPs, and if that is under another mask one GPU under a plain causal one."""
+    """Return the calls of one GPU with the same FLOPs and, for masks other than causal and full, also plain causal."""
     if cell.suite == "block":
         return (prepare_block_alone(cell, setting),)
     if cell.mask in PLAIN_MASKS:
@@ -141,7 +141,7 @@ def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
 
 
 def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
-    """FLOPs of a rank's share, and of what one GPU is given, which ends on a whole tile; of `_others`, in order."""
+    """Return the FLOPs of a rank's share, and those of `_others`, in order, whose sequences end on whole tiles."""
     method, one = forward_flops(cell) / cell.ranks, forward_flops(one_gpu_cell(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
     own = one if cell.method == ONE_GPU else method
@@ -152,7 +152,7 @@ def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
 def _measure(
     calls: Sequence[Callable[[], object]], flops: Sequence[float], setting: Setting, job: Job
 ) -> dict[str, Any]:
-    """Return times and rates of the first call, and how they are to those of the second, and third if there is one."""
+    """Return times and rates of the first call, and their ratios to those of the second and, if present, third call."""
     rounds = in_turns(*calls, group=setting.group, repeats=job.repeats, seconds=job.cell_seconds)
     times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
     same_work = flops[0] / flops[1]
@@ -174,11 +174,11 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """One attention over a whole sequence, on every rank alike.
+    """Attention over a whole sequence, the same on every rank.
 
     Attributes:
         inputs: q, k, v and dO in the cell's dtype, `[batch, tokens, heads, head_dim]`.
-        exact: O, dQ, dK and dV in fp64, of those inputs as they are rounded.
+        exact: O, dQ, dK and dV in fp64, computed from the rounded inputs.
     """
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -186,7 +186,7 @@ class _Whole:
 
 
 def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, Any]:
-    """Return the relative L2 errors of O, dQ, dK and dV over all ranks of the group: a row beside its name."""
+    """Return the contents of an accuracy row: relative L2 errors of O, dQ, dK and dV over all ranks of the group."""
     group = setting.group
     whole = _whole(replace(cell, suite="", method="", ranks=1), group.device)
     grad_in, out_in = _cutters(method, cell, group)
@@ -215,9 +215,9 @@ def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: Rank
     return [math.sqrt(wrong / right) for wrong, right in group.all_reduce(squares).tolist()]
 
 
-@lru_cache(maxsize=1)  # cells of one shape follow each other
+@lru_cache(maxsize=1)  # cells of the same shape are adjacent
 def _whole(cell: Cell, device: torch.device) -> _Whole:
-    generator = torch.Generator().manual_seed(_SEED)  # a CPU's: the same numbers wherever the ranks run
+    generator = torch.Generator().manual_seed(_SEED)  # on the CPU: the same numbers on every device
     counts = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
     shapes = [(cell.batch, cell.tokens, heads, cell.head_dim) for heads in counts]
     q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, cell.dtype)) for s in shapes)
@@ -230,7 +230,7 @@ def _whole(cell: Cell, device: torch.device) -> _Whole:
 
 
 _THETA = 500_000.0  # LLaMA 3's base of the rotary embedding
-_STEPS = {"forward": 1, "forward_backward": 3}  # products with each weight: itself; and its gradient and its input's
+_STEPS = {"forward": 1, "forward_backward": 3}  # products per weight: forward; weight gradient and input gradient
 
 
 def projection_flops(cell: Cell, direction: str) -> float:
@@ -243,7 +243,7 @@ def projection_flops(cell: Cell, direction: str) -> float:
 def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
     """Return a LLaMA attention block (projections, rotary embedding) around a method, on random hidden states.
 
-    Projections and rotary embedding work on a rank's tokens, whatever the method.
+    Projections and rotary embedding run on a rank's tokens for every method.
     """
     if cell.method == ONE_GPU:
         return prepare_block_alone(cell, setting)
@@ -263,7 +263,7 @@ def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
 def prepare_block_alone(cell: Cell, setting: Setting) -> Calls:
     """Return one GPU's block with a rank's share of the FLOPs.
 
-    Its projections have a rank's number of tokens, and its attention a sequence of S / sqrt(P).
+    Its projections have as many tokens as a rank, and its attention has a sequence of S / sqrt(P) tokens.
     """
     block = _Block.random(cell, setting, torch.arange(cell.tokens // cell.ranks))
     kernel = prepare(OneGpu(), cell, setting)
@@ -337,7 +337,7 @@ class _Block:
         return self.project(attend(*self.heads()))
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k with their positions turned in, and v."""
+        """Return q and k after rotary embedding, and v."""
         q, k, v = linear(self.hidden, self.qkv).unflatten(-1, (sum(self.split), -1)).split(self.split, 2)
         return apply_rotary(q, *self.angles), apply_rotary(k, *self.angles), v
 

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, list or redraw, and return the exit status.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An option is invalid, or options exclude each other.
     """
     kind = load_kind(args.what)
     if args.table or args.plot:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
-    """Fill in the benchmark's own defaults, and refuse what is another's or cannot work."""
+    """Fill in the benchmark's defaults; refuse options of other benchmarks and invalid values."""
     for what in KINDS:
         for name in load_kind(what).own_options:
             if what != kind.name and getattr(args, name) != args.given(name):
@@ -151,7 +151,7 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
 
 
 def _require_output(path: Path, kind: Kind[Any]) -> None:
-    """Refuse to replace a file that no benchmark wrote, the tables and pictures beside it included."""
+    """Refuse to overwrite a file that no benchmark wrote, including the tables and pictures with the same name."""
     is_new = not path.exists()
     require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
     if is_new:  # the files beside existing results were made from them

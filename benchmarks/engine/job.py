@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark, and starts them again for the remaining cells after a cell ended them."""
+"""Starts the ranks of a benchmark, and restarts them for the remaining cells after a cell terminated them."""
 
 import json
 import sys
@@ -13,9 +13,9 @@ from benchmarks.engine.kind import FAILED, BaseCell, Kind, Results, load_kind
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 
-REASON_FILE = "reason"  # in which a rank that ends the run says why
+REASON_FILE = "reason"  # in which a rank that ends the run writes the reason
 _JOB_FILE = "job.json"
-# Exit statuses: bad input was explained already, and from 128 on a signal ended the run.
+# Exit statuses: 2 after bad input, which was already reported; from 128 on after a signal.
 _BAD_INPUT, _SIGNALS = 2, 128
 
 
@@ -26,17 +26,17 @@ class Job:
     Attributes:
         kind: Name of the kind of benchmark.
         ranks: Ranks on this machine.
-        cells: What to measure, in this order.
-        output: The file of results, which has the header of this run.
+        cells: The cells to measure, in this order.
+        output: The file of results, with the header of this run.
         deadline: When to stop, in seconds since the epoch; 0: never.
         again: Whether cells that were measured in earlier runs are measured again.
-        repeats: What is measured of a cell: pairs of calls for each direction, or steps.
-        cell_seconds: About how long that may take.
+        repeats: Number of measurements per cell: pairs of calls for each direction, or steps.
+        cell_seconds: About how long these may take.
         kernel: The kernel under test.
-        runtime: What starts the ranks, one of `RUNTIMES`.
-        tensor: Ranks that share each matrix, under BMTrain, which knows one such degree a process.
+        runtime: Runtime of the ranks, one of `RUNTIMES`.
+        tensor: Tensor parallel degree under BMTrain, which has one degree per process.
         trace: Folder for timelines, or "".
-        options: What else the kind's ranks need to know.
+        options: Further options for the ranks, specific to the kind.
     """
 
     kind: str
@@ -59,28 +59,28 @@ class Job:
         return Path(self.trace) if self.trace else None
 
     def results(self) -> Results[Any]:
-        """Return what `output` holds now."""
+        """Return the current contents of `output`."""
         return Results.read(load_kind(self.kind), Path(self.output))
 
     def write(self, folder: Path) -> None:
-        """Write it where `read` finds it."""
+        """Write the job to a folder, for `read`."""
         (folder / _JOB_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "Job":
-        """Return what `write` left in a folder."""
+        """Return the job that `write` wrote to a folder."""
         values: dict[str, Any] = json.loads((folder / _JOB_FILE).read_text(encoding="utf-8"))
         kind: Kind[Any] = load_kind(values["kind"])
         return cls(**{**values, "cells": tuple(kind.cell(**cell) for cell in values["cells"])})
 
 
 def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> int:
-    """Measure the job's cells into its file and return an exit status; 0 also where cells failed, for rows say so.
+    """Measure the job's cells into its file and return an exit status. It is 0 also if cells failed: rows record that.
 
     Args:
-        job: What to measure.
-        header: Of this run; None goes on with the run that an earlier job began.
-        cell_timeout: Seconds after which a cell that stands still is given up; 0: never.
+        job: The job.
+        header: Header of this run; None continues the run of an earlier job.
+        cell_timeout: Seconds without progress after which a cell is abandoned; 0: never.
 
     Raises:
         UserError: The file cannot be written, or the ranks cannot start.
@@ -113,7 +113,7 @@ def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> 
 
 
 def _start(job: Job, cell_timeout: float) -> tuple[int, str]:
-    """Run the ranks; return the exit status, and why a rank ended the run if one said so."""
+    """Run the ranks; return the exit status, and the reason if a rank ended the run and wrote one."""
     clone = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as name:
         job.write(Path(name))

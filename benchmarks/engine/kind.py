@@ -17,18 +17,18 @@ from bmburst.errors import UserError, require_known, unknown
 from bmburst.outputs import replacing
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
-ONE_GPU = "one-gpu"  # method that is one GPU's own kernel: what the others are compared with
+ONE_GPU = "one-gpu"  # the method that runs one GPU's kernel, with which the others are compared
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseCell(ABC):
-    """One measurement: a method on a shape, with a name that stays the same. A kind of benchmark adds its fields.
+    """One measurement: a method on a shape, with a stable name. A kind of benchmark adds its fields.
 
     Attributes:
-        suite: What kind of measurement it is.
-        method: What is measured.
-        ranks: Ranks that take part: the first of the run.
+        suite: Suite of the measurement.
+        method: Name of the method.
+        ranks: Number of ranks that take part: the first ones of the run.
         device: "cuda" or "cpu".
         dtype: Name of a torch dtype.
     """
@@ -42,11 +42,11 @@ class BaseCell(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is called, wherever it runs."""
+        """Name of the cell, independent of where it runs."""
 
     @property
     def key(self) -> str:
-        """The name with where it runs: `...@8` on 8 GPUs, `...@2-cpu-float32` on 2 CPU ranks in fp32."""
+        """The name with the place: `...@8` on 8 GPUs, `...@2-cpu-float32` on 2 CPU ranks in fp32."""
         device = "" if self.device == "cuda" else f"-{self.device}"
         return f"{self.name}@{self.ranks}{device}" + ("" if self.dtype == "bfloat16" else f"-{self.dtype}")
 
@@ -56,15 +56,15 @@ C = TypeVar("C", bound=BaseCell)
 
 @dataclass(frozen=True, kw_only=True)
 class BaseSelection:
-    """Which cells are listed; None takes what the suite has. A kind of benchmark adds its fields.
+    """Selects the cells to list; for None the defaults of the suite apply. A kind of benchmark adds its fields.
 
     Attributes:
         ranks: Numbers of ranks.
         device: "cuda" or "cpu".
-        dtype: Name of a torch dtype, in place of each suite's own.
-        tokens: Sequence lengths, in place of every suite's own.
-        methods: Names of methods, in the order in which they are measured.
-        globs: Patterns for a cell's name or key; a cell is listed if one fits.
+        dtype: Name of a torch dtype, instead of the suite's.
+        tokens: Sequence lengths, instead of the suite's.
+        methods: Names of methods, in the order of measurement.
+        globs: Patterns for a cell's name or key; a cell is listed if one matches.
 
     Raises:
         UserError: A length does not divide.
@@ -89,25 +89,25 @@ class BaseSelection:
 
     @property
     def plain_dtype(self) -> str:
-        """The dtype where the suite has none of its own: fp32 on CPUs."""
+        """The dtype if the suite does not define one: fp32 on CPUs."""
         return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
 
     def fits(self, cell: BaseCell) -> bool:
-        """Return whether a pattern names the cell."""
+        """Return whether a pattern matches the cell."""
         return any(fnmatchcase(name, glob) for name in (cell.name, cell.key) for glob in self.globs)
 
 
 @dataclass
 class Results(Generic[C]):
-    """Rows by cell key, in the order in which they were first tried, and the runs that made them.
+    """Rows by cell key, in the order in which they were first tried, and the runs that measured them.
 
-    One process writes at a time.
+    Only one process may write at a time.
 
     Attributes:
         kind: The kind of benchmark.
-        runs: What is known of each run: versions, hardware, date, command line.
-        rows: By key. `status` is "ok"; "refused", for what cannot run and why; or "failed", and how.
-        running: Key of the cell that is being measured, so that a lost run says where.
+        runs: Header of each run: versions, hardware, date, command line.
+        rows: Rows by key. `status` is "ok", "refused" (cannot run) or "failed"; the latter two have a reason.
+        running: Key of the cell that is being measured, so that it is known after a crash.
     """
 
     kind: "Kind[C]"
@@ -117,10 +117,10 @@ class Results(Generic[C]):
 
     @classmethod
     def read(cls, kind: "Kind[C]", path: Path) -> "Results[C]":
-        """Return what a file holds; nothing where there is none.
+        """Return the results in a file; empty if the file does not exist.
 
         Raises:
-            UserError: It is another kind of file.
+            UserError: It is not a results file of this benchmark.
         """
         if not path.exists():
             return cls(kind)
@@ -142,7 +142,7 @@ class Results(Generic[C]):
         """Check the types of rows and runs that were read from a file.
 
         Raises:
-            ValueError: A row or a run is not what `put` and a run's header write.
+            ValueError: A row or a run does not have the format that `put` and headers have.
         """
         if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
             raise ValueError("its runs are not a list of objects")
@@ -155,24 +155,24 @@ class Results(Generic[C]):
             self.kind.cell(**row["cell"])
 
     def write(self, path: Path) -> None:
-        """Replace the file at once: it is whole at any moment."""
+        """Replace the file atomically."""
         content = {"format": self.kind.format, "running": self.running, "runs": self.runs, "rows": self.rows}
         with replacing(path) as partial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def put(self, cell: C, row: Row) -> None:
-        """Keep a row under its cell's key, with the number of the run that is now."""
+        """Store a row under its cell's key, with the number of the current run."""
         self.rows[cell.key] = {"cell": asdict(cell), "run": len(self.runs) - 1, **row}
 
     def is_done(self, cell: C, *, again: bool) -> bool:
-        """Return whether a cell needs no run now: it was tried in this run, or measured earlier and not `again`."""
+        """Return whether a cell need not run: it was tried in this run, or measured earlier and not `again`."""
         row = self.rows.get(cell.key)
         if row is None:
             return False
         return row["run"] == len(self.runs) - 1 or (row["status"] == OK and not again)
 
     def cell_rows(self, *suites: str, status: str = "") -> list[tuple[C, Row]]:
-        """Return the rows of suites with their cells, all or those of a status."""
+        """Return the rows of suites with their cells; with `status`, only rows of that status."""
         return [
             (self.kind.cell(**row["cell"]), row)
             for row in self.rows.values()
@@ -195,32 +195,32 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "paper": "benchmarks.paper.kind",
     }
 )
-"""The module of each kind, which has it as `KIND`, by its name in `bmburst bench NAME`."""
-RUNTIMES = ("torch", "bmtrain")  # what starts the ranks
+"""Modules of the kinds by their names in `bmburst bench NAME`; each module defines `KIND`."""
+RUNTIMES = ("torch", "bmtrain")  # runtimes of the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(Generic[C]):
-    """One kind of benchmark. Its functions import what is heavy, so that help and lists are quick.
+    """One kind of benchmark. Its functions import heavy modules when called, so help and lists are fast.
 
     Attributes:
         name: A name of `KINDS`.
         format: First value in its files of results.
         cell: The class of its cells.
-        own_options: Names of the options that it alone has.
-        defaults: Of options that all kinds have.
-        configure: Adds the options that it alone has to a group of the parser.
-        select: Returns the cells that the options name, for a device, "cuda" or "cpu", and numbers of ranks; raises
-            UserError where something given cannot work.
+        own_options: Names of the options that only this kind has.
+        defaults: Defaults of options that all kinds have.
+        configure: Adds the options of this kind to a group of the parser.
+        select: Returns the cells that the options select, for a device, "cuda" or "cpu", and numbers of ranks; raises
+            UserError for invalid options.
         refusal: Returns why a cell cannot run, as far as that is known without ranks, or None.
-        starts: Returns, for each start of the ranks, what of its `Job` the kind decides: cells, ranks, options.
-        estimate: Returns about how many seconds a cell will take; 0 where nothing is known.
-        rank_run: Returns what runs the cells on a rank.
-        describe: Returns what a measured row says in a line, printed as the cell is done.
-        tables: Returns all tables as lines of Markdown; the notes are those of `benchmarks.engine.report.grid`.
-        draw: Draws every comparison that has a measured cell, by the path that the pictures' names begin with, and
-            returns the pictures' paths.
-        timelines: Returns the names of the timelines that `--trace` records of a cell: by default its key.
+        starts: Returns, for each start of the ranks, the fields of `Job` that the kind decides: cells, ranks, options.
+        estimate: Returns about how many seconds a cell will take; 0 if unknown.
+        rank_run: Returns the class that runs the cells on a rank.
+        describe: Returns a measured row in one line, printed when the cell is done.
+        tables: Returns all tables as lines of Markdown; for the notes see `benchmarks.engine.report.grid`.
+        draw: Draws every comparison that has a measured cell, to files whose names begin with the given path, and
+            returns their paths.
+        timelines: Returns the names of the timelines that `--trace` records for a cell; by default its key.
     """
 
     name: str
@@ -249,7 +249,7 @@ def load_kind(name: str) -> Kind[Any]:
 def selection_of(
     args: argparse.Namespace, device: str, ranks: tuple[int, ...], methods: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what the options that all kinds have say of a `BaseSelection`.
+    """Return the arguments of a `BaseSelection`, from the options that all kinds have.
 
     Args:
         args: The options.
@@ -258,7 +258,7 @@ def selection_of(
         methods: Names of all methods; those that fit `--methods GLOB,...` are selected, in this order.
 
     Raises:
-        UserError: A pattern fits no method, or the kernel or a length is none.
+        UserError: A pattern matches no method, the kernel is unknown, or a length is invalid.
     """
     patterns = args.methods.split(",")
     for pattern in patterns:
@@ -276,14 +276,14 @@ def selection_of(
 
 
 def require_kernel(name: str, device: str) -> None:
-    """Check the name of a kernel, and that it is for such a device and installed; cells ask for more.
+    """Check that a kernel exists, supports the device and is installed. Cells check their own needs.
 
     Args:
-        name: As given.
-        device: "cuda" or "cpu"; a GPU that is not here has every kernel.
+        name: Name of the kernel.
+        device: "cuda" or "cpu". Without a GPU on this machine, all kernels are accepted for "cuda".
 
     Raises:
-        UserError: It is not.
+        UserError: The kernel cannot be used.
     """
     import torch
 
@@ -291,7 +291,7 @@ def require_kernel(name: str, device: str) -> None:
 
     require_known("kernel", name, NAMES)
     if name == "auto" or (device == "cuda" and not torch.cuda.is_available()):
-        return  # the latter: --list, of any machine
+        return  # without a GPU: --list works for any machine
     kernel = {kernel.name: kernel for kernel in KERNELS}[name]
     half, full = (queries_ahead(torch.device(device), dtype, 64) for dtype in (torch.bfloat16, torch.float32))
     if (reason := kernel.refusal(half, half)) is not None and kernel.refusal(full, full) is not None:

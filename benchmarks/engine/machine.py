@@ -1,4 +1,4 @@
-"""Records versions, hardware and commit of a run, and measures the memory that a cell takes."""
+"""Records versions, hardware and commit of a run, and measures the memory of a cell."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ import torch
 from bmburst import __version__
 from bmburst.outputs import replacing
 
-_USABLE = 0.92  # of a device: context, communicators and fragments take the rest
+_USABLE = 0.92  # fraction of a device; the rest is for context, communicators and fragmentation
 _PACKAGES = (
     "triton",
     "flash-attn-4",
@@ -36,7 +36,7 @@ _PACKAGES = (
 
 
 def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
-    """Return the header of a run, as JSON knows it.
+    """Return the header of a run, as plain data for JSON.
 
     Args:
         command: The command line.
@@ -65,17 +65,17 @@ def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, A
 
 
 def require_gpu(module: str) -> None:
-    """End the program with a message where there is no GPU.
+    """Exit with a message if there is no GPU.
 
     Args:
-        module: What is run, for example "benchmarks.biased".
+        module: Name of the program, for example "benchmarks.biased".
     """
     if not torch.cuda.is_available():
         sys.exit(f"{module} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
 
 
 def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -> None:
-    """Write what a module of `benchmarks` found, and its machine, as JSON; nothing where there is no path."""
+    """Write the results of a module of `benchmarks`, and its machine, as JSON; do nothing without a path."""
     if path is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         machine = describe_run(["python", "-m", module, *sys.argv[1:]], device, ranks)
@@ -84,7 +84,7 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
 
 
 def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
-    """Print the table of what a module found; with a path, write it there as `write_record` and the table beside it."""
+    """Print the table of a module's results. With a path, also `write_record`, and write the table next to it."""
     write_record(path, module, ranks, **found)
     print(text)
     if path is not None:
@@ -92,7 +92,7 @@ def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: 
 
 
 def commit() -> str | None:
-    """Return the commit of the source tree that runs, marked `+` where files differ; None outside a repository."""
+    """Return the commit of the running source tree, with `+` if files are changed; None outside a repository."""
     root = Path(__file__).parents[2]
 
     def git(*words: str) -> str | None:
@@ -129,13 +129,13 @@ def _version(distribution: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """Reads how much memory a cell takes on this rank's GPU.
+    """Measures the memory of a cell on this rank's GPU.
 
-    What lies beside the peak of torch's allocator (`beside_peak`) is added to it, less what that was when a run began.
+    It is the peak of torch's allocator plus the growth of other memory (`beside_peak`) since the start of the run.
 
     Attributes:
-        device: This rank's device. On a CPU nothing is read.
-        beside: Bytes beside it when the run began.
+        device: This rank's device. On a CPU nothing is measured.
+        beside: Bytes of other memory at the start of the run.
     """
 
     device: torch.device
@@ -143,11 +143,11 @@ class Gauge:
 
     @classmethod
     def begin(cls, device: torch.device) -> "Gauge":
-        """Return a gauge for a run that has made its communicators but no buffers."""
+        """Return a gauge at the start of a run, after its communicators but before its buffers are made."""
         return cls(device, beside_peak(device) if device.type == "cuda" else 0)
 
     def clear(self) -> None:
-        """Give back what nothing holds any more, and begin a new peak."""
+        """Free unused memory, and reset the peak."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -157,7 +157,7 @@ class Gauge:
         """Return the bytes at the peak since `clear`; None on a CPU.
 
         Args:
-            allocated: The peak of torch's allocator, where what was measured began a new one now and then itself.
+            allocated: The peak of torch's allocator, if the measured code itself resets it.
         """
         if self.device.type != "cuda":
             return None
@@ -170,7 +170,7 @@ class Gauge:
         """Return the bytes that a cell may take on a rank.
 
         Args:
-            ranks_here: Ranks that share this machine's memory, where there is no GPU.
+            ranks_here: Number of ranks that share this machine's memory, if there is no GPU.
         """
         if self.device.type == "cuda":
             return _USABLE * torch.cuda.get_device_properties(self.device).total_memory
@@ -178,16 +178,16 @@ class Gauge:
 
 
 def beside_peak(device: torch.device) -> int:
-    """Return the bytes of a GPU that no peak of torch's allocator counts.
+    """Return the bytes of a GPU that the peak of torch's allocator does not include.
 
-    What the driver has given out and the allocator does not hold, as buffers that other ranks read and NCCL's, and what
-    the allocator keeps for CUDA graphs.
+    These are memory outside the allocator, such as NCCL's and buffers that other ranks read, and memory that the
+    allocator holds for CUDA graphs.
     """
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device) + kept_by_graphs(device)
 
 
 def kept_by_graphs(device: torch.device) -> int:
-    """Return the bytes that torch's allocator keeps for CUDA graphs: nobody else gets them."""
+    """Return the bytes that torch's allocator reserves for CUDA graphs."""
     segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == device.index)
     return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))

@@ -1,6 +1,6 @@
 """Runs the cells of a job on one rank; rank 0 writes the rows.
 
-Ranks agree over gloo, beside what is measured, so that they still can when a cell has failed.
+Ranks coordinate over gloo, separately from the measured communication, so this still works after a cell has failed.
 """
 
 import os
@@ -24,8 +24,8 @@ from bmburst.errors import UserError, one_line
 from bmburst.runtime import start, watchdog
 from bmburst_ops.errors import KernelError
 
-_LOST = 3  # exit status of a rank whose GPU takes no more work
-_PATIENCE = 20.0  # seconds that a rank that failed gives the others to be through too
+_LOST = 3  # exit status of a rank whose GPU accepts no more work
+_PATIENCE = 20.0  # seconds that a failed rank waits for the others to finish the cell
 _RUN, _SKIP, _STOP = "run", "skip", "stop"
 
 
@@ -38,34 +38,34 @@ def main(folder: Path) -> None:
 
 
 def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
-    """Start torch.distributed, beside BMTrain where it is asked for, and return this rank's device.
+    """Start torch.distributed, and BMTrain if requested, and return this rank's device.
 
     Args:
-        folder: The job's.
+        folder: Folder of the job.
         runtime: "torch" or "bmtrain".
-        tensor: Ranks that share each matrix, under BMTrain.
+        tensor: Tensor parallel degree under BMTrain.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options: dict[str, Any] = {}
     if runtime == "bmtrain":
         start(seed=0, tensor=tensor)
-        # A meeting place of its own: the launcher's store is BMTrain's.
+        # A separate rendezvous: BMTrain uses the launcher's store.
         options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}
     return start_ranks(**options)
 
 
 class RankRun(ABC, Generic[C]):
-    """One rank's part of the job. A kind of benchmark says in a subclass what it is to measure a cell.
+    """One rank's part of the job. A subclass per kind of benchmark defines how to measure a cell.
 
     Args:
-        job: What to measure.
-        device: This rank's.
-        folder: The job's.
+        job: The job.
+        device: This rank's device.
+        folder: Folder of the job.
 
     Attributes:
         rank: This rank's number.
-        world: Ranks of the job.
-        gauge: Of this rank's memory.
+        world: Number of ranks of the job.
+        gauge: Gauge of this rank's memory.
     """
 
     def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
@@ -76,10 +76,10 @@ class RankRun(ABC, Generic[C]):
         self.prepare()
         dist.all_reduce(torch.zeros(1, device=device))
         self.gauge = Gauge.begin(device)
-        self.results = job.results()  # of the first rank, which alone writes
+        self.results = job.results()  # only the first rank writes
 
     def prepare(self) -> None:
-        """Make what all cells share, communicators too. Every rank calls it."""
+        """Create objects that all cells share, for example communicators. Every rank calls it."""
 
     def takes_part(self, cell: C) -> bool:
         """Return whether this rank has anything to do in a cell."""
@@ -91,7 +91,7 @@ class RankRun(ABC, Generic[C]):
 
     @abstractmethod
     def measure(self, cell: C) -> Row:
-        """Return what a cell's row says beside its state."""
+        """Measure a cell and return its row, without the status."""
 
     def run(self) -> None:
         """Measure the cells; the first rank writes the file after each."""
@@ -120,7 +120,7 @@ class RankRun(ABC, Generic[C]):
         if self.results.is_done(cell, again=self.job.again):
             return _SKIP
         if self.job.deadline and time.time() + self.results.kind.estimate(self.results, cell) > self.job.deadline:
-            # A cheaper cell further on may still fit, if there is any time at all.
+            # A cheaper later cell may still fit, if any time is left.
             return _SKIP if time.time() < self.job.deadline else _STOP
         self.results.running = cell.key
         self.results.write(Path(self.job.output))
@@ -128,7 +128,7 @@ class RankRun(ABC, Generic[C]):
 
     def _try(self, cell: C) -> None:
         begun = time.perf_counter()
-        empty_cache()  # or this cell would be charged with what attention kept in the last one
+        empty_cache()  # else memory that attention kept in the last cell would count for this one
         self.gauge.clear()
         takes_part = self.takes_part(cell)
         reason = next((r for r in self.from_all(self.refusal(cell) if takes_part else None) if r), None)
@@ -151,16 +151,16 @@ class RankRun(ABC, Generic[C]):
         except torch.OutOfMemoryError as error:
             asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
             return {"status": FAILED, "reason": "out of memory" + (f" for {asked.group(1)} more" if asked else "")}
-        except Exception as error:  # a method of others may fail in any way, and the next cell is none of its business
+        except Exception as error:  # foreign code may raise anything; later cells still run
             return {"status": FAILED, "reason": f"{type(error).__name__}: {one_line(error)}"}
 
     def _meet(self, cell: C, row: Row) -> None:
-        """Say that this rank is through with the cell, and if it failed make sure that the others are.
+        """Announce that this rank has finished the cell; if it failed, check that the others have finished too.
 
-        By files, for ranks of one host: no collective gives up early on one rank alone.
+        It uses files, for ranks of one host, because no collective times out on a single rank.
 
         Raises:
-            RuntimeError: This rank failed and the others wait for it inside the cell: the run must end and begin anew.
+            RuntimeError: This rank failed and the others wait for it inside the cell. The ranks must be restarted.
         """
         signs = [self.folder / f"through.{self.cells.index(cell)}.{rank}" for rank in range(self.world)]
         signs[self.rank].touch()
@@ -190,7 +190,7 @@ class RankRun(ABC, Generic[C]):
 
 
 def _joined(rows: list[Row]) -> Row:
-    """Return the first rank's row, or that of the first rank that failed; memory is that of the rank with most."""
+    """Return the row of the first failed rank, else of the first rank, with the largest memory of all ranks."""
     bad = next((row for status in (FAILED, REFUSED) for row in rows if row["status"] == status), None)
     if bad is not None:
         return bad

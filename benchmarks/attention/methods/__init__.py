@@ -15,7 +15,7 @@ __all__ = ["Attend", "LocalKernel", "Method", "OneGpu", "Ours", "Setting", "all_
 
 
 def all_methods(device: str) -> dict[str, Method]:
-    """Return the methods by name: ours as it chooses itself, the nearest peers, ours in every way, the other peers.
+    """Return the methods by name: bmburst with automatic choices, close peers, all bmburst variants, other peers.
 
     Args:
         device: "cuda" or "cpu".

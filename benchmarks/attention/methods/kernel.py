@@ -1,7 +1,7 @@
 """The attention kernel that all methods run, and flash-attn 2's private functions on top of it for packages.
 
-bmburst's own kernels take delta in backward. Peers keep the output and let the kernel compute delta, so where a kernel
-has such a path it is the one taken here, for the peers and for one GPU alone: nobody is charged for our interface.
+bmburst passes delta to backward. Peers keep the output, and the kernel computes delta. If a kernel supports this, peers
+and the one-GPU comparison use it here, so bmburst's interface does not slow them down.
 """
 
 import importlib
@@ -23,11 +23,11 @@ from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_ar
 from bmburst_ops.merge import row_dots
 
 PackedPattern = Band | Segments
-"""Which keys the queries see, aligned at the bottom right."""
+"""The mask of a call, aligned at the bottom right."""
 
 
 class ForBackward(NamedTuple):
-    """What backward needs beside the inputs: dO, the output and log-sum-exp, and where gradients are to be written."""
+    """Arguments of backward besides the inputs: dO, output and log-sum-exp, and memory for the gradients."""
 
     grad: Tensor
     out: Tensor
@@ -36,17 +36,17 @@ class ForBackward(NamedTuple):
 
 
 class LocalKernel:
-    """One kernel of the table, chosen by name and by the tensors of each call.
+    """A kernel of `bmburst_ops.flash`, selected by name and by the tensors of each call.
 
     Args:
-        name: A name of `bmburst_ops.flash.NAMES`; "auto" takes the first that fits.
+        name: A name of `bmburst_ops.flash.NAMES`; "auto" selects the first that supports the tensors.
     """
 
     def __init__(self, name: str = "auto") -> None:
         self.choice = name
 
     def name(self, q: Tensor, k: Tensor, pattern: PackedPattern) -> str:
-        """Return the name of the kernel that takes these inputs."""
+        """Return the name of the kernel for these inputs."""
         return select_kernel(self.choice, q, k, needs=pattern.needs).name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, scale: float) -> tuple[Tensor, Tensor]:
@@ -104,11 +104,11 @@ _FA4 = "flash_attn.cute.interface"
 
 @contextmanager
 def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
-    """While a package is imported, let flash-attn 2's private functions be the kernel under test.
+    """Return a context for importing a package, in which flash-attn 2's private functions run the kernel under test.
 
     Args:
-        kernel: What is called instead.
-        emptied: Modules of the package that only bring in what the suite does not use, and much else.
+        kernel: The kernel to run instead.
+        emptied: Modules of the package to replace by empty ones: the benchmark does not use them.
     """
     stand_ins = {_INTERFACE: _interface(kernel)}
     if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
@@ -127,7 +127,7 @@ def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
 
 
 class _Anything(ModuleType):
-    """A module with every name; what is imported from it is never called here."""
+    """A module in which every name exists; the benchmark never calls what is imported from it."""
 
     __path__: list[str] = []  # noqa: RUF012  # lets it be a package
 
@@ -149,7 +149,7 @@ _REQUIRED = dict.fromkeys(_OPTIONS, Parameter.empty)  # only the functions for p
 
 
 def _interface(kernel: LocalKernel) -> ModuleType:
-    """Return flash-attn 2.7's module: forward and backward of both kinds, with its argument names and results."""
+    """Return a replacement of flash-attn 2.7's module: dense and varlen, forward and backward, with its signatures."""
 
     def forward(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
         tensors, scale = (given["q"], given["k"], given["v"]), given["softmax_scale"]
@@ -182,9 +182,9 @@ def _interface(kernel: LocalKernel) -> ModuleType:
 
 
 def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of arguments of these names and defaults, which packages read with `inspect`.
+    """Return a function with these argument names and defaults in its signature, which packages read with `inspect`.
 
-    It refuses options that the kernels under test do not have, and hands the others on by name.
+    It refuses options that the kernels under test do not support, and passes the others on by name.
     """
     kind = Parameter.POSITIONAL_OR_KEYWORD
     signature = Signature([Parameter(name, kind, default=default) for name, default in defaults.items()])
@@ -202,7 +202,7 @@ def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping
 
 
 def _offsets(given: Mapping[str, Any]) -> PackageArguments | None:
-    """Return the offsets of packed sequences, or None where the call has none."""
+    """Return the offsets of packed sequences; None for a dense call."""
     return (
         PackageArguments(_band(given), *(given[name] for name in _OFFSETS.split())) if "cu_seqlens_q" in given else None
     )
@@ -211,10 +211,10 @@ def _offsets(given: Mapping[str, Any]) -> PackageArguments | None:
 def packed_forward(
     kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return output `[tokens, heads, head_dim]` and log-sum-exp `[heads, tokens]` of sequences end to end.
+    """Return output `[tokens, heads, head_dim]` and log-sum-exp `[heads, tokens]` of packed sequences.
 
-    Offsets that are on a GPU stay there where the kernel takes them as they are (FlashAttention-4): no peer waits for
-    what only our interface wants to know on the host.
+    Offsets stay on the GPU if the kernel reads them there (FlashAttention-4), so peers do not wait for a copy to the
+    host that only bmburst's interface needs.
     """
     if _takes_offsets(kernel, q, k, call):
         flat = (aligned(t) for t in (q, k, v))
@@ -229,7 +229,7 @@ def packed_forward(
 def packed_backward(
     kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: PackageArguments, scale: float
 ) -> None:
-    """Write the gradients where `results.into` says, which must say it."""
+    """Write the gradients to `results.into`, which must be given."""
     grad, out, lse, into = results
     assert into is not None  # the packages that are run give memory
     if _takes_offsets(kernel, q, k, call):

@@ -25,18 +25,18 @@ from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.layout import make_layout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of a rank's q, k and v: differentiable, every rank of the group calls it."""
+"""Attention of a rank's q, k and v. It is differentiable, and every rank of the group calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a method needs to know of a run, beside the cell.
+    """Settings of a run that a method needs, besides the cell.
 
     Attributes:
         group: The ranks.
         kernel: The kernel under test.
-        kernel_name: The name it was asked for by, for methods that choose themselves.
-        deterministic: Whether gradients must repeat bit for bit, where the method can.
+        kernel_name: The name of the --kernel option, for methods that select a kernel themselves.
+        deterministic: Whether gradients must be bitwise reproducible, if the method supports it.
     """
 
     group: RankGroup
@@ -56,54 +56,54 @@ def applied(function: type[torch.autograd.Function], *arguments: object) -> Atte
 
 
 class Method(ABC):
-    """One way to run attention over ranks. This base holds a sequence cut into equal shares.
+    """One way to run attention over ranks. This base class shards a sequence into equal parts.
 
     Attributes:
-        name: Of the method in cells.
-        masks: The masks that it does.
+        name: Name of the method in cells.
+        masks: The masks that it supports.
     """
 
     name = ""
     masks: tuple[str, ...] = PLAIN_MASKS
 
     def refusal(self, cell: Cell) -> str | None:
-        """Return why the cell cannot run, as a phrase, as far as it is known before any tensor is made."""
+        """Return why the cell cannot run, as a phrase; None if nothing is known against it before tensors exist."""
         return self.mask_refusal(cell) or self.shape_refusal(cell)
 
     def mask_refusal(self, cell: Cell) -> str | None:
-        """Return why it cannot do the cell's mask, or None."""
+        """Return why the method does not support the cell's mask, or None."""
         if cell.mask in self.masks:
             return None
         return f"it is run under {' and '.join(self.masks)} masks only, not under '{cell.mask}'"
 
     def shape_refusal(self, cell: Cell) -> str | None:
-        """Return why it cannot take the cell's shape, or None."""
+        """Return why the method does not support the cell's shape, or None."""
         del cell
         return None
 
     def layout(self, cell: Cell) -> str:
-        """Return which tokens a rank holds."""
+        """Return the layout of the tokens over the ranks."""
         del cell
         return "contiguous"
 
     def traffic(self, cell: Cell) -> Traffic | None:
-        """Return the bytes that a rank receives, or None where they are not known."""
+        """Return the bytes that a rank receives; None if unknown."""
         del cell
         return None
 
     def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
-        """Return `traffic` as it is once the method has decided, and for the row what it decided. All ranks call it."""
+        """Return `traffic` for the choices of the method, and these choices for the row. All ranks call it."""
         del setting
         return self.traffic(cell), {}
 
     def memory(self, cell: Cell) -> float:
-        """Return about how many bytes a rank holds at the peak of forward and backward."""
+        """Return the approximate peak bytes of a rank in forward and backward."""
         own = sizes(cell)
         return own.held + own.q * own.wide
 
     @abstractmethod
     def bind(self, cell: Cell, setting: Setting) -> Attend:
-        """Return the method ready to run on this rank; may raise what a missing package raises."""
+        """Return the method, ready to run on this rank. May raise errors of a missing package."""
 
     def positions(self, cell: Cell, rank: int) -> Tensor:
         """Return the global positions of a rank's tokens."""
@@ -111,15 +111,15 @@ class Method(ABC):
         return torch.cat([run.start + run.stride * torch.arange(run.tokens) for run in layout.runs(rank)])
 
     def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """Return what a rank holds of q, k or v `[batch, tokens, heads, head_dim]`, or of its gradient."""
+        """Return a rank's part of q, k or v `[batch, tokens, heads, head_dim]`, or of its gradient."""
         return whole[:, self.positions(cell, rank).to(whole.device)]
 
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """Return what a rank holds of the output, or of its gradient."""
+        """Return a rank's part of the output, or of its gradient."""
         return self.cut_input(whole, cell, rank)
 
     def real(self, held: Tensor, cell: Cell, rank: int) -> Tensor:
-        """Return what counts of a rank's output or gradient: all, unless the method pads."""
+        """Return a rank's output or gradient without padding."""
         del cell, rank
         return held
 
@@ -133,7 +133,7 @@ class Method(ABC):
 
 
 def heads_refusal(cell: Cell) -> str | None:
-    """Return why heads cannot be dealt out to the ranks evenly, or None."""
+    """Return why heads cannot be divided evenly over the ranks, or None."""
     for kind, heads in (("query", cell.heads), ("key/value", cell.kv_heads)):
         if heads % cell.ranks:
             return f"{heads} {kind} heads cannot be dealt out to {cell.ranks} ranks evenly"
@@ -141,9 +141,9 @@ def heads_refusal(cell: Cell) -> str | None:
 
 
 class OneGpu(Method):
-    """One GPU's own kernel on the FLOPs of a rank's share (`one_gpu_cell`): what every ratio is taken against.
+    """One GPU's kernel with a rank's share of the FLOPs (`one_gpu_cell`): the reference of every ratio.
 
-    For accuracy it has the whole sequence.
+    For accuracy it computes the whole sequence.
     """
 
     name = ONE_GPU
@@ -169,7 +169,7 @@ class OneGpu(Method):
 
 
 class _Local(torch.autograd.Function):
-    """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as one differentiable function, and nothing else."""
+    """`(q, k, v, kernel, pattern, scale) -> out`: only the kernel, as a differentiable function."""
 
     @staticmethod
     def forward(
@@ -208,7 +208,7 @@ def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
 
 
 def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """Return q, k, v, which want gradients, and dO."""
+    """Return q, k, v, which require gradients, and dO."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype: torch.dtype = getattr(torch, cell.dtype)
     shapes = [method.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]

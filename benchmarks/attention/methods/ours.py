@@ -1,4 +1,4 @@
-"""`burst_attention` as a method: every strategy and transport, and the bytes that each receives."""
+"""`burst_attention` as a method: all strategies and transports, and the bytes that a rank receives."""
 
 import functools
 from itertools import chain
@@ -22,7 +22,7 @@ _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "wi
 
 
 class Ours(Method):
-    """One strategy over one transport, in the layout that is best for the mask, or for documents in layout "balanced".
+    """One strategy over one transport, in the best layout for the mask, or for documents in layout "balanced".
 
     Args:
         strategy: As in `burst_attention`.
@@ -69,7 +69,7 @@ class Ours(Method):
         return attend
 
     def _group(self, setting: Setting) -> object:
-        # The world by the library's own choice: BMTrain's communicator where BMTrain runs.
+        # For the world the library chooses the communicator: BMTrain's if BMTrain runs.
         return None if setting.group.is_world else setting.group.process_group
 
     def _options(self, cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Ours(Method):
 
 
 def ours_on(device: str) -> tuple[Ours, ...]:
-    """Return every strategy over every transport that there is on a kind of device.
+    """Return every strategy over every transport of a kind of device.
 
     Args:
         device: "cuda" or "cpu".
@@ -96,15 +96,15 @@ def ours_on(device: str) -> tuple[Ours, ...]:
 
 
 def traffic(cell: Cell, call: AttentionCall) -> Traffic:
-    """Return the bytes that a rank receives, of those that receive most.
+    """Return the bytes received by the rank that receives most.
 
-    Backward, ranks that exchange heads exchange q, k and v again, dO, log-sum-exp, delta and the gradients. Between
-    groups of such ranks a gather pulls the keys that are seen, and backward again, and gradients come home from all who
-    pulled; a ring moves whole blocks as often as anybody has work with them, and gradients once more.
+    In backward, ranks that exchange heads exchange q, k and v again, dO, log-sum-exp, delta and the gradients. Between
+    groups of such ranks, a gather pulls the visible keys, in backward again, and gradients return from all ranks that
+    pulled. A ring moves whole blocks for as many hops as any rank needs them, and in backward also gradients.
     """
     own, heads = sizes(cell), call.strategy.ulysses_degree
     share = (heads - 1) / heads
-    copies = max(1.0, heads / cell.kv_heads)  # a KV head goes to every rank that has query heads of it
+    copies = max(1.0, heads / cell.kv_heads)  # every rank with query heads of a KV head gets it
     forward = (2 * own.q + 2 * own.k * copies + own.statistics) * share
     backward = (3 * own.q + 4 * own.k * copies + 2 * own.statistics) * share
     outer = call.outer.layout

@@ -1,4 +1,4 @@
-"""Methods that run other projects' packages, where they are installed, with the benchmark's kernel."""
+"""Methods that run other projects' packages, if they are installed, with the kernel under test."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benc
 
 
 class PackageMethod(Method):
-    """A method whose code is a package's."""
+    """A method that is implemented by a package."""
 
     module = ""
     distribution = ""
@@ -35,7 +35,7 @@ class PackageMethod(Method):
 
 
 class Yunchang(PackageMethod):
-    """yunchang (USP, arXiv:2405.07719): Ulysses inside as far as heads go, its ring outside."""
+    """yunchang (USP, arXiv:2405.07719): the largest Ulysses degree that the heads allow, and its ring outside."""
 
     name = "yunchang"
     module, distribution = "yunchang", "yunchang"
@@ -56,7 +56,7 @@ class Yunchang(PackageMethod):
 
 
 class BurstAttentionPackage(PackageMethod):
-    """Burst-Attention's own package, with its backward that moves queries."""
+    """The package of Burst-Attention, with its backward that moves queries."""
 
     name = "burst-attention"
     module, distribution = "burst_attn", "Burst-Attention"
@@ -76,11 +76,10 @@ class BurstAttentionPackage(PackageMethod):
 
 
 class RingFlashAttention(PackageMethod):
-    """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, its plain ring without.
+    """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, else its plain ring.
 
-    Documents: zigzag in each, which pads it to 2 P chunks.
-
-    Padding is at the end of a document and no real token sees it: results are exact, and only the time grows.
+    For documents it uses zigzag in each document, padded to 2 P chunks. Padding is at the end of a document, and no
+    real token sees it, so results are exact and only the time grows.
     """
 
     name = "ring-flash-attn"
@@ -88,7 +87,7 @@ class RingFlashAttention(PackageMethod):
     masks: tuple[str, ...] = (*PLAIN_MASKS, "documents")
 
     def mask_refusal(self, cell: Cell) -> str | None:
-        """See `Method.mask_refusal`. Seen in version 0.1.8: `window_size` is kept for backward and not passed on."""
+        """See `Method.mask_refusal`. In version 0.1.8 `window_size` is saved for backward but not passed on."""
         if cell.mask == "window":
             return "its functions for packed sequences leave the window out of backward, and its rings take none"
         return super().mask_refusal(cell)
@@ -104,7 +103,7 @@ class RingFlashAttention(PackageMethod):
         return "zigzag in each document" if cell.mask == "documents" else super().layout(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: K and V go round in both directions, dK and dV in fp32 once more and home."""
+        """See `Method.traffic`: K and V go around in forward and in backward, dK and dV in fp32 once, back home."""
         own = sizes(cell)
         once = 2.0 * own.k * (cell.ranks - 1)
         padded = self._held(cell) / (cell.tokens // cell.ranks)
@@ -125,7 +124,7 @@ class RingFlashAttention(PackageMethod):
         return lambda q, k, v: packed(q[0], k[0], v[0], **call)[None]
 
     def load(self, setting: Setting) -> Any:
-        """Return the package, over the kernel under test."""
+        """Return the package, with the kernel under test."""
         with flash_attention_2(setting.kernel, f"{self.module}.adapters"):
             return importlib.import_module(self.module)
 
@@ -149,12 +148,12 @@ class RingFlashAttention(PackageMethod):
         return cell.batch, self._held(cell), heads, cell.head_dim
 
     def _held(self, cell: Cell) -> int:
-        """Return a rank's tokens, padding included."""
+        """Return the number of a rank's tokens, including padding."""
         return 2 * sum(_chunks(cell)) if cell.mask == "documents" else cell.tokens // cell.ranks
 
 
 class RingFlashAttentionLlama3(RingFlashAttention):
-    """Each rank gathers the keys of a few heads at a time, and its run of tokens sees those of its documents."""
+    """Its llama3 functions: each rank gathers the keys of a few heads at a time for its contiguous tokens."""
 
     name = f"ring-flash-attn{LLAMA3}"
     masks = ("documents",)
@@ -165,12 +164,12 @@ class RingFlashAttentionLlama3(RingFlashAttention):
         return "contiguous"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: everyone's K and V in both directions, everyone's share of our dK and dV."""
+        """See `Method.traffic`: K and V of all ranks in both directions, and all ranks' shares of own dK and dV."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 3 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: beside it K and V of some heads, those of the next, and the gradients of both."""
+        """See `Method.memory`: in addition K and V of some heads, those of the next heads, and gradients of both."""
         share = _stride(cell) / cell.kv_heads
         return super().memory(cell) + 6.0 * sizes(cell).k * cell.ranks * share
 
@@ -195,15 +194,15 @@ class RingFlashAttentionLlama3(RingFlashAttention):
 
 
 def zigzag_positions(lengths: Sequence[int], size: int, rank: int) -> list[int]:
-    """Return which positions a rank holds if each document is padded to 2 P equal chunks, two of which are its own.
+    """Return a rank's positions if each document is padded to 2 P equal chunks and the rank holds two of them.
 
     Args:
         lengths: Tokens of each document.
-        size: Ranks.
-        rank: The rank: of every document it holds chunk `rank` and chunk `2 * size - 1 - rank`.
+        size: Number of ranks.
+        rank: The rank. It holds chunks `rank` and `2 * size - 1 - rank` of every document.
 
     Returns:
-        Global positions in the order in which they are held; -1 for padding.
+        Global positions in local order; -1 for padding.
     """
     held, start = [], 0
     for length in lengths:

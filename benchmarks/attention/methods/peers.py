@@ -1,4 +1,4 @@
-"""Other projects' methods, written here: Ulysses, tensor parallelism, all-gather of K and V, ring self-attention."""
+"""Reimplementations of other methods: Ulysses, tensor parallelism, all-gather of K and V, ring self-attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Ulysses(Method):
         return heads_refusal(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: of every tensor all but the own part; backward moves dO, dQ, dK and dV."""
+        """See `Method.traffic`: all but the own part of every tensor; backward moves dO, dQ, dK and dV."""
         own = sizes(cell)
         once = (2 * own.q + 2 * own.k) * (cell.ranks - 1) / cell.ranks
         return Traffic(once, 2 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: shares by tokens and by heads, both, and the buffers of an all-to-all."""
+        """See `Method.memory`: tensors sharded by tokens and by heads, and the buffers of an all-to-all."""
         own = sizes(cell)
         return 2 * own.held + own.q * own.wide
 
@@ -65,9 +65,9 @@ class _Ulysses(torch.autograd.Function):
 
 
 def to_heads(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
-    """Turn shares by tokens `[batch, tokens / P, heads, dim]` into shares by heads `[batch, tokens, heads / P, dim]`.
+    """Reshard from tokens, `[batch, tokens / P, heads, dim]`, to heads, `[batch, tokens, heads / P, dim]`.
 
-    All tensors travel in one all-to-all. With one sequence the results are views of what arrived.
+    All tensors are exchanged in one all-to-all. For one sequence the results are views of the received buffer.
     """
     batch, _, _, dim = tensors[0].shape
     packed = torch.cat([t.unflatten(2, (group.size, -1)) for t in tensors], 3)  # [batch, n, P, heads of all, dim]
@@ -77,7 +77,7 @@ def to_heads(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
 
 
 def to_tokens(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
-    """Turn shares by heads back into shares by tokens, in one all-to-all."""
+    """Reshard from heads back to tokens, in one all-to-all."""
     packed = torch.cat(tensors, 2) if len(tensors) > 1 else tensors[0]
     parts = packed.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()  # [P, batch, n, heads of all, dim]
     arrived = group.all_to_all(parts).permute(1, 2, 0, 3, 4)  # [batch, n, P, heads of all, dim]
@@ -88,9 +88,9 @@ def to_tokens(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
 class TensorParallelV1(Method):
     """Megatron: heads split over the ranks, an all-reduce after attention and one in backward (arXiv:1909.08053).
 
-    Projections are not part of it, but their collectives are, on tensors of the hidden state's size `[batch, tokens,
-    heads x dim]`. Forward they sum the output: each rank's heads in their place, zeros elsewhere. Backward they sum dQ
-    in place of the gradient of the hidden states. q, k and v exist when the clock starts.
+    Projections are not included, but their collectives are, on tensors of the size of the hidden states, `[batch,
+    tokens, heads x dim]`. Forward sums the output, with zeros for the heads of other ranks. Backward sums dQ instead of
+    the gradient of the hidden states. q, k and v already exist when the timing starts.
     """
 
     name = "tensor-parallel-v1"
@@ -107,7 +107,7 @@ class TensorParallelV1(Method):
         return Traffic(once, 2 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: own heads, and the whole hidden state as output, gradient, and both in transit."""
+        """See `Method.memory`: own heads, and whole hidden states: output, gradient, and the buffers of both."""
         own = sizes(cell)
         return own.held + own.q * own.wide + 4 * own.q * cell.ranks
 
@@ -121,7 +121,7 @@ class TensorParallelV1(Method):
         return whole.chunk(cell.ranks, 2)[rank]
 
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """See `Method.cut_output`: all of it."""
+        """See `Method.cut_output`: the whole output."""
         del cell, rank
         return whole
 
@@ -154,7 +154,7 @@ class _TensorParallel(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, pattern: PackedPattern, scale: float
     ) -> Tensor:
-        if split:  # the input of the projections; what is in it does not matter
+        if split:  # the input of the projections; its values do not matter
             batch, tokens, heads, dim = q.shape
             setting.group.all_gather(
                 q.new_empty((batch, tokens // setting.group.size, heads * setting.group.size, dim))
@@ -172,7 +172,7 @@ class _TensorParallel(torch.autograd.Function):
         whole = group.all_gather(grad).transpose(0, 1).flatten(1, 2) if split else grad
         mine = whole.chunk(group.size, 2)[group.rank]
         grads = setting.kernel.backward(q, k, v, ForBackward(mine, out, lse), pattern, scale)
-        _sum(group, grads.q, split)  # stands for dX
+        _sum(group, grads.q, split)  # instead of dX
         return *grads, None, None, None, None
 
 
@@ -198,16 +198,16 @@ class AllGatherKV(Method):
     name = "allgather-kv"
 
     def layout(self, cell: Cell) -> str:
-        """See `Method.layout`: two chunks a rank, so that a causal mask gives all ranks the same work."""
+        """See `Method.layout`: two chunks per rank, so that a causal mask gives all ranks the same work."""
         return "zigzag" if cell.is_causal else "contiguous"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: everyone's K and V forward, everyone's share of our dK and dV backward."""
+        """See `Method.traffic`: in forward K and V of all ranks, in backward all ranks' shares of own dK and dV."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 2 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: whole K and V as they came and in order, their gradients in fp32 and as they leave."""
+        """See `Method.memory`: whole K and V, received and reordered, and their gradients, in fp32 and to send."""
         own = sizes(cell)
         return own.held + own.q * own.wide + 2 * own.k * cell.ranks * (3 + own.wide)
 
@@ -218,14 +218,14 @@ class AllGatherKV(Method):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where chunks stand, and what each of this rank's may see.
+    """The order of chunks, and the kernel calls of this rank.
 
     Attributes:
-        order: `order[g]` is the place of the g-th chunk of the sequence when chunks are listed rank by rank.
+        order: `order[g]` is the index of the g-th chunk of the sequence when chunks are listed rank by rank.
         places: The inverse of `order`.
-        calls: This rank's chunks: their local rows, and how many keys they may see.
-        chunks: Chunks a rank holds.
-        pattern: What a call's queries see, at the bottom right.
+        calls: For each of this rank's chunks its local rows and its number of visible keys.
+        chunks: Number of chunks per rank.
+        pattern: The mask of a call, aligned at the bottom right.
         scale: Factor on the scores.
     """
 
@@ -296,12 +296,12 @@ class RingLi(Method):
     name = "ring-li-2021"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: K and V around; backward V and K around again, dV and dK reduce-scattered."""
+        """See `Method.traffic`: K and V go around the ring; in backward again, and dV and dK are reduce-scattered."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 3 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: at the peak the weights, their gradient, and its product, each tokens^2 / P a head."""
+        """See `Method.memory`: at the peak weights, their gradient and its product, each tokens^2 / P per head."""
         own = sizes(cell)
         scores = own.q / cell.head_dim * cell.tokens
         return own.held + 4 * scores + 2 * own.k * cell.ranks
@@ -357,7 +357,7 @@ class _RingLi(torch.autograd.Function):
 
 
 def _visits(group: RankGroup, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's block with its owner, the own one first; the next travels while this one is used."""
+    """Yield every rank's block with its owner, the own block first. The next block is transferred meanwhile."""
     for step in range(group.size):
         arriving = group.rotate(block) if step + 1 < group.size else None
         yield (group.rank - step) % group.size, block
