@@ -1,12 +1,12 @@
-"""Which causal LMs of transformers are exact on a split sequence: `python -m benchmarks.families`.
+"""Tests which causal LMs of transformers are exact on a split sequence: `python -m benchmarks.families`.
 
-Every model type of the installed transformers is made with its default configuration but for tiny sizes, random weights
-and no dropout. One batch goes through it whole, with transformers' own attention, and split over the ranks: logits,
-loss and all gradients must agree to 1e-5, relative, in fp64 (some models compute norms in fp32 all the same). A
-gradient whose norm is below a hundredth of the largest is compared with that hundredth: the gradient of a bias of keys
-is zero but for rounding. Windows are made smaller than the sequence, softcaps of scores as small as scores. A type is
-"exact" if they agree, "refused" with bmburst's message, "not made" where the tiny model cannot be made or run by
-transformers alone, "different" where they do not agree, and "failed" where any other error comes: both are bugs.
+Every model type of the installed transformers is created with its default configuration, except for tiny sizes, random
+weights and no dropout. One batch is computed whole, with transformers' attention, and split over the ranks. Logits,
+loss and all gradients must agree to 1e-5, relative, in fp64 (some models still compute norms in fp32). A gradient whose
+norm is below a hundredth of the largest is compared relative to that hundredth: the gradient of a key bias, for
+example, is zero up to rounding. Windows are smaller than the sequence, and softcaps are as small as scores. A type is
+"exact" if the results agree, "refused" with bmburst's message, and "not made" if transformers alone cannot create or
+run the tiny model. "different", if they do not agree, and "failed", after any other error, are bugs.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Training steps of a transformers model on split sequences under FSDP2, in seconds and bytes; start it with torchrun.
+"""Measures time and memory of training a transformers model on split sequences with FSDP2; start it with torchrun.
 
     torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
 
 The step is that of docs/fsdp2.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around each
-decoder layer, gradient clipping and fused AdamW. Weights and state are fp32 and sharded, 16 bytes a weight over all
-ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). They are random, made on the meta device and filled shard
-by shard. All ranks share one sequence of random tokens. A time is that of a whole step on the slowest rank, the host
-included, which waits for the loss as a script does that prints it; the median counts. Peaks are of torch's allocator.
+decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per weight
+over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta device and
+filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on the slowest
+rank, including the host, which waits for the loss as a script that prints it. Peaks are those of torch's allocator.
 """
 
 import argparse

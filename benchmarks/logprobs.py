@@ -1,10 +1,10 @@
-"""A pass through `token_logprobs`, time and memory: `bmburst launch --nproc 2 -- -m benchmarks.logprobs`.
+"""Measures time and memory of `token_logprobs`: `bmburst launch --nproc 2 -- -m benchmarks.logprobs`.
 
 The model is MiniCPM-2B with a larger vocabulary, in bfloat16 with random weights, and one sequence is split over all
-ranks. Three passes are measured: log-probabilities of all tokens without gradients, as of a reference model; those with
-the backward pass of a loss that weighs each token by itself, as in DPO or GRPO; and, beside them, the mean loss of the
-tokens. A time is the median on the slowest rank, memory the largest peak of a rank that torch allocated, weights and
-gradients included, optimizer excluded. `--small` is a tiny case, which runs also on a CPU.
+ranks. Three passes are measured: log-probabilities of all tokens without gradients, as for a reference model;
+log-probabilities with the backward pass of a loss with per-token weights, as in DPO or GRPO; and, for comparison, the
+mean loss of the tokens. A time is the median on the slowest rank. Memory is the largest peak of torch's allocator over
+the ranks, with weights and gradients but without an optimizer. `--small` is a tiny case, which also runs on a CPU.
 """
 
 import argparse

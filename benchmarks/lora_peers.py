@@ -1,14 +1,14 @@
-"""LoRA of llama-3-8b on one GPU by PEFT and transformers, and by `bmburst train`: `python -m benchmarks.lora_peers`.
+"""Compares LoRA of llama-3-8b on one GPU with PEFT and with `bmburst train`: `python -m benchmarks.lora_peers`.
 
-Rank 16 on q_proj and v_proj, one sequence of 64K random tokens, random weights, bfloat16, AdamW. Each method runs in a
-process of its own; out of memory is a result, with the bytes that were asked for. A time is that of a whole step, the
-host included; the median counts. Peaks are of torch's allocator. The methods:
+Adapters have rank 16 on q_proj and v_proj. The input is one sequence of 64K random tokens; weights are random, in
+bfloat16; the optimizer is AdamW. Each method runs in a separate process. Out of memory is a result, with the requested
+bytes. Times are medians of whole steps, including the host. Peaks are those of torch's allocator. The methods:
 
 - peft: transformers' model and loss, SDPA by torch's choice, transformers' gradient checkpointing
 - peft-liger: the same with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
 - peft-liger-cudnn: the same with SDPA by cuDNN
 - peft-bmburst: attn_implementation="bmburst" on one rank, its `recompute` and loss, in PEFT's model
-- bmburst: `bmburst train --lora.rank 16 --recompute auto`, with weights and tokens of its own
+- bmburst: `bmburst train --lora.rank 16 --recompute auto`, with its own random weights and tokens
 
 Adapters of PEFT are in bfloat16 (autocast_adapter_dtype=False): in fp32, its default, each would multiply in fp32.
 """

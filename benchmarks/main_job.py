@@ -1,7 +1,7 @@
 """Runs a whole training job on 1, 2, ... ranks: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
 
-The record (`main_job_<device>_<date>.md`) has the command, the machine, each run's output and a table; beside it lie
-the runs' metrics.jsonl. What follows `--` goes to `bmburst train`.
+The record (`main_job_<device>_<date>.md`) contains the command, the machine, each run's output and a table. The runs'
+metrics.jsonl are written next to it. Arguments after `--` are passed to `bmburst train`.
 """
 
 import argparse

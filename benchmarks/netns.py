@@ -1,4 +1,4 @@
-"""Simulates nodes with slow links on one Linux machine: a network namespace for each rank, limited by the kernel."""
+"""Simulates nodes with slow links on one Linux machine: one network namespace per rank, rate-limited by the kernel."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """Compares time and memory of training steps with `bmburst plan`: `python -m benchmarks.plan_measure`.
 
-Each case is some layers of a preset, trained for a few steps by the trainer itself. What is printed beside the
-prediction: the median time of a step, the peak of what torch allocated in it, and what the driver has given out beside
-torch. `--output FILE` also writes them as JSON, `--budget` begins no case later than that.
+Each case is some layers of a preset, which the trainer trains for a few steps. It prints, with the prediction, the
+median time of a step, the peak of torch's allocator, and the driver's memory outside the allocator. `--output FILE`
+also writes them as JSON. No case starts after `--budget`.
 """
 
 import argparse

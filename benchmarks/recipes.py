@@ -1,8 +1,8 @@
-"""Makes the recipes of real models, recipes/*.yaml, and their table in docs/recipes.md, by the planner.
+"""Generates the recipes of real models, recipes/*.yaml, and their table in docs/recipes.md, with the planner.
 
     python -m benchmarks.recipes
 
-Toys, recipes/toy_*.yaml, are written by hand. tests/train/test_recipes.py computes the numbers again.
+Toy recipes, recipes/toy_*.yaml, are written by hand. tests/train/test_recipes.py recomputes the numbers.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Writes the tables of `results/` again after a JSON file there has changed: `python -m benchmarks.records`.
+"""Rewrites tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
-- The tables of the benchmarks, from the JSON beside them. What stands above the first is written by hand.
+- The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand.
 - The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`.
-- The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
-- What `bmburst plan --check` prints, below the line in `results/plan_accuracy_*.md`.
+- The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
+- The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
 
-Each file that changed is printed. With `--check` none is written, and the exit status says whether one would be.
+It prints each file that changed. With `--check` it writes nothing, and the exit status tells whether one would change.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Measures parts of a training step, each done in several ways, on one GPU: `python -m benchmarks.step_parts`.
+"""Measures parts of a training step on one GPU, each in several ways: `python -m benchmarks.step_parts`.
 
-The first way of each part is how it would be done by itself: the head's gradient added up a chunk at a time, products
-and norms as operations of their own whose gradients autograd adds, BMTrain's AdamW. The others are what `bmburst train`
-runs, and what was weighed against it. `ms a step` is the time times how often a step does it, recomputation under
-block-keep-attention included. Times are medians by CUDA events; caches are emptied in between by writing 4 GiB.
+The first way of each part is the simple one: the head's gradient accumulated a chunk at a time, products and norms as
+separate operations whose gradients autograd adds, BMTrain's AdamW. The others are the code that `bmburst train` runs,
+and alternatives to it. `ms a step` is the time multiplied by the number of calls per step, including recomputation
+under block-keep-attention. Times are medians by CUDA events; caches are flushed between calls by writing 4 GiB.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What `strategy="auto"` takes, beside the other strategies: `bmburst launch --nproc 2 -- -m benchmarks.strategies`.
+"""Compares `strategy="auto"` with all strategies: `bmburst launch --nproc 2 -- -m benchmarks.strategies`.
 
-The cases are those in which the strategies' predicted times are close on 2 GPUs: short sequences, windows and packed
-documents. A time is the median of forward and backward of one call, on the slowest rank; strategies take turns.
-Without GPUs the sequences are shorter, and the numbers say nothing but that the program runs.
+The cases are those with close predictions for the strategies on 2 GPUs: short sequences, windows and packed documents.
+A time is the median of forward and backward of one call, on the slowest rank; calls of the strategies alternate.
+Without GPUs the sequences are shorter, and the numbers only show that the program runs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Times a call on the slowest rank, alternates calls, and has the plain collectives that peers are written with."""
+"""Times calls on the slowest rank, in alternation, and defines the plain collectives that peer methods use."""
 
 import os
 import statistics

@@ -1,4 +1,4 @@
-"""Registers `bmburst bench inference`: its options and cells, tables and pictures, beside the paper's figures."""
+"""Registers `bmburst bench inference`: its options and cells, tables and pictures, with the paper's numbers."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Runs the cells of the inference benchmark on a rank: random weights, an answer that is timed token by token."""
+"""Runs the cells of the inference benchmark on a rank, with random weights; answers are timed token by token."""
 
 import gc
 import statistics

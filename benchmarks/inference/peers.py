@@ -1,7 +1,7 @@
-"""Other methods' prefill, over the same weights: Megatron's tensor parallelism, ring self-attention, transformers.
+"""Prefill of other methods, with the same weights: Megatron's tensor parallelism, ring self-attention, transformers.
 
-Each is called as `bmburst.inference.prefill.Prefill` is, and leaves keys and values in the same cache. Decoding behind
-it is ours: with a cache by heads it is what tensor parallelism decodes with.
+Each is called like `bmburst.inference.prefill.Prefill`, and stores keys and values in the same KV cache. Decoding is
+bmburst's; with a cache sharded by heads it equals decoding with tensor parallelism.
 """
 
 import time

@@ -1,7 +1,7 @@
 """`bmburst bench paper` and `docs/paper.md`: the BurstAttention paper (arXiv:2403.09347), table by table.
 
-`kind`, `variants` and `measure` measure what no other benchmark does: the bytes and milliseconds of backward's
-transfers, the paper's ablations, and the tables of the README of Burst-Attention. `overheads` has the formulas of its
-first table, `perplexity` its last one. `tables` makes the page's tables from recorded JSON, `page` judges the paper's
-claims and writes the page.
+`kind`, `variants` and `measure` contain the measurements that no other benchmark has: bytes and milliseconds of the
+transfers in backward, the paper's ablations, and the tables of Burst-Attention's README. `overheads` contains the
+formulas of the paper's first table, `perplexity` measures its last one. `tables` makes the page's tables from recorded
+JSON. `page` judges the paper's claims and writes the page.
 """

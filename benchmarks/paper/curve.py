@@ -1,6 +1,6 @@
-"""Draws predictions for 8, 32 and 64 A100 beside the paper's points: `python -m benchmarks.paper.curve`.
+"""Draws predictions for 8, 32 and 64 A100 with the paper's points: `python -m benchmarks.paper.curve`.
 
-Predictions are those of `bmburst plan`: arithmetic: no GPU takes part.
+Predictions are those of `bmburst plan`: pure arithmetic, without a GPU.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Bytes that attention moves between GPUs, keeps and writes to memory, by formula: the paper's table 1 and ours.
+"""Formulas of the bytes that attention communicates, saves and writes to memory: the paper's table 1, and bmburst.
 
-One layer, one rank of G, nothing hidden by a mask. B sequences of N tokens, Z query and Zk KV heads of d features, h
-bytes a number, w bytes of a number in fp32. `tests/benchmarks/test_overheads.py` counts what the formulas say. Imports
-no torch.
+They are for one layer on one rank of G, without a mask: B sequences of N tokens, Z query and Zk KV heads of d features,
+h bytes per element, w bytes per fp32 number. `tests/benchmarks/test_overheads.py` checks the formulas by counting.
+Imports no torch.
 """
 
 from collections.abc import Callable, Mapping

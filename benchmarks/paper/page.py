@@ -1,7 +1,7 @@
 """Writes `docs/paper.md`: the verdicts on the paper's claims, and all tables between the page's markers.
 
-Whether recorded runs confirm a claim follows from numbers. A table stands between `<!-- table: NAME -->` and
-`<!-- end -->`; `python -m benchmarks.records` writes them all again.
+Verdicts are computed from the recorded numbers. Tables are between `<!-- table: NAME -->` and `<!-- end -->`.
+`python -m benchmarks.records` rewrites all of them.
 """
 
 import re

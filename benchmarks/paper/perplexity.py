@@ -1,8 +1,9 @@
-"""Perplexity of one model by every method: `python -m benchmarks.paper.perplexity --ranks 2 --output FILE.json`.
+"""Perplexity of one model with every method: `python -m benchmarks.paper.perplexity --ranks 2 --output FILE.json`.
 
-The text is the held-out part of what a run trains on. All methods evaluate the same weights on the same sequences, in
-fp32 on CPUs over gloo, in bfloat16 on GPUs. `--model` takes a checkpoint of `bmburst train` or a directory of a Hugging
-Face LLaMA, with its tokenizer; without it a small model is first trained on the standard library, as the record says.
+The text is the held-out part of a training corpus. All methods evaluate the same weights on the same sequences, in fp32
+on CPUs over gloo, in bfloat16 on GPUs. `--model` takes a checkpoint of `bmburst train`, or the directory of a Hugging
+Face LLaMA with its tokenizer. Without it, a small model is first trained on Python's standard library, and the record
+says so.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Backward of a ring over a slow link: `python -m benchmarks.paper.slow_link --output FILE.json`.
+"""Measures backward's transfers in a ring over a slow link: `python -m benchmarks.paper.slow_link --output FILE.json`.
 
-Each rank is a process in a network namespace of its own, on a CPU, and the kernel limits what leaves it
-(`benchmarks.netns`). K and V travel with their gradients ("kv"), or Q, dO and statistics with dQ ("burst"), with as
-many KV heads as heads and with a quarter of them. The arithmetic is left out: what is timed is what moves. Needs root
-and iproute2; where namespaces cannot be made, it says why and ends with status 1.
+Each rank is a process on a CPU in its own network namespace, and the kernel limits its outgoing traffic
+(`benchmarks.netns`). Either K and V move with their gradients ("kv"), or Q, dO and statistics move with dQ ("burst"),
+with as many KV heads as heads, and with a quarter. Only transfers are timed, without arithmetic. The program needs root
+and iproute2. If namespaces cannot be created, it prints the reason and exits with status 1.
 """
 
 import argparse

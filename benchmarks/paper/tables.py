@@ -1,6 +1,6 @@
 """The tables of `docs/paper.md`, each from recorded JSON or from the formulas; see `benchmarks.paper.page`.
 
-A file or cell that is missing in the records is said, not an error. Imports no torch.
+A file or cell that is missing in the records is marked in the table; it is not an error. Imports no torch.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Attention over a ring as the paper's ablations leave parts of it out, and communicators that count and that wait.
+"""Ring attention without some parts, as in the paper's ablations, and communicators that count bytes or wait.
 
-The ring is the library's own (`bmburst.attention.ring`): a variant replaces the call's communicator or kernel, or what
-is done with the partial results.
+The ring is that of the library (`bmburst.attention.ring`). A variant replaces the communicator, the kernel, or the
+merging of partial results.
 """
 
 from collections.abc import Sequence

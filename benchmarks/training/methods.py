@@ -1,4 +1,4 @@
-"""The methods of the training benchmark: the trainer's configuration and refusals of each. Imports no torch."""
+"""The methods of the training benchmark: for each the trainer's configuration and its refusals. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Megatron's first tensor parallelism (arXiv:1909.08053), put into the trainer's model.
+"""Megatron's first tensor parallelism (arXiv:1909.08053), in the trainer's model.
 
 The trainer's tensor ranks hold their own tokens between the matrices (arXiv:2205.05198). Here each rank of a tensor
-group has all tokens in all blocks: the stream is gathered as it enters the first block and cut as it leaves the last,
-attention and MLP add up their parts by an all-reduce forward, and their input's gradient by one backward (Megatron's g
-and f). Embedding, last norm, head and loss are those of the trainer: each token on one rank. Megatron cuts them by the
-vocabulary there, which is the same work.
+group has all tokens in all blocks. The stream is gathered before the first block and split after the last one.
+Attention and MLP sum their results with an all-reduce in forward, and their input's gradient with one in backward
+(Megatron's g and f). Embedding, last norm, head and loss are those of the trainer, with each token on one rank.
+Megatron shards these by the vocabulary, which is the same work.
 """
 
 from collections.abc import Callable
