@@ -91,6 +91,7 @@ def test_blocks_inside_a_node_go_by_what_is_there():
 
 @pytest.mark.parametrize("nodes", [1, SIZE])
 def test_without_two_nodes_of_two_ranks_it_is_refused(nodes):
-    with refused("'double-ring'", f"{SIZE} ranks", f"{nodes} node", "2 or more nodes", "BMBURST_NODE", "strategy='auto'"):
+    words = "'double-ring'", f"{SIZE} ranks", f"{nodes} node", "2 or more nodes", "BMBURST_NODE", "strategy='auto'"
+    with refused(*words):
         choose("double-ring", nodes, shapes())
     assert choose("double-ring", None, shapes()).outer == "double-ring"  # not known yet
