@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
+from bmburst.checkpoint.files import newest_complete
 from bmburst.config import read_json
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
@@ -104,13 +105,13 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
 
 
 def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
-    """Return the files of a text's tokenizer that checkpoints keep, by name: a model needs them wherever it goes.
+    """Return the contents of the tokenizer's files that checkpoints include, by file name.
 
-    There are none of bytes, of a name on the hub, and where another tokenizer has taken the place of the text's.
+    Empty for the byte tokenizer, for a name on the hub, and if the files have changed since the text was tokenized.
 
     Args:
         text: The text of the run.
-        chat_template: A file whose template took the place of the tokenizer's own.
+        chat_template: A file whose template replaces that of the tokenizer.
     """
     files = data.tokenizer_files(text.tokenizer_name)
     if not files or data.load_tokenizer(text.tokenizer_name).identity != text.tokenizer_identity:
@@ -121,17 +122,29 @@ def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None
 
 
 def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
-    """Return what checkpoints keep of the text's tokenizer, by file name, and which token ends an answer.
+    """Return the tokenizer files of `kept_tokenizer`, and a generation_config.json with the token that ends an answer.
 
-    That is the end-of-document token, unless the model that the run starts from names its own. An adapter leaves it to
-    the model.
+    The token is that of the model that the run starts from, or else the end-of-document token. Checkpoints of adapters
+    have no generation_config.json, because the base model has one.
     """
     files = kept_tokenizer(text, config.data.chat_template)
     if config.lora.is_on or GENERATION_CONFIG in files:
         return files
-    before = None if config.init_from is None else read_json(config.init_from / "config.json").get("eos_token_id")
-    ends = json.dumps({"eos_token_id": text.eos_id if before is None else before})
-    return files | {GENERATION_CONFIG: f"{ends}\n".encode()}
+    ends = None
+    if config.init_from is not None:
+        model = config.init_from / "config.json"
+        if not model.is_file():  # a run can be resumed without this directory: its checkpoints have what was there
+            return files | _kept_before(config.output)
+        ends = read_json(model).get("eos_token_id")
+    written = json.dumps({"eos_token_id": text.eos_id if ends is None else ends})
+    return files | {GENERATION_CONFIG: f"{written}\n".encode()}
+
+
+def _kept_before(run_folder: Path | None) -> dict[str, bytes]:
+    """Return the generation_config.json of the newest checkpoint of a run, by name; empty if there is none."""
+    newest = None if run_folder is None else newest_complete(run_folder)
+    kept = None if newest is None else newest / GENERATION_CONFIG
+    return {kept.name: kept.read_bytes()} if kept is not None and kept.is_file() else {}
 
 
 def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:

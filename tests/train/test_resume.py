@@ -9,8 +9,10 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from bmburst.checkpoint import training as checkpoint
+from bmburst.data import open_corpus
 from bmburst.train.config import DataConfig, ParallelConfig
 from bmburst.train.resolve import resolve
+from bmburst.train.text import kept_with_model
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -46,6 +48,17 @@ def test_a_run_leaves_what_it_should(folder):
     for path in (run / "checkpoints").iterdir():  # what was read ahead of a step is not trained on
         progress = checkpoint.read_progress(path)
         assert progress.data["samples"] == 2 * progress.step
+
+
+def test_a_resumed_run_needs_no_directory_that_it_started_from(folder, tmp_path):
+    """Its weights are in the checkpoint; so is the token that ends an answer."""
+    run, name = shutil.copytree(folder / "whole", tmp_path / "run"), "generation_config.json"
+    config = program.config(folder, "whole").replace(init_from=tmp_path / "gone", output=run)
+    text = open_corpus(config.data.source, config.data.tokenizer, tmp_path / "cache")
+    newest = run / "checkpoints" / "step-000006" / name
+    assert kept_with_model(text, config) == {name: newest.read_bytes()}
+    shutil.rmtree(run / "checkpoints")
+    assert kept_with_model(text, config) == {}
 
 
 # Of one run, each time it is started: the function of `checkpoint` and the call of it at which it is killed, and the
