@@ -199,10 +199,10 @@ def read_progress(checkpoint: Path) -> RunProgress:
 
 
 def own_tokenizer(directory: Path) -> str | None:
-    """Return the tokenizer that a model's directory has, or that a checkpoint names; None where there is neither.
+    """Return a model directory itself if it contains a tokenizer, else the tokenizer that a checkpoint names, or None.
 
     Raises:
-        UserError: It is a checkpoint that is truncated.
+        UserError: The directory is a truncated checkpoint.
     """
     if (directory / "tokenizer.json").is_file():
         return str(directory)

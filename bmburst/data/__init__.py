@@ -4,10 +4,9 @@ from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.corpus import open_corpus
 from bmburst.data.packing import PackedSequences
 from bmburst.data.token_file import TokenFile
-from bmburst.data.tokenizer import CHAT_TEMPLATE, ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_files
+from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
-    "CHAT_TEMPLATE",
     "Batches",
     "ByteTokenizer",
     "PackedSequences",
@@ -17,5 +16,4 @@ __all__ = [
     "evaluation_batches",
     "load_tokenizer",
     "open_corpus",
-    "tokenizer_files",
 ]

@@ -12,13 +12,20 @@ import numpy.typing as npt
 
 from bmburst.data.records import Pair, Record, template_text
 from bmburst.data.token_writer import Masked
-from bmburst.data.tokenizer import CHAT_TEMPLATE, TOKENIZER_CONFIG, PromptTokenizer, TokenIds, tokenizer_folder
+from bmburst.data.tokenizer import (
+    CHAT_TEMPLATE,
+    TOKENIZER_CONFIG,
+    PromptTokenizer,
+    TokenIds,
+    template_source,
+    tokenizer_folder,
+)
 from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 Mask = npt.NDArray[np.bool_]
 ANSWERS_VERSION = 2
-"""Of the rules by which answers are found: tokens that are kept from before another one are made again."""
+"""Version of the rules that find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "mark answers in it with {% generation %} ... {% endgeneration %}: --chat-template FILE"
 
@@ -96,7 +103,7 @@ class RecordEncoder:
     def identity(self) -> str:
         """Equal for two encoders only if they return the same ids and answers, with the same transformers version."""
         files = [self._file] if self._file else []
-        if (folder := self._directory()) is not None:
+        if (folder := tokenizer_folder(self.tokenizer.name)) is not None:
             files += [folder / TOKENIZER_CONFIG, folder / CHAT_TEMPLATE]
             files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
         digest = hashlib.sha256(self.tokenizer.identity.encode())
@@ -154,14 +161,9 @@ class RecordEncoder:
         answers[-1] = True
         return ids, answers
 
-    def _directory(self) -> Path | None:
-        return tokenizer_folder(self.tokenizer.name)
-
     def _template(self, name: str) -> ChatTemplate:
         if self._loaded is None:
-            folder = self._directory()
-            if folder is None and self.tokenizer.name != "bytes":
-                folder = Path(self.tokenizer.name)  # a name on the hub: transformers finds it in the cache
+            folder = template_source(self.tokenizer.name)
             fix = "give --chat-template FILE, or a tokenizer that has one"
             if folder is None:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
@@ -189,7 +191,7 @@ class RecordEncoder:
             out = template(text, add_special_tokens=False, return_offsets_mapping=True)
             answers = np.zeros(len(out["input_ids"]), bool)
             starts, ends = np.array(out["offset_mapping"], np.int64).reshape(-1, 2).T
-            for begin, end in spans:  # some tokenizers give no place to white space, which then ends where it stood
+            for begin, end in spans:  # some tokenizers give white space the empty span at its end
                 answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
@@ -242,7 +244,7 @@ class RecordEncoder:
 
 
 def _valid(value: Any) -> Any:
-    """Return a value of JSON with "?" for halves of surrogate pairs in its texts, which are no characters."""
+    """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -28,7 +28,7 @@ KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
     '{"instruction": "...", "output": "..."} or {"text": "..."}'
 )
-# How files begin that hold text or records, but not as lines: what they are, and what makes lines of them.
+# First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
     b"\xfd7zXZ\0": ("compressed with xz", "unxz it"),
@@ -303,8 +303,9 @@ def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[
     try:
         values = parse_json(text.decode("utf-8-sig"))
     except ValueError as error:
-        reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
-        raise UserError(f"'{file.name}' is not valid JSON: {reason}\nfix: write an array of JSON objects") from error
+        raise UserError(
+            f"'{file.name}' is not valid JSON: {_reason(error)}\nfix: write an array of JSON objects"
+        ) from error
     on_read(len(text))
     for number, value in enumerate(values, 1):
         yield f"{file.name}: element {number}", value
@@ -360,11 +361,14 @@ def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[
                     "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
                 ) from error
             except ValueError as error:
-                reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
                 raise UserError(
-                    f"{name}: the line is not valid JSON: {reason}\nfix: write one JSON object per line"
+                    f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line"
                 ) from error
             yield name, value
+
+
+def _reason(error: ValueError) -> str:
+    return str(error).splitlines()[0].removeprefix("is not valid JSON: ")
 
 
 def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:

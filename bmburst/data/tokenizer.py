@@ -219,18 +219,28 @@ class HuggingFaceTokenizer:
 
 
 def tokenizer_folder(name_or_path: str) -> Path | None:
-    """Return the directory of a tokenizer that lies here; None of "bytes" and of a name on the hub."""
+    """Return the local directory of a tokenizer; None for "bytes" and for a name on the hub."""
     path = Path(name_or_path)
     if name_or_path == ByteTokenizer.name:
         return None
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
-def tokenizer_files(name_or_path: str) -> dict[str, Path]:
-    """Return the files of a tokenizer that lies here, by the names that they have in a model's directory.
+def template_source(name_or_path: str) -> Path | None:
+    """Return where transformers finds a tokenizer's chat template; None for "bytes".
 
-    Of a tokenizer.json that is named itself these are the file, and the two beside it that are read with it. There are
-    none of "bytes" and of a name on the hub.
+    That is its local directory, or its name on the hub, which transformers looks up in the cache.
+    """
+    if name_or_path == ByteTokenizer.name:
+        return None
+    return tokenizer_folder(name_or_path) or Path(name_or_path)
+
+
+def tokenizer_files(name_or_path: str) -> dict[str, Path]:
+    """Return the local files of a tokenizer, by their names in a model's directory.
+
+    If the name is that of a tokenizer.json, these are that file, and tokenizer_config.json and the chat template beside
+    it. Empty for "bytes" and for a name on the hub.
     """
     path, folder = Path(name_or_path), tokenizer_folder(name_or_path)
     if folder is None:

@@ -12,7 +12,7 @@ from bmburst.amounts import finite
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
 from bmburst.data.chat import ChatTemplate
-from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, TokenIds, tokenizer_folder
+from bmburst.data.tokenizer import PromptTokenizer, TokenIds, template_source
 from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -124,9 +124,7 @@ class PromptEncoder:
 
     def _template(self, source: str) -> ChatTemplate:
         tokenizer = self._require_tokenizer(source, "a chat template")
-        folder = tokenizer_folder(tokenizer.name)
-        if folder is None and tokenizer.name != ByteTokenizer.name:
-            folder = Path(tokenizer.name)  # on the hub: transformers finds it in the cache, by its name
+        folder = template_source(tokenizer.name)
         if folder is None:
             raise UserError(
                 f"{source}: messages need a chat template, and the tokenizer '{tokenizer.name}' has none\n"

@@ -16,7 +16,7 @@ from bmburst.data.batches import Sequences
 from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
-from bmburst.data.tokenizer import GENERATION_CONFIG
+from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
@@ -113,11 +113,11 @@ def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None
         text: The text of the run.
         chat_template: A file whose template replaces that of the tokenizer.
     """
-    files = data.tokenizer_files(text.tokenizer_name)
+    files = tokenizer_files(text.tokenizer_name)
     if not files or data.load_tokenizer(text.tokenizer_name).identity != text.tokenizer_identity:
         return {}
     if chat_template is not None:
-        files[data.CHAT_TEMPLATE] = chat_template
+        files[CHAT_TEMPLATE] = chat_template
     return {name: path.read_bytes() for name, path in files.items()}
 
 
