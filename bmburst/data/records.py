@@ -172,7 +172,7 @@ def _turn(name: str, number: int, turn: Any) -> Any:
     """Convert a turn of ShareGPT, {"from": "human", "value": "..."}, to a message with role and content."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
-    if turn["from"] not in _ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in _ROLES:
         raise _wrong(name, f"conversations: from of message {number}", turn["from"], ", ".join(_ROLES))
     return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
 

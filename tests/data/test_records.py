@@ -144,6 +144,7 @@ def test_an_array_of_json(tmp_path):
         ({"conversations": "hi"}, "conversations | role"),
         ({"conversations": [{"from": "human", "value": 3}]}, "content of message 1 is 3 | text"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "message 1 | function_call | observation"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "message 1 | human | observation"),
         ({"conversations": SHAREGPT[:1]}, "no answer"),
         ({"instruction": "a", "output": ["b"]}, "output | text"),
         ({"instruction": "a", "output": ""}, "message 2 | empty"),
