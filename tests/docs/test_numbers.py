@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,23 @@ def test_the_speed_of_transformers_under_fsdp2():
     assert f"is {peaks[0]} and {peaks[1]} GiB a GPU compiled, {peaks[2]} and {peaks[3]} GiB without" in said
 
 
+def test_whole_steps_beside_peers():
+    said = (ROOT / "benchmarks/results/peers_2xh200_202611.md").read_text()
+    ours = {row["tokens"]: row["seconds"] for row in rows("peers_2xh200_202611") if "cell" in row}
+    cells = json.loads((ROOT / "benchmarks/results/train_2xh200_202611.json").read_text())["rows"]
+    for row in rows("peers_2xh200_202611"):
+        tokens, reserved = row["tokens"], "-" if row["reserved_gib"] is None else f"{row['reserved_gib']:.1f}"
+        ahead = "" if "cell" in row else f"{row['seconds'] / ours[tokens]:.2f} "
+        numbers = f"{row['seconds']:.3f} | {tokens / 2 / row['seconds']:,.0f} | {row['peak_gib']:.1f} | {reserved}"
+        assert f"| {tokens // 1024}K | {row['method']} | {numbers} | {ahead}|" in said
+        if "cell" in row:
+            assert cells[row["cell"]]["milliseconds"]["median"] == 1000 * row["seconds"]
+            assert cells[row["cell"]]["ratio"] == row["ratio_to_bound"]
+        else:
+            assert statistics.median(step["step_s"] for step in row["steps"][1:]) == row["seconds"]
+        assert f"{row['seconds']:.2f} s" in PERFORMANCE
+
+
 def test_the_speed_of_adapters():
     by = {row["method"]: row for row in rows("lora_peers_h100_202611")}
     ours, liger, mixed = (by[name]["seconds"] for name in ("bmburst", "peft-liger-cudnn", "peft-bmburst"))
@@ -184,12 +202,15 @@ def test_the_speed_of_adapters():
     assert f"they take {mixed:.1f} s" in said
 
 
-def test_long_sequences_on_one_h200():
+def test_long_sequences_on_h200s():
     said, steps = page("long_sequences"), metrics("long_sequences_1xh200_202611")
     for step in (steps[0], steps[-1]):  # of 512K there is one, of 256K the second
         first = ", the first" if step["step"] == 1 else ""
         numbers = f"{step['seconds']:.1f}{first} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
         assert f"| 1 H200 | full | {step['run']} | {numbers} |" in said
+    (step,) = metrics("long_sequences_2xh200_202611")
+    numbers = f"{step['seconds']:.1f}, the first | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
+    assert f"| 2 H200 | full | 1M | {numbers} |" in said
     first, later = (step["seconds"] for step in steps if step["run"] == "256K")
     assert f"The first step of 256K takes {first / later:.2f} times as long as a later one on the H200" in said
 
