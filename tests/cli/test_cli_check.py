@@ -345,7 +345,10 @@ def check_for_real(here, *argv):
     ("argv", "mesh", "against"),
     [
         (["--data-parallel", "2", "--batch-size", "6"], "data 2 x sequence 1", "one rank"),
-        (["--sequence-parallel", "2", "--dtype", "bfloat16"], "data 1 x sequence 2", "one rank in float32"),
+        pytest.param(
+            *(["--sequence-parallel", "2", "--dtype", "bfloat16"], "data 1 x sequence 2", "one rank in float32"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_two_ranks_train_as_one_does(here, argv, mesh, against):

@@ -29,6 +29,7 @@ def train(*argv):
     return ["train", *options.split(), "--init-from", "model", *argv]
 
 
+@pytest.mark.long
 def test_conversations_are_trained_on_as_they_are(here, capfd):
     assert main(train("--data", "chats.jsonl", "--output", "runs/a", "--checkpoint-every", "1")) == 0
     made = json.loads(Path("runs/a/config.json").read_text())

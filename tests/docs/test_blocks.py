@@ -40,7 +40,8 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
 }
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}
-TAKE_LONG = {"performance.md", "inference.md", "recipes.md", "cross_attention.md"}
+TAKE_LONG = {"performance.md", "inference.md", "recipes.md", "cross_attention.md", "training.md", "plan.md", "lora.md"}
+TAKE_LONG |= {"long_sequences.md", "fine_tuning_data.md"}
 SHOWN = {"text", "output", "diff"}  # what is to be read
 CONSOLE = [name for name, blocks in OURS.items() if any(block.language == "console" for block in blocks)]
 LIMITS = {"README.md": 12_000, "CONTRIBUTING.md": 8_000}  # bytes: what is longer has a page in docs/

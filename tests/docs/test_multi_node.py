@@ -61,7 +61,9 @@ def options(name: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", FILES[name].text, re.M))
 
 
-@pytest.mark.parametrize("name", ["torchrun.sbatch", pytest.param("launch.sbatch", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) for name in ("torchrun.sbatch", "launch.sbatch")]
+)
 def test_a_batch_file_trains_on_two_nodes(name: str, tmp_path: Path) -> None:
     programs = {"srun": SRUN, "scontrol": SCONTROL, "openssl": "#!/bin/bash\necho 0123456789abcdef\n"}
     programs |= {

@@ -127,7 +127,10 @@ def test_plain_equals_the_published_formulas(batch, dtype, monkeypatch):
 
 
 # A new head dim or dtype takes a GPU's compiler seconds.
-TRITON = [("bee", torch.float32, 5), ("ant", torch.bfloat16, 16), ("one-way", torch.float16, 40)]
+TRITON = [
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("bee", torch.float32, 5), ("ant", torch.bfloat16, 16))),
+    ("one-way", torch.float16, 40),
+]
 LARGE = [("bee", torch.bfloat16, 64), ("large bee", torch.bfloat16, 128), ("large ant", torch.float16, 256)]
 LARGE += [("large bee", torch.float16, 64), ("large bee", torch.bfloat16, 256)]
 LARGE += [("large bee", torch.float32, 64), ("large ant", torch.float32, 250)]

@@ -102,6 +102,7 @@ def test_the_answer_names_what_limits_it_and_a_command_that_runs(capsys):
     assert sum(row["bytes"]["gpu"].values()) == pytest.approx(memory.total)
 
 
+@pytest.mark.long
 def test_adapters_reach_further():
     """Frozen weights have neither gradients nor AdamW's state, and 4 of 6 products."""
     for gpus, host in ((1, 128), (2, 256)):

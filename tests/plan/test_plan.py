@@ -96,7 +96,9 @@ def test_bytes_are_those_of_the_tensors(preset, heads, outer):
         )
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name != "h200" else ()) for name in shipped()]
+)
 def test_more_work_takes_longer_and_more_gpus_less(name):
     machine = load_hardware(name)
     lengths = [predict(way(task(sequence=n), 8), machine).seconds for n in (1 << 15, 1 << 17, 1 << 20)]
@@ -252,7 +254,9 @@ def test_the_answer_says_what_is_best(capsys, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("gpus", "nodes"), [(64, 8), (512, 64), (4096, 512)])
+@pytest.mark.parametrize(
+    ("gpus", "nodes"), [(64, 8), *(pytest.param(gpus, gpus // 8, marks=pytest.mark.long) for gpus in (512, 4096))]
+)
 def test_many_gpus_are_answered(gpus, nodes, capsys):
     words = f"--model llama-3-8b --seq 1M --gpus {gpus} --nodes {nodes} --batch 16 --json --ways 3"
     assert plan(*words.split()) == 0
