@@ -92,6 +92,23 @@ def test_policies_by_segments():
     assert [each.hosted(BLOCK) for each in offloading] == [inputs, 0, inputs]
 
 
+def test_attention_in_host_memory():
+    name = "block+every-2+keep-attention-last-4+offload-first-6+offload-attention-first-4"
+    policy, inputs, attended = Policy.parse(name), BLOCK.input, BLOCK.attended
+    assert policy.name == name and policy.offloads
+    layers = policy.of_layers(6)
+    hosted = [inputs, 0, inputs + attended, attended, inputs, 0]
+    assert [each.hosted(BLOCK) for each in layers] == hosted
+    assert [each.kept(BLOCK) for each in layers] == [0, 0, 0, 0, attended, attended]
+    assert [each.attention for each in layers] == [0, 0, 1, 1, 1, 1]
+    # Backward waits for the input of a segment; attention's results arrive while inputs are computed again.
+    assert layers[2].waiting(BLOCK, 10.0, 100.0, 100.0) == inputs / 10
+    assert layers[3].waiting(BLOCK, 10.0, 100.0, 100.0) == 0
+    assert layers[3].waiting(BLOCK, 1.0, 1.0, 1.0) == 2 * (attended - 1)
+    whole = Policy.parse("block-keep-attention+offload-first-2+offload-attention-first-1").of_layers(3)
+    assert [each.hosted(BLOCK) for each in whole] == [inputs + attended, inputs, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -104,6 +121,8 @@ def test_policies_by_segments():
         ("block-keep-attention:0.5+every-2", ("recompute inputs", "block+every-2")),
         ("block-keep-attention+offload-all+every-2", ("recompute inputs",)),
         ("block+every-2+every-3", ("twice",)),
+        ("block+keep-attention-last-2+offload-attention-first-2", ("inputs", "+offload-first-2")),
+        ("block+offload-first-2+offload-attention-first-1", ("keeps no attention",)),
         ("block+evry-3", ("unknown", "known: block")),
     ],
 )

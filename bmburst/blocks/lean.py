@@ -105,8 +105,11 @@ class BlockWork:
         self._is_ours = type(self._attention.attention) is BurstAttention
         self._groups = self._split_heads(count)
 
-    def forward(self) -> Tensor:
-        """Return the stream after the block. If attention's output is not kept for backward, it is overwritten."""
+    def forward(self, *, is_kept: bool = False) -> Tensor:
+        """Return the stream after the block. If attention's output is not kept for backward, it is overwritten.
+
+        `is_kept`: whether a tape replays all of attention's results, which needs no queries, keys and values.
+        """
         block = self._block
         is_new = self._is_ours and not is_keeping()  # another module may keep a reference to its output
         overwrites = is_new and self._stream.shape[1] == self._heads * self._attention.head_dim
@@ -116,7 +119,7 @@ class BlockWork:
                 whole[:, self._columns(group)] = self._attended(group)
             outputs = [whole]
         else:
-            outputs = [self._attended(group) for group in self._groups]
+            outputs = [self._attended(group, is_kept=is_kept and self._is_ours) for group in self._groups]
         result = outputs[0] if overwrites else torch.empty_like(self._stream)
         for at in self._chunks:
             added = self._attention.o_proj(_columns_of(outputs, at))

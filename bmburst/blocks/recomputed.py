@@ -64,7 +64,9 @@ class _RecomputedBlock(torch.autograd.Function):
         parameters, saved = (tuple(islice(rest, count)) for count in ctx.counts)
         if ctx.segment:
             saved = (ctx.segment.take_input(done),)
-        hidden = saved[0] if saved else done.fetch(ahead=True)
+        if not saved:
+            done.begin_fetch(ahead=True)
+        hidden = saved[0] if saved else done.fetch()
         if done.tape and not ctx.segment:
             done.tape.hold(rest)
         tape, done.again = done.again, None
@@ -101,10 +103,14 @@ class _Pass:
         self._number = self._group.put(hidden)
         return True
 
-    def fetch(self, *, ahead: bool) -> Tensor:
-        """Return the input from host memory; `ahead`: also prefetch the input of the preceding block."""
+    def begin_fetch(self, *, ahead: bool) -> None:
+        """Start to copy what is in host memory to the GPU; `ahead`: also that of the block before."""
+        if self._group is not None:
+            self._group.begin(ahead=ahead)
+
+    def fetch(self) -> Tensor:
+        """Return the input, whose copy to the GPU has begun."""
         assert self._group is not None
-        self._group.begin(ahead=ahead)
         return self._group.get(self._number)
 
     def forward_again(self, hidden: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ class _Pass:
         with self.recomputation:
             self.again = whole_tape()
             with recording(self.again):
-                result = BlockWork(self.block, hidden, self.batch).forward()
+                result = BlockWork(self.block, hidden, self.batch).forward(is_kept=self.tape is not None)
         self.again.rewind()
         return result
 
@@ -193,8 +199,10 @@ class _Segment:
         return self._inputs.pop(number)
 
     def _compute(self, last: int) -> None:
+        for done in self.passes:
+            done.begin_fetch(ahead=False)
         if 0 not in self._inputs:
-            self._inputs[0] = self.passes[0].fetch(ahead=False)
+            self._inputs[0] = self.passes[0].fetch()
         elif self._inputs[0]._version != self._version:
             raise RuntimeError("the input of a block was changed in place before its backward\nchange a copy")
         for number, done in enumerate(self.passes[:last]):

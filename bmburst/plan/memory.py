@@ -194,7 +194,8 @@ class _Blocks:
         first, before = self._first_of_segment[layer], self._kept_before[layer]
         if first < layer:
             segment = sum(each.hidden + each.again() for each in self._kinds[first:layer])
-            return Others(before=before, fetched=self._hosted[first], segment=segment)
+            fetched = self._kinds[first].hidden if self._hosted[first] else 0.0
+            return Others(before=before, fetched=fetched, segment=segment)
         offloaded = (hosted for hosted in reversed(self._hosted[:layer]) if hosted)
         return Others(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
 

@@ -144,8 +144,8 @@ class StepMoments:
         return self.policy.hosted(self.block)
 
     def again(self) -> float:
-        """Bytes of attention's results that its segment recomputes before the block's backward."""
-        return (1.0 - self.policy.attention) * self.block.attended
+        """Bytes of attention's results that its segment recomputes, or fetches, before the block's backward."""
+        return self.block.attended * (1.0 if self.policy.offload == "all" else 1.0 - self.policy.attention)
 
     def _factors_of_trained(self) -> tuple[float, float, float]:
         """Return the bytes that are kept of the inputs of q, k, v, of gate and up, and of down.

@@ -16,7 +16,16 @@ from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.ways import candidates, with_attention_choice
-from bmburst.recompute.policy import EVERY, FIRST, KEEP_LAST, MIXED, OFFLOAD_FIRST, POLICIES, Policy, require_end
+from bmburst.recompute.policy import (
+    EVERY,
+    FIRST,
+    KEEP_LAST,
+    MIXED,
+    OFFLOAD_FIRST,
+    POLICIES,
+    Policy,
+    require_end,
+)
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -264,6 +273,8 @@ def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) 
             hosted = _hosted_layers(way, every, room) if is_hosted else 0
             if hosted or not is_hosted:
                 found += _most_attention(way, every, hosted, room)
+            if hosted == layers:
+                found += [more for each in found[-1:] for more in _more_attention(each, room)]
     return [each for each in found if each.recompute not in policies]
 
 
@@ -292,6 +303,25 @@ def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> 
     most = min(layers, int((room.memory - none.total) // block_bytes(way).attended) + every)
     tried = (keeping(last) for last in range(most, -1, -1))
     return [next(each for each in tried if memory_of(each, room).fits)]
+
+
+def _more_attention(way: Candidate, room: Hardware) -> list[Candidate]:
+    """Return the candidate that also keeps attention of as many more layers as host memory has room for, if any.
+
+    Args:
+        way: A candidate that offloads all saved inputs and keeps attention of the last layers on the GPU.
+        room: See `first_layer_candidates`.
+    """
+    policy, layers = way.policy, way.task.model.num_layers
+    kept = layers if policy.attention == 1 else policy.keeps_last
+    memory = memory_of(way, room)
+    each = block_bytes(way).attended * way.task.gpus_per_node
+    for more in range(min(layers - kept, int((memory.host_capacity - memory.in_host) // each)), 0, -1):
+        attention = {"attention": 1.0, "keeps_last": 0} if kept + more == layers else {"keeps_last": kept + more}
+        tried = replace(way, recompute=replace(policy, offloads_attention=layers - kept, **attention).name)
+        if memory_of(tried, room).fits:
+            return [tried]
+    return []
 
 
 def _kept(way: Candidate) -> float:

@@ -249,11 +249,11 @@ def _again(
     beginning = prefix_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
     seconds = policy.again(forward, attention.forward.total, beginning)
     if candidate.is_lean(operators):
-        if policy.feeds_next:
-            seconds += products.forward + elements.forward
+        projected = hardware.matmul_seconds(2.0 * candidate.rows * projections(candidate.task.model), candidate.rows)
+        if policy.feeds_next:  # its output is computed once more, without queries, keys and values if attention is kept
+            seconds += products.forward + elements.forward - (projected if policy.attention == 1 else 0.0)
         elif candidate.at_once(operators) is not candidate and policy.attention < 1:
-            # Queries, keys and values are projected twice.
-            seconds += hardware.matmul_seconds(2.0 * candidate.rows * projections(candidate.task.model), candidate.rows)
+            seconds += projected  # by groups of heads, queries, keys and values are projected twice
     return seconds
 
 

@@ -21,6 +21,7 @@
 | block..., +every-K | I for every K-th block, else 0 | likewise | plus a forward without attention for K - 1 of K |
 | block, +keep-attention-last-N | A more for the last N blocks | 0 | T less for each of them |
 | block..., +offload-first-N | I less for the first N blocks | I for these | as +offload |
+| ... +offload-attention-first-M | A less for the first M blocks, where saved | A for these | as +offload |
 
 With +first-N the last blocks save everything, because backward reaches them first. GPU memory peaks at the end of the
 forward pass of all blocks. From there, the backward of a block that saves everything only frees memory, but a
@@ -32,7 +33,8 @@ segment. When backward reaches a segment, the inputs and attention results of it
 of the first block, and kept until the backward of their block. So each attention is recomputed once.
 
 With offload, the offloaded tensors are also on the GPU for one block from its forward until the loss is computed, and
-for two blocks in backward: the current block and the next one, which is being prefetched.
+for two blocks in backward: the current block and the next one, which is being prefetched. Those of a segment are all
+copied to the GPU when its backward begins: the input first, then attention results, while inputs are recomputed.
 """
 
 import re
@@ -56,7 +58,8 @@ POLICIES = (
 FIRST = "+first-"
 EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
 """Options of a whole model, each followed by a number of layers: "+every-4"."""
-_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST})-([^+]*)")
+OFFLOAD_ATTENTION = "offload-attention-first"
+_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST}|{OFFLOAD_ATTENTION})-([^+]*)")
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
@@ -91,6 +94,8 @@ class Policy:
         every: K of "+every-K": one of K consecutive layers of a model saves its input.
         keeps_last: N of "+keep-attention-last-N": the last N layers of a model save all of attention's results.
         offloads_first: N of "+offload-first-N": the first N layers of a model offload their saved inputs.
+        offloads_attention: M of "+offload-attention-first-M": the first M layers of a model also offload attention's
+            results, where they save all of them. At most `offloads_first`.
         is_stored: For the policy of one layer: whether its input is saved. Otherwise it is recomputed from the layers
             before.
         feeds_next: For the policy of one layer: whether its output is recomputed, as the input of the next layer.
@@ -103,6 +108,7 @@ class Policy:
     every: int = 1
     keeps_last: int = 0
     offloads_first: int = 0
+    offloads_attention: int = 0
     is_stored: bool = True
     feeds_next: bool = False
 
@@ -111,7 +117,8 @@ class Policy:
         """Return the policy of a name.
 
         A name is one of `NAMES` or "block-keep-attention:0.5". Each but "none" can be followed by "+offload", then by
-        "+first-20" (for the first 20 layers), or by "+every-4", "+keep-attention-last-5" and "+offload-first-8".
+        "+first-20" (for the first 20 layers), or by "+every-4", "+keep-attention-last-5", "+offload-first-8" and
+        "+offload-attention-first-6".
 
         Raises:
             UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
@@ -154,7 +161,10 @@ class Policy:
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
         base = f"block-keep-attention{part}" if self.attention else "block"
         suffix = next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
-        counts = ((EVERY, self.every, 1), (KEEP_LAST, self.keeps_last, 0), (OFFLOAD_FIRST, self.offloads_first, 0))
+        counts = (
+            *((EVERY, self.every, 1), (KEEP_LAST, self.keeps_last, 0)),
+            *((OFFLOAD_FIRST, self.offloads_first, 0), (OFFLOAD_ATTENTION, self.offloads_attention, 0)),
+        )
         options = "".join(f"+{option}-{count}" for option, count, least in counts if count > least)
         return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
 
@@ -216,10 +226,12 @@ class Policy:
         if self.layers is not None and i >= self.layers:
             return Policy(recomputes=False)
         is_stored = i % self.every == 0
+        attention = 1.0 if i >= layers - self.keeps_last else self.attention
+        offload = ("inputs" if i < self.offloads_first else self.offload) if is_stored else "nothing"
         return Policy(
             recomputes=self.recomputes,
-            attention=1.0 if i >= layers - self.keeps_last else self.attention,
-            offload=("inputs" if i < self.offloads_first else self.offload) if is_stored else "nothing",
+            attention=attention,
+            offload="all" if i < self.offloads_attention and attention == 1 else offload,
             is_stored=is_stored,
             feeds_next=(i + 1) % self.every != 0 and i + 1 < layers,
         )
@@ -245,6 +257,15 @@ class Policy:
             raise UserError(f"recompute policy '{name}' keeps attention in all layers\nfix: block, with +{KEEP_LAST}-")
         if OFFLOAD_FIRST in given and self.offload != "nothing":
             raise UserError(f"recompute policy '{name}' offloads all layers\nfix: one offload alone")
+        if (count := given.get(OFFLOAD_ATTENTION, 0)) > given.get(OFFLOAD_FIRST, 0):
+            raise UserError(
+                f"recompute policy '{name}' offloads attention of layers whose inputs it does not offload\n"
+                f"fix: +{OFFLOAD_FIRST}-{count}+{OFFLOAD_ATTENTION}-{count}"
+            )
+        if count and self.attention < 1 and KEEP_LAST not in given:
+            raise UserError(
+                f"recompute policy '{name}' keeps no attention to offload\nfix: +{KEEP_LAST}-5, or without it"
+            )
         if EVERY in given and (0 < self.attention < 1 or self.offload == "all"):
             raise UserError(
                 f"recompute policy '{name}' cannot recompute inputs\n"
@@ -255,6 +276,7 @@ class Policy:
             every=given.get(EVERY, 1),
             keeps_last=given.get(KEEP_LAST, 0),
             offloads_first=given.get(OFFLOAD_FIRST, 0),
+            offloads_attention=count,
         )
 
     def kept(self, block: BlockBytes) -> float:
@@ -289,7 +311,7 @@ class Policy:
         return forward + (attention if self.attention == 0 else attention_of_beginning)
 
     def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> float:
-        """Return the seconds of a block's copies that its kernels do not hide; a segment's input is not prefetched.
+        """Return the seconds of a block's copies that its kernels do not hide; no block before hides a segment's input.
 
         Args:
             block: The tensors.
@@ -298,7 +320,8 @@ class Policy:
             backward: Seconds of its backward, including recompute.
         """
         copy = self.hosted(block) / bandwidth
-        return max(0.0, copy - forward) + (copy if self.feeds_next else max(0.0, copy - backward))
+        first = block.input / bandwidth if self.feeds_next and self.is_stored and copy else 0.0
+        return max(0.0, copy - forward) + first + max(0.0, copy - first - backward)
 
     def _held(self, block: BlockBytes) -> float:
         return (block.input if self.is_stored else 0.0) + self.attention * block.attended

@@ -92,6 +92,9 @@ SEGMENTS = (
     *("block+every-2", "block+every-3", "block+every-4", "block+every-8", "block-keep-attention+every-2"),
     *("block+offload+every-2", "block+every-4+offload-first-1", "block+keep-attention-last-2+offload-first-3"),
     "block+every-3+keep-attention-last-3+offload-first-4",
+    "block+every-2+keep-attention-last-3+offload-first-5+offload-attention-first-4",
+    "block-keep-attention+every-3+offload-first-5+offload-attention-first-5",
+    "block+keep-attention-last-4+offload-first-5+offload-attention-first-3",
 )
 
 
@@ -127,6 +130,7 @@ def _attention_of_a_segment_runs_again_once():
             "block+every-8": 5,
             "block+every-3+keep-attention-last-2": 3,
             "block-keep-attention+every-2": 0,
+            "block+every-3+keep-attention-last-4+offload-first-4+offload-attention-first-3": 1,
         }.items():
             seen.clear()
             step(config, policy, torch.float32)

@@ -49,6 +49,9 @@ MORE = [
     ("block+keep-attention-last-1+offload-first-1", {"mlp_chunk": 84}),
     ("block+every-2+offload-first-3", {"mlp_chunk": 84}),
     ("block+every-2+keep-attention-last-2", {"mlp_chunk": 84}),
+    ("block+every-2+keep-attention-last-2+offload-first-3+offload-attention-first-2", {"mlp_chunk": 84}),
+    ("block-keep-attention+every-3+offload-first-3+offload-attention-first-3", {"mlp_chunk": 84}),
+    ("block+keep-attention-last-2+offload-first-3+offload-attention-first-2", {"mlp_chunk": 84}),
 ]
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
@@ -147,6 +150,7 @@ HEAD_CASES = [
      "loss_chunk": 64, "mlp_chunk": 128, "group_rows": rows} | more
     for recompute, more in (("block", {}), ("block-keep-attention", {}), ("block+every-2+keep-attention-last-1", {}),
                             ("block-keep-attention:0.5+offload-all", {}), ("block-keep-attention+offload-all", {}),
+                            ("block-keep-attention+every-2+offload-first-2+offload-attention-first-2", {}),
                             ("block", {"model": HEADS | MINICPM | {"num_layers": 2}}),
                             ("block+keep-attention-last-1+offload-first-2", {"lora": {"rank": 2}}))
     for rows in (EVERY, FEW)

@@ -131,6 +131,23 @@ def test_the_host_must_have_room_too():
     assert "offload" not in beside.name  # AdamW's state takes it
 
 
+def test_what_hosts_have_left_keeps_attention():
+    asked = replace(way(gpus=2), offload=Offload.WEIGHTS)
+    found = {}
+    for gib in (200, 250, 400, 700):
+        room = replace(H200, host_memory=float(gib * GIB))
+        name = choose_recompute(asked, room, 138 * GIB, layout="zigzag").name
+        found[gib] = Policy.parse(name), predict(replace(asked, recompute=name), room)
+        assert found[gib][1].memory.in_host <= HOST_SHARE * room.host_memory
+    hosted = {gib: policy.offloads_attention for gib, (policy, _) in found.items()}
+    assert hosted[200] == 0 and hosted[250] > 0 and hosted[400] > 0
+    assert found[400][0].attention == 1, "attention of all layers"
+    seconds = [each.seconds for _, each in found.values()]
+    assert seconds[0] > 1.03 * seconds[1] and seconds[1] > 1.015 * seconds[2] and seconds[2] >= seconds[3]
+    policy, _ = found[250]
+    assert policy.offloads_first == 32 and policy.keeps_last + policy.offloads_attention > 32
+
+
 def test_where_nothing_fits_it_takes_what_needs_least():
     choice = choose_recompute(way(), H200, 10 * GIB, layout="zigzag")
     assert "none fits" in choice.message
