@@ -46,11 +46,7 @@ class _GatedMLP(torch.autograd.Function):
         out = x.new_empty((*x.shape[:-1], len(down)))
         if is_needed:
             for states, result in zip(_chunks(x, chunk), _chunks(out, chunk), strict=True):
-                pair = (
-                    _with_term(linear(states, each), states, term)
-                    for each, term in zip((gate, up), terms, strict=False)
-                )
-                inner = swiglu(*pair)
+                inner = swiglu(*gate_and_up(states, gate, up, terms))
                 torch.mm(inner, down.t(), out=result)
                 _with_term(result, inner, terms[2])
                 del inner  # frees the tensors of this chunk before the next one
@@ -86,6 +82,14 @@ def _with_term(result: Tensor, states: Tensor, term: LowRank | None) -> Tensor:
     return result if term is None else result.add_(low_rank_product(states, term))
 
 
+def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
+    """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`."""
+    given, raised = (
+        _with_term(linear(states, each), states, term) for each, term in zip((gate, up), terms, strict=False)
+    )
+    return given, raised
+
+
 def chunk_backward(
     states: Tensor,
     grads: Tensor,
@@ -95,6 +99,7 @@ def chunk_backward(
     down: Tensor,
     sums: Sequence[GradientSum | None],
     adapters: Sequence[Adapter | None] = (None, None, None),
+    outputs: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Accumulate the weight gradients of a chunk, and write the gradient of its input.
 
@@ -109,8 +114,12 @@ def chunk_backward(
         down: See `gated_mlp`.
         sums: Accumulated gradients of gate, up and down; None for a frozen weight.
         adapters: The low-rank terms of gate, up and down with their accumulated gradients; None for no term.
+        outputs: What `gate_and_up` returned, which is overwritten. None: it is computed again.
     """
-    grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down, adapters)
+    if outputs is None:
+        outputs = gate_and_up(states, gate.detach(), up.detach(), [each and each[0] for each in adapters])
+    grad_gate, grad_up, inner = _of_activation(outputs, grads, down, adapters[2])
+    del outputs
     for total, rows, columns in zip(sums, (grad_gate, grad_up, grads), (states, states, inner), strict=True):
         if total is not None:
             total.add_product(rows.t(), columns)
@@ -125,23 +134,14 @@ def chunk_backward(
 
 
 def _of_activation(
-    states: Tensor,
-    grads: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    adapters: Sequence[Adapter | None],
+    pair: tuple[Tensor, Tensor], grads: Tensor, down: Tensor, adapter: Adapter | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the outputs of gate and up for a chunk, and the activation."""
-    pair = [
-        _with_term(linear(states, weight.detach()), states, adapter and adapter[0])
-        for weight, adapter in zip((gate, up), adapters, strict=False)
-    ]
     with torch.enable_grad():
         inner = swiglu(*(given.requires_grad_() for given in pair), overwrite_grad=True)
     of_inner = grads @ down
-    if adapters[2] is not None:
-        low_rank_backward(inner.detach(), grads, *adapters[2], of_inner)
+    if adapter is not None:
+        low_rank_backward(inner.detach(), grads, *adapter, of_inner)
     grad_gate, grad_up = torch.autograd.grad(inner, pair, of_inner)
     return grad_gate, grad_up, inner.detach()
 

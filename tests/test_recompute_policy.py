@@ -1,5 +1,7 @@
 """Names of recompute policies, and their formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -109,9 +111,21 @@ def test_attention_in_host_memory():
     assert [each.hosted(BLOCK) for each in whole] == [inputs + attended, inputs, 0]
 
 
+def test_outputs_of_an_mlp_in_host_memory():
+    name = "block-keep-attention+offload-first-1+offload-mlp-first-2"
+    policy, block = Policy.parse(name), replace(BLOCK, mlp=70.0)
+    assert policy.name == name and policy.offloads and policy.is_of_model and not policy.is_uniform
+    layers = policy.of_layers(3)
+    assert [each.hosted(block) for each in layers] == [block.input + block.mlp, block.mlp, 0]
+    assert [each.kept(block) for each in layers] == [block.attended, *[block.input + block.attended] * 2]
+    with refused("tensor parallelism 2", "fix: block-keep-attention+offload-first-1,"):
+        policy.require_tensor(2)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("block+every-2+offload-mlp-first-2", ("+every-", "+offload-mlp-first-")),
         ("block+every-0", ("'0' layers", "every")),
         ("block+every-x", ("'x' layers",)),
         ("none+every-3", ("keeps everything", "block+every-3")),

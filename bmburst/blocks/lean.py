@@ -15,7 +15,7 @@ Weight gradients are accumulated over chunks in fp32 and rounded once. Results e
 `bmburst.blocks.transformer` up to the order of summation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,16 +31,20 @@ from bmburst.blocks.parts import kv_heads_at_once
 from bmburst.recompute.checkpointing import Tape, is_keeping, recording
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
-from bmburst_ops.gated_mlp import Adapter, chunk_backward
+from bmburst_ops.gated_mlp import Adapter, chunk_backward, gate_and_up
 from bmburst_ops.linears import GradientSum, low_rank_backward, low_rank_product, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.swiglu import swiglu
 
 if TYPE_CHECKING:
     from bmburst.blocks.transformer import TransformerBlock
 
 _EVERYTHING = Policy(attention=1.0)
+MLPOutputs = tuple[Tensor, Tensor]
+"""The outputs of gate and up for a chunk of tokens, `[rows, intermediate_size]` each."""
+KeepOutputs = Callable[[MLPOutputs], None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -105,10 +109,12 @@ class BlockWork:
         self._is_ours = type(self._attention.attention) is BurstAttention
         self._groups = self._split_heads(count)
 
-    def forward(self, *, is_kept: bool = False) -> Tensor:
+    def forward(self, *, is_kept: bool = False, keep_outputs: KeepOutputs | None = None) -> Tensor:
         """Return the stream after the block. If attention's output is not kept for backward, it is overwritten.
 
-        `is_kept`: whether a tape replays all of attention's results, which needs no queries, keys and values.
+        Args:
+            is_kept: Whether a tape replays all of attention's results, which needs no queries, keys and values.
+            keep_outputs: Receives the outputs of gate and up of each chunk of tokens, in order.
         """
         block = self._block
         is_new = self._is_ours and not is_keeping()  # another module may keep a reference to its output
@@ -124,13 +130,19 @@ class BlockWork:
         for at in self._chunks:
             added = self._attention.o_proj(_columns_of(outputs, at))
             stream, normed = block.post_attention_layernorm.of_stream(self._stream[at], added, block.factor)
-            torch.add(stream, block.mlp(normed[None], len(normed))[0], alpha=block.factor, out=result[at])
+            added = self._fed_forward(normed, keep_outputs)
+            torch.add(stream, added, alpha=block.factor, out=result[at])
         return result.view(self._shape)
 
-    def backward(self, grad: Tensor, tape: Tape | None = None) -> tuple[Tensor, GradientSums]:
+    def backward(
+        self, grad: Tensor, tape: Tape | None = None, mlp_outputs: Iterator[MLPOutputs] | None = None
+    ) -> tuple[Tensor, GradientSums]:
         """Return the gradient of the stream before the block, which overwrites `grad`, and those of the parameters.
 
-        `tape`: all of attention's results, rewound, if the block's forward was just recomputed.
+        Args:
+            grad: The gradient of the stream after the block.
+            tape: All of attention's results, rewound, if the block's forward was just recomputed.
+            mlp_outputs: What `keep_outputs` received in forward. They are overwritten. None: they are computed again.
         """
         sums = GradientSums(list(self._block.parameters()), is_wide=len(self._chunks) > 1)
         grads = grad.view(self._stream.shape)
@@ -145,7 +157,9 @@ class BlockWork:
                     outputs = [self._attended(group, is_kept=is_kept) for group in self._groups]
             again.rewind()
         for at in self._chunks:
-            self._feed_forward_backward(grads[at], self._stream[at], _columns_of(outputs, at), sums)
+            of_chunk = next(mlp_outputs) if mlp_outputs else None
+            self._feed_forward_backward(grads[at], self._stream[at], _columns_of(outputs, at), sums, of_chunk)
+            del of_chunk
         of_heads = []
         for group in self._groups:
             outputs.pop(0)
@@ -231,7 +245,21 @@ class BlockWork:
         heads = x.reshape(1, len(x), -1, self._attention.head_dim)
         return apply_rotary(heads, cos, -sin if back else sin).view(len(x), -1)
 
-    def _feed_forward_backward(self, grads: Tensor, stream: Tensor, attended: Tensor, sums: GradientSums) -> None:
+    def _fed_forward(self, normed: Tensor, keep_outputs: KeepOutputs | None) -> Tensor:
+        """Return the MLP's result for a chunk of tokens, `[rows, hidden_size]`."""
+        mlp = self._block.mlp
+        if keep_outputs is None:
+            result: Tensor = mlp(normed[None], len(normed))[0]
+            return result
+        gate, up = mlp.gate_proj, mlp.up_proj
+        outputs = gate_and_up(normed, gate.weight, up.weight, (gate.adapter, up.adapter))
+        keep_outputs(outputs)
+        projected: Tensor = mlp.down_proj(swiglu(*outputs))
+        return projected
+
+    def _feed_forward_backward(
+        self, grads: Tensor, stream: Tensor, attended: Tensor, sums: GradientSums, outputs: MLPOutputs | None
+    ) -> None:
         """Overwrite a chunk's gradient of the block's output with that of the stream between attention and MLP."""
         block, norm, mlp = self._block, self._block.post_attention_layernorm, self._block.mlp
         projection = self._attention.o_proj
@@ -244,7 +272,7 @@ class BlockWork:
         of_mlp, of_normed = _scaled(grads, block.factor), torch.empty_like(stream)
         wanted = [sums.of(each) for each in (gate, up, down)]
         adapters = [sums.of_adapter(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        chunk_backward(pair[1].detach(), of_mlp, of_normed, gate, up, down, wanted, adapters)
+        chunk_backward(pair[1].detach(), of_mlp, of_normed, gate, up, down, wanted, adapters, outputs)
         of_stream = _norm_backward(norm, scale, before, pair, (grads, of_normed), sums)
         grads.copy_(of_stream)
         if total := sums.of(projection.weight):

@@ -14,7 +14,7 @@ import torch
 from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
-from bmburst.blocks.lean import Batch, BlockWork, whole_tape
+from bmburst.blocks.lean import Batch, BlockWork, MLPOutputs, whole_tape
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
@@ -50,7 +50,7 @@ class _RecomputedBlock(torch.autograd.Function):
         saved = () if ctx.segment or ctx.done.offload(hidden) else (hidden,)
         tape: Tape | None = ctx.done.tape
         with recording(tape) if tape else nullcontext():
-            result = BlockWork(block, hidden, batch).forward()
+            result = BlockWork(block, hidden, batch).forward(keep_outputs=ctx.done.keep_outputs)
         # Saved tensors are freed after this block's backward; attributes of ctx would live as long as the graph.
         ctx.counts = len(parameters), len(saved)
         ctx.save_for_backward(*parameters, *saved, *(tape.give_up() if tape and not ctx.segment else ()))
@@ -64,14 +64,15 @@ class _RecomputedBlock(torch.autograd.Function):
         parameters, saved = (tuple(islice(rest, count)) for count in ctx.counts)
         if ctx.segment:
             saved = (ctx.segment.take_input(done),)
-        if not saved:
+        if not ctx.segment:
             done.begin_fetch(ahead=True)
         hidden = saved[0] if saved else done.fetch()
         if done.tape and not ctx.segment:
             done.tape.hold(rest)
         tape, done.again = done.again, None
         with done.recomputation:
-            grad_hidden, sums = BlockWork(done.block, hidden, done.batch).backward(grad.contiguous(), tape)
+            work = BlockWork(done.block, hidden, done.batch)
+            grad_hidden, sums = work.backward(grad.contiguous(), tape, done.kept_outputs())
         if done.tape:
             done.tape.give_up()
         return None, None, grad_hidden, *(sums.result(each) for each in parameters)
@@ -90,15 +91,17 @@ class _Pass:
 
     def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
         self.block, self.batch, policy = block, batch, block.recompute
-        self._group = None if policy.offload == "nothing" else block.store.new_group()
+        self._group = block.store.new_group() if policy.offloads else None
+        self._outputs: list[tuple[int, int]] = []  # numbers of gate's and up's outputs in the group, by chunk
+        self.keep_outputs = self._put_outputs if policy.offloads_mlp else None
         # A segment allows only one backward, so that it can free the kept results group by group.
         self.tape = Tape(policy, self._group, replays_once=policy.in_segment) if policy.attention else None
         self.recomputation = Recomputation(block.forward, self.tape)
         self.again: Tape | None = None
 
     def offload(self, hidden: Tensor) -> bool:
-        """Copy the input to host memory if the policy offloads; return whether it did."""
-        if self._group is None:
+        """Copy the input to host memory if the policy offloads it; return whether it did."""
+        if self._group is None or self.block.recompute.offload == "nothing":
             return False
         self._number = self._group.put(hidden)
         return True
@@ -112,6 +115,18 @@ class _Pass:
         """Return the input, whose copy to the GPU has begun."""
         assert self._group is not None
         return self._group.get(self._number)
+
+    def _put_outputs(self, outputs: MLPOutputs) -> None:
+        assert self._group is not None
+        gate, up = outputs
+        self._outputs.append((self._group.put(gate), self._group.put(up)))
+
+    def kept_outputs(self) -> Iterator[MLPOutputs] | None:
+        """Return the kept outputs of gate and up, chunk by chunk, whose copy to the GPU has begun; None if not kept."""
+        group = self._group
+        if group is None or not self._outputs:
+            return None
+        return ((group.get(gate), group.get(up)) for gate, up in self._outputs)
 
     def forward_again(self, hidden: Tensor) -> Tensor:
         """Return the stream after the block, and keep all of attention's results until its backward."""

@@ -181,7 +181,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
             mask: Mask of the batch; replaces that of the attention module.
         """
-        if self.recompute.offload == "nothing" and torch.is_grad_enabled():
+        if not self.recompute.offloads and torch.is_grad_enabled():
             self.store.settle()
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
             return recomputed_block(self, hidden, Batch(cos, sin, length, mask))

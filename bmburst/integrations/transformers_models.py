@@ -175,10 +175,9 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
             f"recomputed layers would draw other random numbers: the model has {dropout}\n"
             "fix: set it to 0, or model.gradient_checkpointing_enable()"
         )
-    if chosen.every > 1:
-        raise UserError(
-            f"recompute policy '{chosen.name}' is for bmburst's own models\nfix: {replace(chosen, every=1).name}"
-        )
+    if chosen.every > 1 or chosen.offloads_mlp:
+        possible = replace(chosen, every=1, offloads_mlp=0).name
+        raise UserError(f"recompute policy '{chosen.name}' is for bmburst's own models\nfix: {possible}")
     store = HostStore()
     for layer, own in zip(layers, chosen.of_layers(len(layers)), strict=True):
         layer._gradient_checkpointing_func = partial(checkpoint, own, store=store)

@@ -53,6 +53,7 @@ class LeanMoments(StepMoments):
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "attention's output": outputs + (0.0 if self._joins else self.hidden),
+            "not yet let go to host memory": self._mlp_in_host() * (1 - self.part),
             "tokens in work": self.part * (2 * self.hidden + self.norm_statistic) + 2 * self.chunk_inner,
             "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
         }
@@ -68,13 +69,14 @@ class LeanMoments(StepMoments):
     def _mlp_backward(self) -> Lines:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         streams = 3 * self.hidden + self.scaled + self.norm_statistic
-        is_one = self.part == 1  # then there is no sum yet
+        sums = 0.0 if self.part == 1 else self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix())
+        gone = self.part * self._mlp_in_host()  # when the second chunk begins, which is the first with sums
         return {
             **self._block_in_backward(),
             "gradients in flight": self.hidden,
             "attention's output": self._held_output(),
-            "sums of gradients": 0.0 if is_one else self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
-            "tokens in work": self.part * streams + 4 * self.chunk_inner,
+            "sums of gradients": max(0.0, sums - gone),
+            "tokens in work": self.part * streams + (2 if self._mlp_in_host() else 4) * self.chunk_inner,
             "elementwise": inside,
         }
 
@@ -89,7 +91,8 @@ class LeanMoments(StepMoments):
             "gradients in flight": self.hidden,
             "attention's output": self._held_output(),
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1)),
-            "tokens in work": self.part * (3 * self.hidden + self.scaled) + 2 * self.chunk_inner,
+            "tokens in work": self.part * (3 * self.hidden + self.scaled)
+            + (0 if self._mlp_in_host() else 2) * self.chunk_inner,
             "in fp32": WIDE * (numbers + copied),
         }
 
@@ -101,7 +104,7 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(gone=others * self._let_go() + self._joined_part()),
+            **self._block_in_backward(gone=others * self._let_go() + self._joined_part(), is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
@@ -114,7 +117,7 @@ class LeanMoments(StepMoments):
         again = max(2 * self.query, self.query + 2 * self.key)
         before_projections = 3 * mlp_matrix(self.model, 1) + self._output_matrix()
         return {
-            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part(), is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(before_projections if self.part == 1 else held_block(self.model, 1)),
@@ -131,7 +134,7 @@ class LeanMoments(StepMoments):
 
     def _projections_backward(self) -> Lines:
         return {
-            **self._block_in_backward(gone=self._let_go() + self._joined_part()),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part(), is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
@@ -141,13 +144,18 @@ class LeanMoments(StepMoments):
             ),
         }
 
-    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
+    def _block_in_backward(self, *, gone: float = 0.0, is_fed: bool = False) -> Lines:
+        """`is_fed`: whether the MLP's backward is done, which frees what was kept of it."""
         return {
             "kept for backward": self._all_kept(gone),
             "computed again by its segment": self.others.segment,
-            "back from host memory": self._visiting(backward=True),
+            "back from host memory": self._visiting(backward=True) - (self._mlp_in_host() if is_fed else 0.0),
             "gathered weights, gradients": self._weights_and_gradients(),
         }
+
+    def _mlp_in_host(self) -> float:
+        """Return the bytes of the outputs of gate and up that are kept in host memory."""
+        return self.block.mlp if self.policy.offloads_mlp else 0.0
 
     def _let_go(self) -> float:
         """Return the bytes of attention's output, kept or fetched, that backward frees by groups of heads."""

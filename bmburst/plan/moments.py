@@ -87,7 +87,7 @@ class StepMoments:
         self.projected_input, self.mlp_input, self.activation = self._factors_of_trained()
         self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
         self.policy = candidate.policy
-        self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
+        self.block = BlockBytes(self.hidden, self.attended, self._recomputed(), 2 * self.inner)
 
     def states(self) -> Lines:
         """Tensors that are alive throughout the step."""

@@ -248,6 +248,8 @@ def _again(
     forward = products.forward + elements.forward - (0.0 if operators.repeats_last else product)
     beginning = prefix_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
     seconds = policy.again(forward, attention.forward.total, beginning)
+    if policy.offloads_mlp:
+        seconds -= 2 * product
     if candidate.is_lean(operators):
         projected = hardware.matmul_seconds(2.0 * candidate.rows * projections(candidate.task.model), candidate.rows)
         if policy.feeds_next:  # its output is computed once more, without queries, keys and values if attention is kept

@@ -69,7 +69,9 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
     """
     chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
     if chosen.is_of_model:
-        whole = replace(chosen, layers=None, every=1, keeps_last=0, offloads_first=0, offloads_attention=0).name
+        whole = replace(
+            chosen, layers=None, every=1, keeps_last=0, offloads_first=0, offloads_attention=0, offloads_mlp=0
+        ).name
         raise UserError(
             f"recompute policy '{chosen.name}' is for the layers of a model, but one call does not know its layer\n"
             f"fix: {whole}, or for layer i Policy.parse('{chosen.name}').of_layers(number of layers)[i]"

@@ -5,6 +5,7 @@
     I: bytes of a block's input, `batch * tokens * hidden_size * itemsize` (over the ranks of a tensor group)
     A: bytes of attention's results, `batch * tokens * heads * (head_dim * itemsize + 4)`
     R: bytes of the other activations that a block's backward reads
+    P: bytes of the outputs of the MLP's gate and up matrices
     F, T: seconds of a block's forward without attention (and, where `repeats_last` is false, without the last product),
         and of attention's forward with its communication
     C: seconds of one copy of a block's tensors in host memory
@@ -22,6 +23,7 @@
 | block, +keep-attention-last-N | A more for the last N blocks | 0 | T less for each of them |
 | block..., +offload-first-N | I less for the first N blocks | I for these | as +offload |
 | ... +offload-attention-first-M | A less for the first M blocks, where saved | A for these | as +offload |
+| block..., +offload-mlp-first-N | as without it | P more for the first N blocks | less the products of gate and up |
 
 With +first-N the last blocks save everything, because backward reaches them first. GPU memory peaks at the end of the
 forward pass of all blocks. From there, the backward of a block that saves everything only frees memory, but a
@@ -58,8 +60,8 @@ POLICIES = (
 FIRST = "+first-"
 EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
 """Options of a whole model, each followed by a number of layers: "+every-4"."""
-OFFLOAD_ATTENTION = "offload-attention-first"
-_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST}|{OFFLOAD_ATTENTION})-([^+]*)")
+OFFLOAD_ATTENTION, OFFLOAD_MLP = "offload-attention-first", "offload-mlp-first"
+_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST}|{OFFLOAD_ATTENTION}|{OFFLOAD_MLP})-([^+]*)")
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
@@ -74,11 +76,12 @@ their error. Fractions of attention are left out: at any length they free less m
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Bytes of a block's tensors on a rank: `I`, `A` and `R` above."""
+    """Bytes of a block's tensors on a rank: `I`, `A`, `R` and `P` above."""
 
     input: float
     attended: float
     rest: float
+    mlp: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,8 @@ class Policy:
         offloads_first: N of "+offload-first-N": the first N layers of a model offload their saved inputs.
         offloads_attention: M of "+offload-attention-first-M": the first M layers of a model also offload attention's
             results, where they save all of them. At most `offloads_first`.
+        offloads_mlp: N of "+offload-mlp-first-N": the first N layers of a model also save the outputs of the MLP's gate
+            and up matrices, in host memory. For the policy of one layer: 1 if it does.
         is_stored: For the policy of one layer: whether its input is saved. Otherwise it is recomputed from the layers
             before.
         feeds_next: For the policy of one layer: whether its output is recomputed, as the input of the next layer.
@@ -109,6 +114,7 @@ class Policy:
     keeps_last: int = 0
     offloads_first: int = 0
     offloads_attention: int = 0
+    offloads_mlp: int = 0
     is_stored: bool = True
     feeds_next: bool = False
 
@@ -151,7 +157,8 @@ class Policy:
     @property
     def is_of_model(self) -> bool:
         """Whether it differs between layers; `of_layers` returns the policy of each layer."""
-        return self.layers is not None or self.every > 1 or self.keeps_last > 0 or self.offloads_first > 0
+        counts = self.keeps_last, self.offloads_first, self.offloads_mlp
+        return self.layers is not None or self.every > 1 or any(counts)
 
     @property
     def name(self) -> str:
@@ -164,6 +171,7 @@ class Policy:
         counts = (
             *((EVERY, self.every, 1), (KEEP_LAST, self.keeps_last, 0)),
             *((OFFLOAD_FIRST, self.offloads_first, 0), (OFFLOAD_ATTENTION, self.offloads_attention, 0)),
+            (OFFLOAD_MLP, self.offloads_mlp, 0),
         )
         options = "".join(f"+{option}-{count}" for option, count, least in counts if count > least)
         return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
@@ -195,23 +203,23 @@ class Policy:
         """Check that the policy works with a tensor degree of `ranks`.
 
         Raises:
-            UserError: It has "+every-K", which tensor parallelism does not support.
+            UserError: It has "+every-K" or "+offload-mlp-first-N", which tensor parallelism does not support.
         """
-        if ranks > 1 and self.every > 1:
+        if ranks > 1 and (self.every > 1 or self.offloads_mlp):
             raise UserError(
                 f"recompute policy '{self.name}' with tensor parallelism {ranks}\n"
-                f"fix: {replace(self, every=1).name}, or tensor parallelism 1"
+                f"fix: {replace(self, every=1, offloads_mlp=0).name}, or tensor parallelism 1"
             )
 
     @property
     def is_uniform(self) -> bool:
         """Whether the policy has no option of a whole model except "+first-N"."""
-        return self.every == 1 and not self.keeps_last and not self.offloads_first
+        return self.every == 1 and not (self.keeps_last or self.offloads_first or self.offloads_mlp)
 
     @property
     def offloads(self) -> bool:
         """Whether blocks keep anything in host memory."""
-        return self.offload != "nothing" or self.offloads_first > 0
+        return self.offload != "nothing" or self.offloads_first > 0 or self.offloads_mlp > 0
 
     def of_layers(self, layers: int) -> tuple["Policy", ...]:
         """Return the policy of each block of a model with `layers` layers.
@@ -232,6 +240,7 @@ class Policy:
             recomputes=self.recomputes,
             attention=attention,
             offload="all" if i < self.offloads_attention and attention == 1 else offload,
+            offloads_mlp=int(i < self.offloads_mlp),
             is_stored=is_stored,
             feeds_next=(i + 1) % self.every != 0 and i + 1 < layers,
         )
@@ -271,19 +280,22 @@ class Policy:
                 f"recompute policy '{name}' cannot recompute inputs\n"
                 f"fix: block+{EVERY}-{given[EVERY]}, or block-keep-attention+{EVERY}-{given[EVERY]}"
             )
+        if OFFLOAD_MLP in given and EVERY in given:
+            raise UserError(f"recompute policy '{name}' has +{EVERY}- beside +{OFFLOAD_MLP}-\nfix: one of them alone")
         return replace(
             self,
             every=given.get(EVERY, 1),
             keeps_last=given.get(KEEP_LAST, 0),
             offloads_first=given.get(OFFLOAD_FIRST, 0),
             offloads_attention=count,
+            offloads_mlp=given.get(OFFLOAD_MLP, 0),
         )
 
     def kept(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves on the GPU from its forward to its backward."""
         if not self.recomputes:
             return block.input + block.attended + block.rest
-        return self._held(block) - self.hosted(block)
+        return self._held(block) - self._moved(block)
 
     @property
     def in_segment(self) -> bool:
@@ -292,6 +304,10 @@ class Policy:
 
     def hosted(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves in host memory."""
+        return self._moved(block) + (block.mlp if self.offloads_mlp else 0.0)
+
+    def _moved(self, block: BlockBytes) -> float:
+        """Return the bytes of input and attention's results that are saved in host memory instead of on the GPU."""
         saved = block.input if self.is_stored else 0.0
         held = {"nothing": 0.0, "inputs": saved, "all": self._held(block)}
         return held[self.offload]

@@ -18,6 +18,7 @@ TOKENS = 45
 SIZES = {"vocab_size": 53, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3}
 LORAS = (LoRAConfig(rank=3, alpha=5), LoRAConfig(rank=2, alpha=4, targets=("all-linear",)))
 POLICIES = ("none", "block", "block-keep-attention", "block+every-2", "block-keep-attention:0.5+offload")
+POLICIES += ("block-keep-attention+offload-mlp-first-1",)
 
 
 def write(folder, family="llama", lora=LORAS[0], **changes):

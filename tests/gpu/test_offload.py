@@ -30,15 +30,23 @@ def test_trains_and_resumes(size, tmp_path):
 @pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_in_host_memory_train_as_those_on_the_gpu(size, dtype, tmp_path):
-    run_program(size, _weights_train_alike, tmp_path, dtype, on_gpus=True, seconds=300)
+    run_program(size, _weights_train_alike, tmp_path, dtype, "block+every-2+offload-first-1", on_gpus=True, seconds=300)
 
 
-def _weights_train_alike(folder, dtype):
+@pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
+@pytest.mark.parametrize(
+    "policy",
+    ["block-keep-attention+offload-first-2+offload-attention-first-1", "block-keep-attention+offload-mlp-first-2"],
+)
+def test_activations_in_host_memory_too(size, policy, tmp_path):
+    run_program(size, _weights_train_alike, tmp_path, "bfloat16", policy, on_gpus=True, seconds=300)
+
+
+def _weights_train_alike(folder, dtype, policy):
     import bmtrain as bmt
 
     resident, streamed = (
-        weights.trainer(folder, f"run-{streams}", streams, dtype, recompute="block+every-2+offload-first-1")
-        for streams in (False, True)
+        weights.trainer(folder, f"run-{streams}", streams, dtype, recompute=policy) for streams in (False, True)
     )
     for _ in range(2):
         ours, wanted = (weights.losses(made, weights.STEPS // 2) for made in (streamed, resident))

@@ -194,6 +194,8 @@ def test_batches(options: dict[str, Any], words: str) -> None:
     [
         ("llama", {}, "blocks", "unknown"),
         ("llama", {}, "block+first-9", "'block+first-9' | layers"),
+        ("llama", {}, "block+every-2+keep-attention-last-1", "own models | fix: block+keep-attention-last-1"),
+        ("llama", {}, "block-keep-attention+offload-mlp-first-1", "own models | fix: block-keep-attention"),
         ("llama", {"attention_dropout": 0.1}, "block", "attention_dropout | 0.1"),
         ("gpt2", {"resid_pdrop": 0.2, "n_embd": 8, "n_head": 2}, "block", "resid_pdrop | 0.2"),
     ],

@@ -52,6 +52,9 @@ MORE = [
     ("block+every-2+keep-attention-last-2+offload-first-3+offload-attention-first-2", {"mlp_chunk": 84}),
     ("block-keep-attention+every-3+offload-first-3+offload-attention-first-3", {"mlp_chunk": 84}),
     ("block+keep-attention-last-2+offload-first-3+offload-attention-first-2", {"mlp_chunk": 84}),
+    ("block-keep-attention+offload-mlp-first-3", {"mlp_chunk": 84}),
+    ("block-keep-attention+offload-mlp-first-3", {}),
+    ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
