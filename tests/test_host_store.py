@@ -53,6 +53,24 @@ def test_one_is_in_use_and_one_on_its_way():
         assert alive.now == store.nbytes == 5 * nbytes
 
 
+def test_a_chain_leaves_another_as_it_is():
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    numbers = torch.full((1024,), 3.0, dtype=torch.float64)
+    with alive:
+        groups = {chain: store.new_group(chain) for chain in "ab"}
+        for group in groups.values():
+            group.put(numbers.clone())
+        assert alive.now - store.nbytes == 2 * nbytes
+        last = store.new_group("a")
+        assert alive.now - store.nbytes == nbytes, "the group of the other chain is still there"
+        store.settle()
+        assert alive.now == store.nbytes
+        last.begin()
+        assert alive.now - store.nbytes == nbytes, "it fetches what its chain had before, and nothing else"
+        groups["b"].begin()
+        assert torch.equal(groups["b"].get(0), numbers) and torch.equal(groups["a"].get(0), numbers)
+
+
 def test_memory_of_the_host_is_used_again():
     store = HostStore()
     for size in (10_000, 9_000, 4_097):

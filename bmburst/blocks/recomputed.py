@@ -18,6 +18,7 @@ from bmburst.blocks.lean import Batch, BlockWork, MLPOutputs, whole_tape
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
+from bmburst.recompute.host_store import OffloadGroup
 from bmburst_ops.errors import first_order
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class _Pass:
 
     def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
         self.block, self.batch, policy = block, batch, block.recompute
-        self._group = block.store.new_group() if policy.offloads else None
+        self._group = None if policy.offload == "nothing" else block.store.new_group()
+        self._mlp_group: OffloadGroup | None = None
         self._outputs: list[tuple[int, int]] = []  # numbers of gate's and up's outputs in the group, by chunk
         self.keep_outputs = self._put_outputs if policy.offloads_mlp else None
         # A segment allows only one backward, so that it can free the kept results group by group.
@@ -101,15 +103,16 @@ class _Pass:
 
     def offload(self, hidden: Tensor) -> bool:
         """Copy the input to host memory if the policy offloads it; return whether it did."""
-        if self._group is None or self.block.recompute.offload == "nothing":
+        if self._group is None:
             return False
         self._number = self._group.put(hidden)
         return True
 
     def begin_fetch(self, *, ahead: bool) -> None:
         """Start to copy what is in host memory to the GPU; `ahead`: also that of the block before."""
-        if self._group is not None:
-            self._group.begin(ahead=ahead)
+        for group in (self._mlp_group, self._group):
+            if group is not None:
+                group.begin(ahead=ahead)
 
     def fetch(self) -> Tensor:
         """Return the input, whose copy to the GPU has begun."""
@@ -117,14 +120,15 @@ class _Pass:
         return self._group.get(self._number)
 
     def _put_outputs(self, outputs: MLPOutputs) -> None:
-        assert self._group is not None
+        if self._mlp_group is None:  # now: attention has run, and the block before has copied its outputs meanwhile
+            self._mlp_group = self.block.store.new_group("mlp")
         gate, up = outputs
-        self._outputs.append((self._group.put(gate), self._group.put(up)))
+        self._outputs.append((self._mlp_group.put(gate), self._mlp_group.put(up)))
 
     def kept_outputs(self) -> Iterator[MLPOutputs] | None:
         """Return the kept outputs of gate and up, chunk by chunk, whose copy to the GPU has begun; None if not kept."""
-        group = self._group
-        if group is None or not self._outputs:
+        group = self._mlp_group
+        if group is None:
             return None
         return ((group.get(gate), group.get(up)) for gate, up in self._outputs)
 

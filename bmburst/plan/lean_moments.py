@@ -41,6 +41,7 @@ class LeanMoments(StepMoments):
             "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
+            "not yet let go to host memory": self._mlp_in_host(),  # of the block before
             "attention's output": whole,
             "heads in work": self.heads * self.projected + self._attention(self._buffers(backward=False)),
         }

@@ -4,13 +4,16 @@ The tensors of one call form an `OffloadGroup`. A side stream copies them to pin
 created, the caller's stream waits for the copies, and the GPU memory is freed. In backward, fetching a group prefetches
 the group created before it: at most two groups are on the GPU, one in use and one being copied.
 
+Groups that are created at different moments of a block are in different chains: a group frees and prefetches groups of
+its own chain only. So tensors that a block makes at its end have until the end of the next block to be copied.
+
 Pinned memory is divided into pieces of `PIECE` bytes. A piece is reused as soon as backward has read it or its group is
 deleted. So nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds
 pinned allocations up to powers of two: whole tensors would take up to twice their size.)
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,36 +43,39 @@ class HostStore:
         self.nbytes = 0
         self._memory = memory or HostMemory()
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
-        self._latest: weakref.ref[OffloadGroup] | None = None
-        self._ahead: weakref.ref[OffloadGroup] | None = None
+        self._latest: dict[str, weakref.ref[OffloadGroup]] = {}
+        self._ahead: dict[str, weakref.ref[OffloadGroup]] = {}
         self._stream: Any = None
 
-    def new_group(self) -> "OffloadGroup":
-        """Return a new group, and free the GPU memory of the previous group."""
-        before = self._latest() if self._latest is not None else None
-        for held in (before, self._ahead() if self._ahead is not None else None):
+    def new_group(self, chain: str = "") -> "OffloadGroup":
+        """Return a new group of a chain, and free the GPU memory of the chain's previous group."""
+        before = _alive(self._latest, chain)
+        for held in (before, _alive(self._ahead, chain)):
             if held is not None:
                 held.release()
-        made = OffloadGroup(self, before)
-        self._latest = weakref.ref(made)
+        made = OffloadGroup(self, chain, before)
+        self._latest[chain] = weakref.ref(made)
         return made
 
     def settle(self) -> None:
-        """Free the GPU memory of the latest group after its copies; for a group that no other group follows."""
-        latest = self._latest() if self._latest is not None else None
-        if latest is not None:
-            latest.release()
+        """Free the GPU memory of each chain's latest group after its copies; for groups that no others follow."""
+        for chain in self._latest:
+            latest = _alive(self._latest, chain)
+            if latest is not None:
+                latest.release()
 
     def fetch(self, group: "OffloadGroup", *, ahead: bool) -> None:
-        """Start to copy a group's tensors to the GPU; `ahead`: also prefetch the group created before it."""
-        fetched = self._ahead() if self._ahead is not None else None
+        """Start to copy a group's tensors to the GPU; `ahead`: also prefetch the chain's group before it."""
+        fetched = _alive(self._ahead, group.chain)
         if fetched is not None and fetched is not group:
             fetched.release()  # another group than this one was prefetched
         group.start_fetch()
         before = group.before if ahead else None
         if before is not None:
             before.start_fetch()
-        self._ahead = None if before is None else weakref.ref(before)
+            self._ahead[group.chain] = weakref.ref(before)
+        else:
+            self._ahead.pop(group.chain, None)
 
     def side(self, like: Tensor) -> Any:
         """Return the stream of copies, or None if the tensor is a CPU tensor."""
@@ -103,14 +109,14 @@ class HostStore:
 class OffloadGroup:
     """Tensors that one call offloads, numbered in the order of `put`."""
 
-    def __init__(self, store: HostStore, before: "OffloadGroup | None") -> None:
-        self._store = store
+    def __init__(self, store: HostStore, chain: str, before: "OffloadGroup | None") -> None:
+        self._store, self.chain = store, chain
         self._before = None if before is None else weakref.ref(before)
         self._tensors: list[_HostTensor] = []
 
     @property
     def before(self) -> "OffloadGroup | None":
-        """The group created before this one, if it is still alive."""
+        """The chain's group created before this one, if it is still alive."""
         return self._before() if self._before is not None else None
 
     def put(self, tensor: Tensor) -> int:
@@ -210,6 +216,11 @@ class _HostTensor:
     def __del__(self) -> None:
         if self._done is not None and self._here is not None:  # after an exception, or without a backward
             self._here.record_stream(self._side)
+
+
+def _alive(groups: Mapping[str, "weakref.ref[OffloadGroup]"], chain: str) -> "OffloadGroup | None":
+    found = groups.get(chain)
+    return None if found is None else found()
 
 
 def _sizes(nbytes: int) -> Iterator[int]:
