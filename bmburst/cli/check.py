@@ -29,10 +29,10 @@ HELP = (
 )
 _EPILOG = (
     "One rank must hold the whole model and a whole sequence. If it cannot, check fewer layers, for example "
-    "--model.num_layers 2 (with --preset in place of --init-from), or a shorter --sequence-length. Results are kept in "
+    "--model.num_layers 2 (with --preset instead of --init-from), or a shorter --sequence-length. Results are kept in "
     "a temporary folder ($TMPDIR), about 12 bytes a parameter for each run. No run folder is written: --output, "
     "checkpoints, evaluations and the sample are ignored. --resume takes the configuration of the run in --output, not "
-    "its weights. All ranks run on this machine. Rounding errors grow with the steps, so few steps tell most."
+    "its weights. All ranks run on this machine. Rounding errors grow with the steps, so a few steps tell the most."
 )
 _SHOWN = 20
 # Exit statuses: 2 is bad input, already explained; 128 and above means that a signal ended the run.
@@ -108,8 +108,9 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
         config = train.resolve_options(args)
     if config.dtype == "float16":
         raise UserError(
-            "dtype float16: a gradient that overflows on one split of the work need not on another\n"
-            "allowed: float32, bfloat16\nfix: --dtype bfloat16, or float32 on GPUs without it; the ranks do the same"
+            "dtype float16: a gradient that overflows on one number of ranks may not overflow on another\n"
+            "allowed: float32, bfloat16\n"
+            "fix: --dtype bfloat16, or float32 on GPUs without it; ranks split the work in the same way"
         )
     return config.replace(output=None, resume=False, sample_tokens=0)
 
@@ -172,7 +173,7 @@ def verdict(report: "CheckReport", nproc: int) -> str:
     if report.dtype != "float32":
         asked = (
             f"relative error against one rank in float32 at most {BF16_FACTOR:g} times that of one rank in "
-            f"{report.dtype}, plus {limits}; plus 0 for the gradient of all tensors together"
+            f"{report.dtype}, plus {limits}, or plus 0 for the gradient of all tensors together"
         )
     if report.ok:
         return f"ok: {nproc} ranks train as one does ({asked})"
@@ -239,8 +240,8 @@ def _tensor_table(report: "CheckReport", tensors: "Sequence[TensorReport]", npro
     width = max(len(tensor.name) for tensor in (*tensors, report.total))
     shape_width = max(5, *(len(_shape(tensor)) for tensor in tensors))
     against = "one rank in float32" if is_pair else "one rank"
-    yield f"relative distance of {nproc} ranks from {against}" + (
-        f", and after the / that of one rank in {report.dtype}" if is_pair else ""
+    yield f"relative error of {nproc} ranks against {against}" + (
+        f"; after the slash: error of one rank in {report.dtype}" if is_pair else ""
     )
     column = 19 if is_pair else 10
     heads = "".join(f"{head:>{column}}" for head in ("gradient", "parameter", "change"))

@@ -163,7 +163,7 @@ class _Request:
         if args.stream and (len(prompts) > 1 or options.num_samples > 1):
             raise UserError(
                 f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
-                "allowed: one prompt and one answer\nfix: --output FILE in place of --stream"
+                "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
             )
         chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
         return cls(source, prompts, options)

@@ -36,7 +36,7 @@ def add_passkey_options(parser: argparse.ArgumentParser) -> None:
         "and the timeouts.",
     )
     add = group.add_argument
-    add("--passkey", action="store_true", help="ask for a number that one sentence of a long text names; no --data")
+    add("--passkey", action="store_true", help="test whether the model finds a number in a long text; no --data")
     add("--lengths", metavar="N,...", help="tokens of the prompts; 4K,...,1M: with the powers of two between")
     add("--depths", metavar="D,...", help="places of the sentence, from 0 to 1 (default: 0,.25,.5,.75,1)")
     add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5)")

@@ -125,7 +125,7 @@ class GenerationBatch:
             return prompts
         if len(prompts) > 1:
             raise UserError(
-                "several sequences that are split by tokens take one prompt each\nfix: a session for each of them"
+                "with a cache split by tokens, several sequences take one prompt each\nfix: one session per sequence"
             )
         (tokens,) = prompts
         early = -self.cache.lengths[0] % groups

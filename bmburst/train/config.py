@@ -71,7 +71,7 @@ class TrainConfig:
     host_memory: float | None = field(
         "Host memory of each machine that the run may use, a tenth of it kept in reserve.",
         default=None,
-        default_text="what is free",
+        default_text="the free memory",
         unit="GiB",
         above=0,
         maximum=1e9,

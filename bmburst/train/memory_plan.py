@@ -204,7 +204,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
     """
     hardware = _hardware(memory, config.host_memory)
     lines = [
-        f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no more was there'}",
+        f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no memory was left'}",
         f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
         f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
     ]
@@ -212,11 +212,11 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         lines.append(f"  much is reserved and not allocated: {ALLOCATOR[0]}={EXPANDING} may help")
     predicted = _memory(config, ranks, nodes, hardware)
     if predicted is None:
-        return "\n".join([*lines, "the planner cannot say what uses it: bmburst plan --help"])
+        return "\n".join([*lines, "the planner cannot say what uses the memory: bmburst plan --help"])
     lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
     parts = _parts(predicted)
     lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
-    lines.append(f"  {_gib(predicted.total):>11}  together")
+    lines.append(f"  {_gib(predicted.total):>11}  total")
     return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
 
 

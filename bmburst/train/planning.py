@@ -123,7 +123,7 @@ class HostMemory:
         what += {Offload.OPTIMIZER: ["optimizer.offload"], Offload.WEIGHTS: ["optimizer.offload_weights"]}.get(
             way.offload, []
         )
-        source = "host_memory is" if self.is_given else "free are"
+        source = "host_memory is" if self.is_given else "free memory is"
         raise UserError(
             f"{' and '.join(what)}: {_gib(needed)} GiB of memory are needed on each host\n"
             f"allowed: {_gib(most)} GiB: {source} {_gib(self.has)}, of which {_gib(self.has - most)} "

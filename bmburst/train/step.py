@@ -245,7 +245,7 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) ->
         return ""
     rank, signum = asked[0]
     end = (
-        "the checkpoint is saved, and --resume goes on from it"
+        "the checkpoint is saved, and --resume continues from it"
         if saves
         else "--checkpoint-every never: nothing is saved"
     )

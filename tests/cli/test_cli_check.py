@@ -356,7 +356,7 @@ def test_two_ranks_train_as_one_does(here, argv, mesh, against):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"2 ranks ({mesh})" in done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"relative distance of 2 ranks from {against}")
+    assert lines[0].startswith(f"relative error of 2 ranks against {against}")
     assert sum(line.startswith(("model.", "lm_head.")) for line in lines) == 2 * 9 + 3
     assert lines[-1].startswith("ok: 2 ranks train as one does")
     found = json.loads((here / "found.json").read_text())

@@ -63,7 +63,7 @@ def test_every_line_of_the_planner_is_there_and_adds_up(parallel, way):
     parts = dict(
         reversed(found) for found in re.findall(r"^ +([\d.]+) GiB  (.+)$", text.split("settings that")[0], re.M)
     )
-    assert float(parts.pop("together")) == pytest.approx(expected.total / GIB, abs=0.01)
+    assert float(parts.pop("total")) == pytest.approx(expected.total / GIB, abs=0.01)
     assert {name: float(size) for name, size in parts.items()} == pytest.approx(
         {name: size / GIB for name, size in {**expected.lines, **expected.outside}.items()}, abs=0.01
     )
