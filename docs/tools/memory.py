@@ -45,7 +45,7 @@ CASES = (
     Case("h100", 1, 262144, "256K", "block+every-4+keep-attention-last-25+offload-first-21"),
     Case("h100", 1, 500000, "500,000", "block+every-6+keep-attention-last-8+offload-first-13"),
     Case("h200", 1, 524288, "512K", "block+every-6+keep-attention-last-21+offload-first-13"),
-    Case("h200", 2, 1048576, "1M", "block+every-2+keep-attention-last-25+offload-first-29"),
+    Case("h200", 2, 1048576, "1M", "block+every-4+keep-attention-last-30+offload-first-32+offload-attention-first-9"),
 )
 
 
