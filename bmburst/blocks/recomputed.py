@@ -14,7 +14,7 @@ import torch
 from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
-from bmburst.blocks.lean import Batch, BlockWork, MLPOutputs, whole_tape
+from bmburst.blocks.lean import Batch, BlockWork, KeepOutputs, MLPOutputs, whole_tape
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
@@ -95,7 +95,6 @@ class _Pass:
         self._group = None if policy.offload == "nothing" else block.store.new_group()
         self._mlp_group: OffloadGroup | None = None
         self._outputs: list[tuple[int, int]] = []  # numbers of gate's and up's outputs in the group, by chunk
-        self.keep_outputs = self._put_outputs if policy.offloads_mlp else None
         # A segment allows only one backward, so that it can free the kept results group by group.
         self.tape = Tape(policy, self._group, replays_once=policy.in_segment) if policy.attention else None
         self.recomputation = Recomputation(block.forward, self.tape)
@@ -118,6 +117,11 @@ class _Pass:
         """Return the input, whose copy to the GPU has begun."""
         assert self._group is not None
         return self._group.get(self._number)
+
+    @property
+    def keep_outputs(self) -> KeepOutputs | None:
+        """The function that keeps the outputs of gate and up of each chunk of tokens, if the policy does."""
+        return self._put_outputs if self.block.recompute.offloads_mlp else None
 
     def _put_outputs(self, outputs: MLPOutputs) -> None:
         if self._mlp_group is None:  # now: attention has run, and the block before has copied its outputs meanwhile

@@ -1,5 +1,7 @@
 """Blocks that are recomputed in little memory have the gradients of blocks that keep everything."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -151,6 +153,42 @@ def _a_segment_has_one_backward():
     loss.backward(retain_graph=True)
     with refused("twice", "every-2", "fix"):
         loss.backward()
+
+
+def test_a_loss_that_is_dropped_frees_host_memory_at_once():
+    run_program(1, _a_loss_that_is_dropped_frees_host_memory_at_once)
+
+
+def _a_loss_that_is_dropped_frees_host_memory_at_once():
+    from bmburst.blocks.model import Llama
+    from bmburst.recompute.host_store import HostStore, OffloadGroup
+
+    made: list[weakref.ref[OffloadGroup]] = []
+    new_group = HostStore.new_group
+
+    def watched(store, chain=""):
+        group = new_group(store, chain)
+        made.append(weakref.ref(group))
+        return group
+
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    for policy, groups in {
+        "block-keep-attention+offload": 3,
+        "block-keep-attention+offload-mlp-first-2": 2,
+        "block+every-2+keep-attention-last-2+offload-first-3+offload-attention-first-3": 3,
+    }.items():
+        model = Llama(tiny.config(num_layers=3), recompute=policy)
+        made.clear()
+        gc.disable()  # what a cycle of references holds is not free
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(HostStore, "new_group", watched)
+                loss = model.loss(ids, torch.arange(8)[None], ids)
+            assert len([each for each in made if each() is not None]) == groups, policy
+            del loss
+            assert not [each for each in made if each() is not None], policy
+        finally:
+            gc.enable()
 
 
 MASKS = {
