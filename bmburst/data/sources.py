@@ -3,7 +3,6 @@
 import codecs
 import json
 import math
-import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,15 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmburst.config import parse_json
+from bmburst.data.folders import (
+    JSONL_SUFFIXES,
+    STANDARD_LIBRARY,
+    TEXT_SUFFIXES,
+    found_instead,
+    is_dataset,
+    is_read,
+    walk,
+)
 from bmburst.errors import UserError, first_line
 
-STANDARD_LIBRARY = "stdlib"
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# Suffixes of text files in a directory. A file that the user names is text, whatever its suffix.
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
-)
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
@@ -200,26 +201,15 @@ def _named(path: Path) -> list[SourceFile]:
     )
 
 
-def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files under `root`, sorted by relative path, without hidden files and caches."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
 def _directory(root: Path) -> list[SourceFile]:
     found = [
-        SourceFile(path=path, name=str(path), kind=_kind(path), named=False)
-        for path in _walk(root)
-        if path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
+        SourceFile(path=path, name=str(path), kind=_kind(path), named=False) for path in walk(root) if is_read(path)
     ]
     if not found:
         raise UserError(
-            f"no text files in directory '{root}'\n"
+            f"no text files in directory '{root}', it has {found_instead(root)}\n"
             f"allowed: {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
-            "fix: give the path of the file itself where its suffix is another"
+            "fix: give the path of the file itself where its suffix is another, and unpack it if it is compressed"
         )
     return found
 
@@ -228,7 +218,7 @@ def _standard_library() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         SourceFile(path=path, name=path.relative_to(root).as_posix(), kind="text", named=False)
-        for path in _walk(root, _NOT_LIBRARY)
+        for path in walk(root, _NOT_LIBRARY)
         if path.suffix == ".py" and path.is_file()
     ]
     if not found:
@@ -275,11 +265,6 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
             held += decoder.decode(block)
     if held:
         yield held
-
-
-def is_dataset(path: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk` of Hugging Face's datasets."""
-    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,7 @@ from bmburst.checkpoint.files import newest_complete
 from bmburst.config import read_json
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
+from bmburst.data.folders import left_out
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
 from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
@@ -90,16 +92,16 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
         return text
-    left_out: list[str] = []
+    not_read = [line] if (line := left_out(source)) is not None else []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
+            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=not_read.append)
             corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
-            for line in left_out:  # without an error, the ranks report them
-                _say_left_out(line)
+            for line in not_read:  # without an error, the ranks report them
+                say_left_out(line)
             raise
     return text
 
@@ -241,7 +243,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
-    def opened() -> data.TokenFile:
+    def opened(say: Callable[[str], object] = lambda _: None) -> data.TokenFile:
         return data.open_corpus(
             config.data.source,
             config.data.tokenizer,
@@ -249,12 +251,12 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
             text_field=config.data.text_field,
             chat_template=config.data.chat_template,
             progress=is_main,
-            on_skip=_say_left_out if is_main else lambda _: None,
+            on_skip=say,
         )
 
     if runtime.local_rank == 0:
         began = time.time()
-        corpus = opened()
+        corpus = opened(say_left_out) if is_main else opened()
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
@@ -298,8 +300,9 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
 def say_too_long(sequences: Sequences) -> None:
     """Print how many records were left out because they are longer than a sequence, if any."""
     if isinstance(sequences, WholeDocuments) and sequences.left_out:
-        _say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
+        say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
 
 
-def _say_left_out(file: str) -> None:
-    sys.stderr.write(f"left out: {file}\n")
+def say_left_out(what: str) -> None:
+    """Print what is not read of the data."""
+    sys.stderr.write(f"left out: {what}\n")

@@ -68,7 +68,10 @@ def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_bytes(b"\xff")
     says(refusal(tmp_path / "folder"), "corpus", "empty")
-    says(capsys.readouterr().err, "folder/a.txt", "not a text file")
+    (tmp_path / "folder" / "a.json").write_bytes(b"x")
+    capsys.readouterr()
+    says(refusal(tmp_path / "folder"), "corpus", "empty")
+    says(capsys.readouterr().err, "folder/a.txt", "not a text file", "1 .json")
     (tmp_path / "folder" / "b.txt").write_text("b" * 200)
     check_text(config(tmp_path / "folder"))
     assert capsys.readouterr().err == "", "the ranks say what they leave out"

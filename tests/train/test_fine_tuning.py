@@ -1,5 +1,7 @@
 """Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
 
+import contextlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -18,7 +20,7 @@ from bmburst.train.data_paths import set_defaults_of_data
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.evaluate import find_model
 from bmburst.train.resolve import resolve
-from bmburst.train.text import kept_tokenizer, kept_with_model
+from bmburst.train.text import kept_tokenizer, kept_with_model, open_text
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -143,3 +145,22 @@ def test_the_merged_model_answers_as_trained(folder):
     assert answers(folder / "merged", folder / "merged") == ANSWERS
     untrained = answers(folder / "base", folder / "base")
     assert all(untrained[question] != answer for question, answer in ANSWERS.items())
+
+
+def test_what_a_folder_leaves_out_is_said_once(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("once upon a time. " * 60)
+    (tmp_path / "books" / "b.json").write_text("[]")
+    run_program(2, _open, tmp_path)
+    said = [(tmp_path / f"said-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].count("1 .json") == 1
+    assert said[1] == ""
+
+
+def _open(folder):
+    from bmburst.runtime import start
+
+    runtime = start()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        open_text(resolve((), {"data.source": str(folder / "books")}), folder / "run", runtime)
+    (folder / f"said-{runtime.rank}.txt").write_text(said.getvalue())
