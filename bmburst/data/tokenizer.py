@@ -129,7 +129,13 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """
     if name_or_path == ByteTokenizer.name:
         return ByteTokenizer()
-    return load_huggingface_tokenizer(name_or_path)
+    try:
+        return load_huggingface_tokenizer(name_or_path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read tokenizer '{error.filename or name_or_path}': {error.strerror or error}\n"
+            "fix: give read permission for it and its folder, or another tokenizer"
+        ) from error
 
 
 TOKENIZER_FILE = "tokenizer.json"

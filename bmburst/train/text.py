@@ -69,8 +69,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         The token file or the text of the configuration.
 
     Raises:
-        UserError: The tokenizer cannot be loaded, the cache is not writable, or the text is too short, cannot be read,
-            or has token ids outside the model's vocabulary.
+        UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
+            short, cannot be read, or has token ids outside the model's vocabulary.
     """
     source, field = config.data.source, config.data.text_field
     if parts := parts_of(config):
@@ -80,9 +80,11 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     text = find_text(config)
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
+        _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
         if config.sample_tokens:
             _require_tokenizer(text)
         return text
+    _read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
     if cache is not None:
         require_cache("data.cache", cache, text, text_field=field)
     if text.encoder is not None:
@@ -114,13 +116,27 @@ def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None
     Args:
         text: The text of the run.
         chat_template: A file whose template replaces that of the tokenizer.
+
+    Raises:
+        UserError: A file cannot be read, or is not a tokenizer.
     """
-    files = tokenizer_files(text.tokenizer_name)
-    if not files or data.load_tokenizer(text.tokenizer_name).identity != text.tokenizer_identity:
-        return {}
-    if chat_template is not None:
-        files[CHAT_TEMPLATE] = chat_template
-    return {name: path.read_bytes() for name, path in files.items()}
+    return _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, chat_template)
+
+
+def _read_tokenizer(name: str, identity: str | None, chat_template: Path | None) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files; empty if it has another identity. None: do not check the identity."""
+    try:
+        files = tokenizer_files(name)
+        if not files or (identity is not None and data.load_tokenizer(name).identity != identity):
+            return {}
+        if chat_template is not None:
+            files[CHAT_TEMPLATE] = chat_template
+        return {file: path.read_bytes() for file, path in files.items()}
+    except OSError as error:
+        raise UserError(
+            f"tokenizer '{name}': cannot read {error.filename}: {error.strerror}\n"
+            "fix: give its files read permission, because checkpoints include them, or --data.tokenizer with another"
+        ) from error
 
 
 def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
@@ -140,6 +156,19 @@ def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> d
         ends = read_json(model).get("eos_token_id")
     written = json.dumps({"eos_token_id": text.eos_id if ends is None else ends})
     return files | {GENERATION_CONFIG: f"{written}\n".encode()}
+
+
+def kept_by_rank_0(text: data.TokenFile | MixedFiles, config: TrainConfig, runtime: Runtime) -> dict[str, bytes]:
+    """Return `kept_with_model` on rank 0, which writes the files, and nothing on the others; every rank calls it.
+
+    Raises:
+        UserError: On all ranks, if a file cannot be read, so that no rank waits for rank 0.
+    """
+    from bmburst.checkpoint.sharded_files import together
+
+    files: dict[str, bytes] = {}
+    together(lambda: files.update(kept_with_model(text, config) if runtime.rank == 0 else {}))
+    return files
 
 
 def _kept_before(run_folder: Path | None) -> dict[str, bytes]:
@@ -228,7 +257,8 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         runtime: This rank; rank 0 shows progress and skipped files.
 
     Raises:
-        UserError: The text cannot be read, or has token ids outside the model's vocabulary.
+        UserError: On all ranks, if the text or the tokenizer cannot be read on a host, or there are token ids outside
+            the model's vocabulary.
     """
     sources = read_mixture(config.data.source)
     if sources is None:
@@ -238,7 +268,7 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
-    import bmtrain as bmt
+    from bmburst.checkpoint.sharded_files import together
 
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
@@ -254,13 +284,16 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
             on_skip=say,
         )
 
-    if runtime.local_rank == 0:
+    def prepare() -> None:
+        if runtime.local_rank != 0:
+            return
         began = time.time()
         corpus = opened(say_left_out) if is_main else opened()
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
-    bmt.synchronize()
+
+    together(prepare)
     corpus = opened()
     corpus.require_vocab(config.model.vocab_size)
     return corpus

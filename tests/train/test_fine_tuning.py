@@ -1,6 +1,7 @@
 """Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
 
 import contextlib
+import errno
 import io
 import json
 import shutil
@@ -20,7 +21,7 @@ from bmburst.train.data_paths import set_defaults_of_data
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.evaluate import find_model
 from bmburst.train.resolve import resolve
-from bmburst.train.text import kept_tokenizer, kept_with_model, open_text
+from bmburst.train.text import check_text, kept_by_rank_0, kept_tokenizer, kept_with_model, open_text
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -164,3 +165,62 @@ def _open(folder):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         open_text(resolve((), {"data.source": str(folder / "books")}), folder / "run", runtime)
     (folder / f"said-{runtime.rank}.txt").write_text(said.getvalue())
+
+
+BROKEN = [("tokenizer.json", ""), ("tokenizer.json", '{"version": "1.'), ("tokenizer_config.json", "[]")]
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN)
+def test_a_tokenizer_that_broke_after_its_tokens_were_made_is_refused_before_ranks_start(tmp_path, name, content):
+    words = chat.directory(tmp_path / "words")
+    chat.write(tmp_path / "chats.jsonl", *chat.records(20))
+    text = open_corpus(tmp_path / "chats.jsonl", str(words), tmp_path / "cache")
+    (words / name).write_text(content)
+    given = {"data.source": str(text.path), "sample_tokens": "0", "sequence_length": "64"}
+    with refused(words / name, "fix: "):
+        check_text(resolve((), given))
+
+
+def test_a_file_of_the_tokenizer_without_permission_is_refused_before_ranks_start(tmp_path, monkeypatch):
+    words = chat.directory(tmp_path / "words")
+    (words / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    read, exists = Path.read_bytes, Path.is_file
+
+    def guarded(path):
+        if path.name == "special_tokens_map.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", guarded)
+    given = {"data.source": str(tmp_path / "a.txt"), "data.tokenizer": str(words), "sequence_length": "64"}
+    with refused(words, "special_tokens_map.json", "Permission denied", "fix: ", "permission"):
+        check_text(resolve((), given))
+
+    def closed(path):  # as in a folder without permission to enter it
+        if path.parent == words:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    with refused(words, "Permission denied", "fix: ", "permission"):
+        check_text(resolve((), given))
+
+
+def test_all_ranks_refuse_what_rank_0_alone_reads(tmp_path):
+    words = chat.directory(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    text = open_corpus(tmp_path / "a.txt", str(words), tmp_path / "cache")
+    (words / "tokenizer.json").write_text("[")
+    run_program(2, _refuse, text, tmp_path / "a.txt")
+
+
+def _refuse(text, source):
+    from bmburst.runtime import start
+
+    runtime, words = start(), text.tokenizer_name
+    given = {"data.source": str(source), "data.tokenizer": words}
+    with refused(words, "tokenizer.json"):
+        kept_by_rank_0(text, resolve((), given), runtime)
+    with refused(words, "tokenizer.json"):  # read by the first rank of the host
+        open_text(resolve((), given), source.parent / "run", runtime)
