@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.data.sources import KINDS, SourceFile, rows
+from bmburst.data.rows import first_row, rows
+from bmburst.data.sources import KINDS, SourceFile
 from bmburst.errors import UserError
 
 _KEYS = (
@@ -80,7 +81,7 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
     for file in files:
         if file.kind == "text":
             continue
-        for _, value in rows(file, lambda _: None):
+        for _, value in first_row(file):
             keys = set(value) if isinstance(value, dict) else set()
             return text_field not in keys and any(known <= keys for known in _KEYS)
     return False

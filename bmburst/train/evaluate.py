@@ -14,8 +14,9 @@ from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verifi
 from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.batches import Sequences
-from bmburst.data.corpus import find_corpus, require_cache
+from bmburst.data.corpus import find_corpus, has_tokens, require_cache
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
+from bmburst.data.rows import check_arrays
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
@@ -176,6 +177,8 @@ def check_inputs(config: EvalConfig) -> Path:
             require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
                 _open_one(source, tokenizer, config)
+            elif not has_tokens(user_cache(), text, text_field=config.text_field):
+                check_arrays(text.files)
     return directory
 
 

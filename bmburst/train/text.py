@@ -18,6 +18,7 @@ from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, to
 from bmburst.data.folders import left_out
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
+from bmburst.data.rows import check_arrays
 from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
@@ -59,7 +60,8 @@ def parts_of(config: TrainConfig) -> list[TrainConfig]:
 def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
     """Check, before ranks start, that the text has at least one training sequence, if this is uncertain.
 
-    A short text is tokenized in a temporary folder, as the ranks will do. A long text is not checked here.
+    A short text is tokenized in a temporary folder, as the ranks will do. Of a long text, only JSON arrays are
+    checked here.
 
     Args:
         config: The run.
@@ -93,6 +95,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         raise _misfit(source, config, pairs=False)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
+        if cache is None or not has_tokens(cache, text, text_field=field):
+            check_arrays(text.files)
         return text
     not_read = [line] if (line := left_out(source)) is not None else []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
