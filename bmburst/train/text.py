@@ -115,7 +115,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
 def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files that checkpoints include, by file name.
 
-    Empty for the byte tokenizer, for a name on the hub, and if the files have changed since the text was tokenized.
+    Empty for the byte tokenizer, for a name on the hub that is not in the local cache, and if the files have changed
+    since the text was tokenized.
 
     Args:
         text: The text of the run.

@@ -224,3 +224,28 @@ def _refuse(text, source):
         kept_by_rank_0(text, resolve((), given), runtime)
     with refused(words, "tokenizer.json"):  # read by the first rank of the host
         open_text(resolve((), given), source.parent / "run", runtime)
+
+
+def test_the_files_of_a_name_on_the_hub_are_those_of_the_local_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    def no_request(url):
+        raise AssertionError("the network is not needed")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", no_request)
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    text = open_corpus(tmp_path / "a.txt", str(chat.directory(tmp_path / "words")), tmp_path / "cache")
+    text = replace(text, tokenizer_name="some/words")
+    assert kept_tokenizer(text, None) == {}, "not in the cache"
+    assert kept_tokenizer(replace(text, tokenizer_name="moved--away"), None) == {}, "no name on the hub"
+    assert kept_tokenizer(replace(text, tokenizer_name="a/b/moved"), None) == {}
+    repository = tmp_path / "hub" / "models--some--words"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    found = chat.directory(repository / "snapshots" / "abc")
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert kept_tokenizer(text, None) == {name: (found / name).read_bytes() for name in names}
+    (found / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
+    assert kept_tokenizer(text, None) == {}, "another tokenizer by now"
