@@ -38,7 +38,9 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "safetensors>=0.5",
-        "tokenizers>=0.20",
+        # Masks of answers rest on offsets. Up to 0.20.0 they are empty for LLaMA-3's tokenizer (ignore_merges); 0.22 is
+        # the oldest version that transformers 5 accepts.
+        "tokenizers>=0.22",
         "PyYAML>=6",
         "tqdm>=4.66",
         "matplotlib>=3.8",

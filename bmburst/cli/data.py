@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.corpus import LengthReport, Text, tokenize
+    from bmburst.data.folders import left_out
     from bmburst.data.records import hold_records
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
     from bmburst.outputs import require_own
 
-    skipped: list[str] = []
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input)
     encoder = RecordEncoder(tokenizer, args.chat_template) if hold_records(files, args.text_field) else None
     text, lengths = Text(tokenizer, files, encoder), LengthReport(args.max_tokens)
@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
             "allowed: JSONL of messages, or of prompt and completion\nfix: leave the option out"
         )
     require_own("--output", args.output, "a token file", is_token_file)
+    for line in filter(None, map(left_out, args.input)):
+        print(f"left out: {line}", file=sys.stderr)
+    skipped: list[str] = []
     try:
         file = tokenize(
             text,

@@ -56,6 +56,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
     add("--adapter", type=Path, metavar="DIR", help="LoRA adapter to merge into the weights as they are read")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
+        "the model's; a model without one takes and gives token ids)",
+    )
     add("--prompt", metavar="TEXT", help="a prompt")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
@@ -143,7 +149,7 @@ class _Request:
         from bmburst.plan.inference import chunk_of
         from bmburst.schedule.cache_split import CacheSplit
 
-        source = Source.open(args.checkpoint, args.adapter)
+        source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
         config = source.weights.config
         source.dtype(args.dtype)
         CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)

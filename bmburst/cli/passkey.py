@@ -130,14 +130,11 @@ class _Request:
         chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
         output, _ = require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
 
-        from bmburst.data.tokenizer import load_tokenizer
         from bmburst.inference.generator import Source
         from bmburst.inference.prompts import PromptEncoder
         from bmburst.schedule.cache_split import CacheSplit
 
-        source = Source.open(config.checkpoint, config.adapter)
-        if config.tokenizer is not None:
-            source = dataclasses.replace(source, tokenizer=load_tokenizer(config.tokenizer))
+        source = Source.open(config.checkpoint, config.adapter, config.tokenizer)
         if source.tokenizer is None:
             raise UserError(
                 f"{config.checkpoint} comes without a tokenizer, and --passkey needs text\n"

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
+from bmburst.data.folders import STANDARD_LIBRARY, left_out
 from bmburst.data.records import hold_records, read_records
-from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
+from bmburst.data.sources import SourceFile, find_sources, read_documents
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
@@ -117,7 +118,8 @@ def open_corpus(
         text_field: Key of the text in a line of JSONL.
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
-        on_skip: Called while tokenizing with a line about each file of a directory that is not text.
+        on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
+            tokenizing with a line about each file that is not text.
 
     Returns:
         The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
@@ -129,6 +131,9 @@ def open_corpus(
     found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
     if isinstance(found, TokenFile):
         return found
+    for each in [source] if isinstance(source, str | Path) else source:
+        if (line := left_out(each)) is not None:
+            on_skip(line)
     cached = _cached(cache_dir, found, text_field)
     if cached.exists():
         return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)

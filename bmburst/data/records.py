@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.data.sources import KINDS, SourceFile, rows
+from bmburst.data.rows import first_row, rows
+from bmburst.data.sources import KINDS, SourceFile
 from bmburst.errors import UserError
 
 _KEYS = (
@@ -14,7 +15,10 @@ _KEYS = (
     *({"chosen"}, {"rejected"}),
 )
 """Keys that distinguish a record from a line of text."""
-PAIRS = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages'
+PAIRS = (
+    '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages; '
+    "without prompt, both answers begin with it"
+)
 
 
 _ROLES = {
@@ -77,7 +81,7 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
     for file in files:
         if file.kind == "text":
             continue
-        for _, value in rows(file, lambda _: None):
+        for _, value in first_row(file):
             keys = set(value) if isinstance(value, dict) else set()
             return text_field not in keys and any(known <= keys for known in _KEYS)
     return False
@@ -219,7 +223,7 @@ def _answered(name: str, value: Any, key: str, tools: list[Any] | None, options:
 
 
 def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> Pair:
-    for key in ("prompt", "chosen", "rejected"):
+    for key in ("chosen", "rejected"):
         if key not in value:
             raise UserError(f"{name}: the preference pair has no {key}\nallowed: {PAIRS}\nfix: add it to that line")
     if value["chosen"] == value["rejected"]:
@@ -227,7 +231,37 @@ def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: di
             f"{name}: chosen and rejected are equal: {_short(value['chosen'])}\n"
             "allowed: two different answers\nfix: correct that line, or remove it"
         )
+    prompt, are_lists = value.get("prompt"), all(isinstance(value[key], list) for key in ("chosen", "rejected"))
+    # Some data sets repeat the question as text beside conversations that contain it.
+    if prompt is None or (isinstance(prompt, str) and are_lists):
+        value = _split(name, value["chosen"], value["rejected"])
     return Pair(*(_answered(name, value, key, tools, options) for key in ("chosen", "rejected")))
+
+
+def _split(name: str, chosen: Any, rejected: Any) -> dict[str, Any]:
+    """Return a pair with its prompt: what both answers begin with, as `extract_prompt` of TRL finds it.
+
+    For messages, these are the first messages up to the first that differs; for text, the characters, without a space
+    at the end. If one answer continues the other, the last message or character of the shorter one is an answer.
+    """
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        for key, messages in (("chosen", chosen), ("rejected", rejected)):
+            _messages(name, key, messages)
+        what = "message"
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        what = "text"
+    else:
+        raise _wrong(name, "chosen", chosen, "text, or in both answers a list of messages")
+    most = min(len(chosen), len(rejected)) - 1
+    end = next((at for at in range(most) if chosen[at] != rejected[at]), max(most, 0))
+    if chosen[end - 1 : end] == " ":
+        end -= 1
+    if not end:
+        raise UserError(
+            f"{name}: the preference pair has no prompt, and chosen and rejected do not begin with the same {what}\n"
+            f"allowed: {PAIRS}\nfix: add the prompt to that line, or to both answers"
+        )
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
 def _messages(name: str, key: str, value: Any) -> tuple[dict[str, Any], ...]:

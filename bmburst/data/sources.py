@@ -3,7 +3,6 @@
 import codecs
 import json
 import math
-import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,15 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmburst.config import parse_json
-from bmburst.errors import UserError, first_line
-
-STANDARD_LIBRARY = "stdlib"
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# Suffixes of text files in a directory. A file that the user names is text, whatever its suffix.
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
+from bmburst.data.folders import (
+    JSONL_SUFFIXES,
+    STANDARD_LIBRARY,
+    TEXT_SUFFIXES,
+    found_instead,
+    is_dataset,
+    is_read,
+    walk,
 )
+from bmburst.data.rows import first_row, rows
+from bmburst.errors import UserError
+
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
@@ -106,7 +108,7 @@ def read_documents(
     for file in files:
         try:
             if file.kind != "text":
-                yield from _texts(file, text_field, on_read)
+                yield from _texts(text_field, rows(file, on_read))
             elif problem := _why_not_text(file.path):
                 raise _not_text(file, problem)
             else:
@@ -136,7 +138,7 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
     for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
         try:
             if file.kind != "text":
-                next(_texts(file, text_field, lambda _: None), None)
+                next(_texts(text_field, first_row(file)), None)
             elif problem := _why_not_text(file.path, most=PIECE_BYTES):
                 raise _not_text(file, problem)
         except OSError as error:
@@ -200,26 +202,15 @@ def _named(path: Path) -> list[SourceFile]:
     )
 
 
-def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files under `root`, sorted by relative path, without hidden files and caches."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
 def _directory(root: Path) -> list[SourceFile]:
     found = [
-        SourceFile(path=path, name=str(path), kind=_kind(path), named=False)
-        for path in _walk(root)
-        if path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
+        SourceFile(path=path, name=str(path), kind=_kind(path), named=False) for path in walk(root) if is_read(path)
     ]
     if not found:
         raise UserError(
-            f"no text files in directory '{root}'\n"
+            f"no text files in directory '{root}', it has {found_instead(root)}\n"
             f"allowed: {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
-            "fix: give the path of the file itself where its suffix is another"
+            "fix: give the path of the file itself where its suffix is another, and unpack it if it is compressed"
         )
     return found
 
@@ -228,7 +219,7 @@ def _standard_library() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         SourceFile(path=path, name=path.relative_to(root).as_posix(), kind="text", named=False)
-        for path in _walk(root, _NOT_LIBRARY)
+        for path in walk(root, _NOT_LIBRARY)
         if path.suffix == ".py" and path.is_file()
     ]
     if not found:
@@ -277,102 +268,8 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
         yield held
 
 
-def is_dataset(path: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk` of Hugging Face's datasets."""
-    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Yield (name for messages, value) for the lines, elements or rows of a file that is not plain text.
-
-    Args:
-        file: A file of kind "jsonl", "json" or "dataset".
-        on_read: Called with the number of bytes of each read; not for a data set.
-
-    Raises:
-        UserError: A line or the file is not valid JSON, or a data set cannot be read.
-        OSError: A JSON or JSONL file cannot be read.
-    """
-    if file.kind == "dataset":
-        return _dataset_rows(file)
-    return _json_array(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
-
-
-def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    text = file.path.read_bytes()
-    try:
-        values = parse_json(text.decode("utf-8-sig"))
-    except ValueError as error:
-        raise UserError(
-            f"'{file.name}' is not valid JSON: {_reason(error)}\nfix: write an array of JSON objects"
-        ) from error
-    on_read(len(text))
-    for number, value in enumerate(values, 1):
-        yield f"{file.name}: element {number}", value
-
-
-def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a data set, each with its name; if there are several splits, those of "train".
-
-    Raises:
-        UserError: The package datasets is not installed or cannot read the folder, or there is no split "train".
-    """
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise UserError(
-            f"'{folder.name}' is a data set of the package datasets, and importing it failed\n"
-            "fix: pip install datasets, or save the rows as JSONL: dataset.to_json('rows.jsonl')"
-        ) from error
-    try:
-        rows = load_from_disk(str(folder.path))  # memory-mapped
-    except Exception as error:  # errors of Arrow, JSON or the package
-        raise UserError(
-            f"cannot read data set '{folder.name}': {first_line(error)}\nfix: write it again with save_to_disk"
-        ) from error
-    if isinstance(rows, dict):
-        if "train" not in rows:
-            raise UserError(
-                f"data set '{folder.name}' has no split 'train'\nallowed: {', '.join(rows)}\n"
-                f"fix: give one of them by its folder: {folder.path / next(iter(rows), 'train')}"
-            )
-        rows = rows["train"]
-    for number, row in enumerate(rows, 1):
-        yield f"{folder.name}:{number}", dict(row)
-
-
-def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped.
-
-    Raises:
-        UserError: A line is not valid JSON.
-    """
-    with file.path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            on_read(len(line))
-            if not line.strip():
-                continue
-            name = f"{file.name}:{number}"
-            try:  # an editor may have put a byte-order mark before the first line
-                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
-                    "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
-                ) from error
-            except ValueError as error:
-                raise UserError(
-                    f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line"
-                ) from error
-            yield name, value
-
-
-def _reason(error: ValueError) -> str:
-    return str(error).splitlines()[0].removeprefix("is not valid JSON: ")
-
-
-def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:
-    for name, value in rows(file, on_read):
+def _texts(text_field: str, values: Iterable[tuple[str, Any]]) -> Iterator[Document]:
+    for name, value in values:
         if not isinstance(value, dict):
             raise UserError(
                 f"{name}: the line is not a JSON object: {_short(value)}\n"

@@ -129,7 +129,13 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """
     if name_or_path == ByteTokenizer.name:
         return ByteTokenizer()
-    return load_huggingface_tokenizer(name_or_path)
+    try:
+        return load_huggingface_tokenizer(name_or_path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read tokenizer '{error.filename or name_or_path}': {error.strerror or error}\n"
+            "fix: give read permission for it and its folder, or another tokenizer"
+        ) from error
 
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -240,14 +246,29 @@ def tokenizer_files(name_or_path: str) -> dict[str, Path]:
     """Return the local files of a tokenizer, by their names in a model's directory.
 
     If the name is that of a tokenizer.json, these are that file, and tokenizer_config.json and the chat template beside
-    it. Empty for "bytes" and for a name on the hub.
+    it. For a name on the hub, they are the files in the local cache. Empty for "bytes", and if tokenizer.json is not
+    there.
     """
     path, folder = Path(name_or_path), tokenizer_folder(name_or_path)
     if folder is None:
-        return {}
+        return {} if name_or_path == ByteTokenizer.name else _cached_files(name_or_path)
     names = TOKENIZER_FILES if folder == path else (TOKENIZER_CONFIG, CHAT_TEMPLATE)
     found = {name: folder / name for name in names if (folder / name).is_file()}
     return found if folder == path else found | {TOKENIZER_FILE: path}
+
+
+def _cached_files(name: str) -> dict[str, Path]:
+    """Return the files of a name on the hub that the local cache has; empty without a tokenizer.json."""
+    if not _HUB_NAME.fullmatch(name):
+        return {}
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = {file: try_to_load_from_cache(name, file) for file in TOKENIZER_FILES}
+    except ValueError:  # a path that is no longer there, whose name the hub does not allow
+        return {}
+    found = {file: Path(path) for file, path in cached.items() if isinstance(path, str)}
+    return found if TOKENIZER_FILE in found else {}
 
 
 def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:

@@ -44,7 +44,7 @@ class Source:
     Attributes:
         directory: Directory of the weights.
         weights: The weights, read on demand.
-        tokenizer: The model's tokenizer; None if it has none.
+        tokenizer: The model's tokenizer, or the one given in its place; None if there is none.
     """
 
     directory: Path
@@ -52,15 +52,17 @@ class Source:
     tokenizer: PromptTokenizer | None
 
     @classmethod
-    def open(cls, given: Path, adapter: Path | None = None) -> "Source":
+    def open(cls, given: Path, adapter: Path | None = None, tokenizer: str | None = None) -> "Source":
         """Open the directory of a Hugging Face or ModelCenter model, a checkpoint of bmburst, or a run folder.
 
         Args:
             given: The directory. An adapter's directory opens the base model that it names, with the adapter merged.
             adapter: Directory, checkpoint or run folder of a LoRA adapter, merged into the weights when they are read.
+            tokenizer: Name of a tokenizer in place of the model's, see `load_tokenizer`.
 
         Raises:
-            UserError: The directory does not exist, contains no complete checkpoint or model, or its family is unknown.
+            UserError: The directory does not exist, contains no complete checkpoint or model, or its family is unknown;
+                or there is no such tokenizer.
         """
         if not given.is_dir():
             raise UserError(
@@ -77,7 +79,7 @@ class Source:
         else:
             weights = open_weights(directory)
         names = (name for place in places if (name := own_tokenizer(place)) is not None)
-        name = next(names, None)
+        name = next(names, None) if tokenizer is None else tokenizer
         return cls(places[-1], weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:

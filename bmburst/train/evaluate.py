@@ -14,8 +14,9 @@ from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verifi
 from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.batches import Sequences
-from bmburst.data.corpus import find_corpus, require_cache
+from bmburst.data.corpus import find_corpus, has_tokens, require_cache
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
+from bmburst.data.rows import check_arrays
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
@@ -27,7 +28,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train.config import check_packing
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.loading import LocalBatch, causal_cut, token_losses
-from bmburst.train.text import say_too_long
+from bmburst.train.text import say_left_out, say_too_long
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
@@ -122,7 +123,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     given = verified_together(config.checkpoint)
     tuned = find_adapter(config, given, verified_together)
     directory, tokenizer, shape = read_model(config, given, tuned)
-    corpus = _open(config, tokenizer)
+    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else _nothing)
     for file in corpus.files:
         together(file.verify if runtime.rank == 0 else _nothing)
     corpus.require_vocab(shape.vocab_size)
@@ -176,6 +177,8 @@ def check_inputs(config: EvalConfig) -> Path:
             require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
                 _open_one(source, tokenizer, config)
+            elif not has_tokens(user_cache(), text, text_field=config.text_field):
+                check_arrays(text.files)
     return directory
 
 
@@ -184,9 +187,16 @@ def _sources(config: EvalConfig) -> tuple[Source, ...]:
     return read_mixture(config.data) or (Source(config.data, 1.0),)
 
 
-def _open_one(source: Source, tokenizer: str | None, config: EvalConfig) -> TokenFile:
+def _open_one(
+    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
+) -> TokenFile:
     file = open_corpus(
-        source.path, tokenizer, user_cache(), text_field=config.text_field, chat_template=config.chat_template
+        source.path,
+        tokenizer,
+        user_cache(),
+        text_field=config.text_field,
+        chat_template=config.chat_template,
+        on_skip=say,
     )
     return _require_text(source, file)
 
@@ -201,14 +211,19 @@ def _require_text(source: Source, file: TokenFile) -> TokenFile:
     return file
 
 
-def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
+def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object]) -> MixedFiles:
     """Return the token files of all sources; tokenize those that are not cached.
+
+    Args:
+        config: The evaluation.
+        tokenizer: Name of the text's tokenizer.
+        say: Called with a line about each file, or kinds of files, of a folder that is left out.
 
     Raises:
         UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.
     """
     sources = _sources(config)
-    files = tuple(_open_one(source, tokenizer, config) for source in sources)
+    files = tuple(_open_one(source, tokenizer, config, say) for source in sources)
     return MixedFiles(files, tuple(source.weight for source in sources))
 
 
@@ -276,8 +291,8 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
     return directory, config.tokenizer or own_tokenizer(directory)
 
 
-def _nothing() -> None:
-    """Do nothing: the argument of `together` on ranks that only wait."""
+def _nothing(*_: object) -> None:
+    """Do nothing: on ranks that only wait, or that leave messages to rank 0."""
 
 
 def user_cache() -> Path:

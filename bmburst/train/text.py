@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -14,8 +15,10 @@ from bmburst.checkpoint.files import newest_complete
 from bmburst.config import read_json
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
+from bmburst.data.folders import left_out
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
+from bmburst.data.rows import check_arrays
 from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
@@ -57,7 +60,8 @@ def parts_of(config: TrainConfig) -> list[TrainConfig]:
 def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
     """Check, before ranks start, that the text has at least one training sequence, if this is uncertain.
 
-    A short text is tokenized in a temporary folder, as the ranks will do. A long text is not checked here.
+    A short text is tokenized in a temporary folder, as the ranks will do. Of a long text, only JSON arrays are
+    checked here.
 
     Args:
         config: The run.
@@ -67,8 +71,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         The token file or the text of the configuration.
 
     Raises:
-        UserError: The tokenizer cannot be loaded, the cache is not writable, or the text is too short, cannot be read,
-            or has token ids outside the model's vocabulary.
+        UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
+            short, cannot be read, or has token ids outside the model's vocabulary.
     """
     source, field = config.data.source, config.data.text_field
     if parts := parts_of(config):
@@ -78,9 +82,11 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     text = find_text(config)
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
+        _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
         if config.sample_tokens:
             _require_tokenizer(text)
         return text
+    _read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
     if cache is not None:
         require_cache("data.cache", cache, text, text_field=field)
     if text.encoder is not None:
@@ -89,17 +95,19 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         raise _misfit(source, config, pairs=False)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
+        if cache is None or not has_tokens(cache, text, text_field=field):
+            check_arrays(text.files)
         return text
-    left_out: list[str] = []
+    not_read = [line] if (line := left_out(source)) is not None else []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
+            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=not_read.append)
             corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
-            for line in left_out:  # without an error, the ranks report them
-                _say_left_out(line)
+            for line in not_read:  # without an error, the ranks report them
+                say_left_out(line)
             raise
     return text
 
@@ -107,18 +115,33 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
 def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files that checkpoints include, by file name.
 
-    Empty for the byte tokenizer, for a name on the hub, and if the files have changed since the text was tokenized.
+    Empty for the byte tokenizer, for a name on the hub that is not in the local cache, and if the files have changed
+    since the text was tokenized.
 
     Args:
         text: The text of the run.
         chat_template: A file whose template replaces that of the tokenizer.
+
+    Raises:
+        UserError: A file cannot be read, or is not a tokenizer.
     """
-    files = tokenizer_files(text.tokenizer_name)
-    if not files or data.load_tokenizer(text.tokenizer_name).identity != text.tokenizer_identity:
-        return {}
-    if chat_template is not None:
-        files[CHAT_TEMPLATE] = chat_template
-    return {name: path.read_bytes() for name, path in files.items()}
+    return _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, chat_template)
+
+
+def _read_tokenizer(name: str, identity: str | None, chat_template: Path | None) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files; empty if it has another identity. None: do not check the identity."""
+    try:
+        files = tokenizer_files(name)
+        if not files or (identity is not None and data.load_tokenizer(name).identity != identity):
+            return {}
+        if chat_template is not None:
+            files[CHAT_TEMPLATE] = chat_template
+        return {file: path.read_bytes() for file, path in files.items()}
+    except OSError as error:
+        raise UserError(
+            f"tokenizer '{name}': cannot read {error.filename}: {error.strerror}\n"
+            "fix: give its files read permission, because checkpoints include them, or --data.tokenizer with another"
+        ) from error
 
 
 def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
@@ -138,6 +161,19 @@ def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> d
         ends = read_json(model).get("eos_token_id")
     written = json.dumps({"eos_token_id": text.eos_id if ends is None else ends})
     return files | {GENERATION_CONFIG: f"{written}\n".encode()}
+
+
+def kept_by_rank_0(text: data.TokenFile | MixedFiles, config: TrainConfig, runtime: Runtime) -> dict[str, bytes]:
+    """Return `kept_with_model` on rank 0, which writes the files, and nothing on the others; every rank calls it.
+
+    Raises:
+        UserError: On all ranks, if a file cannot be read, so that no rank waits for rank 0.
+    """
+    from bmburst.checkpoint.sharded_files import together
+
+    files: dict[str, bytes] = {}
+    together(lambda: files.update(kept_with_model(text, config) if runtime.rank == 0 else {}))
+    return files
 
 
 def _kept_before(run_folder: Path | None) -> dict[str, bytes]:
@@ -226,7 +262,8 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         runtime: This rank; rank 0 shows progress and skipped files.
 
     Raises:
-        UserError: The text cannot be read, or has token ids outside the model's vocabulary.
+        UserError: On all ranks, if the text or the tokenizer cannot be read on a host, or there are token ids outside
+            the model's vocabulary.
     """
     sources = read_mixture(config.data.source)
     if sources is None:
@@ -236,12 +273,12 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
-    import bmtrain as bmt
+    from bmburst.checkpoint.sharded_files import together
 
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
-    def opened() -> data.TokenFile:
+    def opened(say: Callable[[str], object] = lambda _: None) -> data.TokenFile:
         return data.open_corpus(
             config.data.source,
             config.data.tokenizer,
@@ -249,16 +286,19 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
             text_field=config.data.text_field,
             chat_template=config.data.chat_template,
             progress=is_main,
-            on_skip=_say_left_out if is_main else lambda _: None,
+            on_skip=say,
         )
 
-    if runtime.local_rank == 0:
+    def prepare() -> None:
+        if runtime.local_rank != 0:
+            return
         began = time.time()
-        corpus = opened()
+        corpus = opened(say_left_out) if is_main else opened()
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
-    bmt.synchronize()
+
+    together(prepare)
     corpus = opened()
     corpus.require_vocab(config.model.vocab_size)
     return corpus
@@ -298,8 +338,9 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
 def say_too_long(sequences: Sequences) -> None:
     """Print how many records were left out because they are longer than a sequence, if any."""
     if isinstance(sequences, WholeDocuments) and sequences.left_out:
-        _say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
+        say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
 
 
-def _say_left_out(file: str) -> None:
-    sys.stderr.write(f"left out: {file}\n")
+def say_left_out(what: str) -> None:
+    """Print what is not read of the data."""
+    sys.stderr.write(f"left out: {what}\n")

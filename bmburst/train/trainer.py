@@ -45,7 +45,7 @@ from bmburst.train.step import (
     learning_rate,
     stopped_by,
 )
-from bmburst.train.text import kept_with_model, open_text, sequences_of
+from bmburst.train.text import kept_by_rank_0, open_text, sequences_of
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -123,7 +123,7 @@ class Trainer:
             compiling = compile_ahead(config.model, dtype, attention(), packed=config.pack == "documents")
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
-        self._tokenizer = kept_with_model(self.corpus, config) if self.is_main else {}
+        self._tokenizer = kept_by_rank_0(self.corpus, config, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")
         trained = sequences_of(self.corpus, config, "train")
         self._counts = len(trained), len(self._held_out)

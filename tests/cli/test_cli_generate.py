@@ -86,6 +86,21 @@ def test_a_chat_is_answered_behind_its_template(model: Path, capsys: pytest.Capt
     assert run(capsys, *given) == expected(model, "<user>hello>", 9)[1] + "\n"
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_tokenizer_is_given_in_place_of_the_models(
+    model: Path, bare: Path, ranks: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--prompt", "Once upon", "--max-new-tokens", "8", "--nproc", ranks, "--tokenizer")
+    assert run(capfd, "--checkpoint", str(bare), *given, str(model)) == expected(model, "Once upon", 8)[1] + "\n"
+    output = tmp_path / "answers.jsonl"
+    run(capfd, "--checkpoint", str(model), *given, "bytes", "--output", str(output))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([list(b"Once upon")])
+    found = reference.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=258)[0, ids.shape[1] :].tolist()
+    assert json.loads(output.read_text())["tokens"] == found
+    assert "no tokenizer" in refused(capfd, "generate", "--checkpoint", str(model), *given, "gone.json")
+
+
 def test_a_stop_string_cuts_the_text(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = expected(model, "Once upon", 30)[1]
     stop = next(whole[i : i + 2] for i in range(4, len(whole)) if whole[i : i + 2].isascii())

@@ -130,8 +130,10 @@ def test_evaluation_counts_answers_alone(here, capfd):
     One record is longer than a sequence: that it does not count is said once.
     """
     chat.write(here / "chats.jsonl", *chat.records(40), {"prompt": "p", "completion": "x" * 200})
-    (here / "book.txt").write_text("once upon a time. " * 60)
-    (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}, {path: book.txt, weight: 1}]\n")
+    (here / "books").mkdir()
+    (here / "books" / "book.txt").write_text("once upon a time. " * 60)
+    (here / "books" / "more.json").write_text("[]")
+    (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}, {path: books, weight: 1}]\n")
     given = ["eval", "--checkpoint", "model", "--data", "mix.yaml", "--tokenizer", "model", "--nproc", "2"]
     chat.directory(here / "model", None)
     says(refused(capfd, *given), "chats.jsonl:1", "no chat template", "--chat-template")
@@ -140,6 +142,7 @@ def test_evaluation_counts_answers_alone(here, capfd):
     out, told = capfd.readouterr()
     assert "nan" not in out and int(out.split("tokens")[-1].split()[0].replace(",", "")) > 18 * 60
     assert told.count("left out: 1 records longer than sequence_length 128\n") == 1
+    assert told.count("1 .json") == 1
     parser = CommandParser(prog="bmburst eval", description="")
     configure(parser)
     packs = [resolve_options(parser.read([*given[1:], *more])).pack for more in ([], ["--pack", "stream"])]

@@ -1,6 +1,7 @@
 """Whether a text has a sequence to train on is known before ranks start, where that is in doubt."""
 
 import errno
+import json
 import os
 import re
 import types
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
+from bmburst.data import rows
 from bmburst.data import tokenizer as tokenizers_of_data
 from bmburst.data.corpus import Text, open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
@@ -68,10 +70,30 @@ def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_bytes(b"\xff")
     says(refusal(tmp_path / "folder"), "corpus", "empty")
-    says(capsys.readouterr().err, "folder/a.txt", "not a text file")
+    (tmp_path / "folder" / "a.json").write_bytes(b"x")
+    capsys.readouterr()
+    says(refusal(tmp_path / "folder"), "corpus", "empty")
+    says(capsys.readouterr().err, "folder/a.txt", "not a text file", "1 .json")
     (tmp_path / "folder" / "b.txt").write_text("b" * 200)
     check_text(config(tmp_path / "folder"))
     assert capsys.readouterr().err == "", "the ranks say what they leave out"
+
+
+def test_a_long_array_is_checked_once_and_not_where_its_tokens_are_cached(tmp_path, monkeypatch):
+    path, whole = tmp_path / "a.json", []
+    path.write_text(json.dumps([{"text": "once upon a time. " * 9}] * 99))
+    given = config(path)
+    parse = rows.parse_json
+    monkeypatch.setattr(rows, "parse_json", lambda text: whole.append(len(text) > 9999) or parse(text))
+    check_text(given, tmp_path / "cache")
+    assert sum(whole) == 1
+    open_corpus(path, None, tmp_path / "cache")
+    assert sum(whole) == 2
+    check_text(config(path), tmp_path / "cache")
+    open_corpus(path, None, tmp_path / "cache")
+    assert sum(whole) == 2
+    path.write_text(path.read_text()[:-1])
+    says(refusal(path), path, "not valid JSON", "fix: ")
 
 
 @pytest.fixture

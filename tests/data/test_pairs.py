@@ -18,6 +18,8 @@ from tests.refusals import refused
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 USER, ANSWER, OTHER = ([{"role": r, "content": c}] for r, c in (("user", "q"), ("assistant", "yes"), ("assistant", "")))
 
+NO = [{"role": "assistant", "content": "no"}]
+
 
 def corpus(folder, *lines, tokenizer="bytes"):
     return open_corpus(chat.write(folder / "pairs.jsonl", *lines), tokenizer, folder)
@@ -28,7 +30,15 @@ def corpus(folder, *lines, tokenizer="bytes"):
     [
         ({"prompt": "a", "chosen": "b"}, "no rejected | prompt | fix: "),
         ({"prompt": "a", "rejected": "b"}, "no chosen | prompt | fix: "),
-        ({"chosen": "a", "rejected": "b"}, "no prompt | prompt | fix: "),
+        ({"chosen": "a", "rejected": "b"}, "no prompt | same text | fix: "),
+        ({"chosen": "", "rejected": "b"}, "no prompt | same text | fix: "),
+        ({"chosen": " a", "rejected": " b"}, "no prompt | same text | fix: "),
+        ({"chosen": ANSWER, "rejected": NO}, "no prompt | same message | fix: "),
+        ({"prompt": "q", "chosen": ANSWER, "rejected": NO}, "no prompt | same message | fix: "),
+        ({"prompt": None, "chosen": "a", "rejected": ANSWER}, "chosen | text, or in both | fix: "),
+        ({"chosen": USER + ANSWER, "rejected": USER + OTHER}, "message 2 is empty | fix: "),
+        ({"chosen": USER + ANSWER, "rejected": [{"content": "x"}]}, "rejected: message 1 | role | fix: "),
+        ({"chosen": [], "rejected": ANSWER}, "chosen is [] | at least one | fix: "),
         (PAIR | {"chosen": ""}, "chosen answer is empty | at least one token | fix: "),
         (PAIR | {"rejected": ""}, "rejected answer is empty | at least one token | fix: "),
         (PAIR | {"rejected": "b"}, 'equal | "b" | different | fix: '),
@@ -68,13 +78,41 @@ def test_a_file_holds_both_answers_of_each_pair(tmp_path):
 
 def test_messages_are_a_prompt_with_each_answer(tmp_path):
     folder = chat.directory(tmp_path / "t", chat.MARKED)
-    no = [{"role": "assistant", "content": "no"}]
-    file = corpus(tmp_path, {"prompt": USER, "chosen": ANSWER, "rejected": no}, tokenizer=str(folder))
-    lines = [{"messages": USER + each} for each in (ANSWER, no)]
+    file = corpus(tmp_path, {"prompt": USER, "chosen": ANSWER, "rejected": NO}, tokenizer=str(folder))
+    lines = [{"messages": USER + each} for each in (ANSWER, NO)]
     alone = open_corpus(chat.write(tmp_path / "chats.jsonl", *lines), str(folder), tmp_path)
     assert file.tokens.tolist() == alone.tokens.tolist()
     assert file.loss_mask.tolist() == alone.loss_mask.tolist()
     assert not alone.pairs
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        (USER + ANSWER, USER + NO),
+        (USER + NO + USER + ANSWER, USER + NO + USER + NO + USER + ANSWER),
+        (USER + ANSWER, USER + ANSWER + USER + NO),  # one continues the other
+        (USER + NO + USER + ANSWER, USER + NO),
+        ("\n\nHuman: q\n\nAssistant: I do", "\n\nHuman: q\n\nAssistant: I can not"),
+        ("q: yes", "q: yet"),
+        ("q: yes", "q: yesterday"),
+        ("ab", "ac"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", [{}, {"prompt": None}, {"prompt": "q"}], ids=str)
+def test_a_prompt_that_both_answers_begin_with_is_found_as_in_trl(tmp_path, chosen, rejected, more):
+    extract_prompt = pytest.importorskip("trl").extract_prompt
+    if isinstance(chosen, str) and more.get("prompt") is not None:
+        more = {}  # a prompt as text belongs to answers as text
+    folder = str(chat.directory(tmp_path / "t"))
+    implicit = corpus(tmp_path, more | {"chosen": chosen, "rejected": rejected}, tokenizer=folder)
+    assert implicit.pairs
+    (tmp_path / "explicit").mkdir()
+    explicit = corpus(tmp_path / "explicit", extract_prompt({"chosen": chosen, "rejected": rejected}), tokenizer=folder)
+    assert implicit.tokens.tolist() == explicit.tokens.tolist()
+    assert implicit.loss_mask.tolist() == explicit.loss_mask.tolist()
+    assert implicit.fingerprint == explicit.fingerprint
 
 
 def test_pairs_are_packed_and_held_out_whole(tmp_path):

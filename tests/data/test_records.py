@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from bmburst.config import parse_json
 from bmburst.data import Batches, ByteTokenizer, evaluation_batches, load_tokenizer, open_corpus
+from bmburst.data import rows as rows_of_data
 from bmburst.data.chat import RecordEncoder
 from bmburst.data.records import Record, hold_records, read_records
+from bmburst.data.rows import check_arrays, first_row
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked, write_masked_file
@@ -121,6 +124,30 @@ def test_conversations_with_other_keys(tmp_path, line, messages, suffix):
     path.write_text(text)
     assert hold_records(find_sources([path]))
     assert [record.messages for record in read(path)] == [tuple(messages)]
+
+
+@pytest.mark.parametrize(
+    "first", [{"prompt": "a", "completion": "b"}, {"text": "\u4e16" * (1 << 19)}, {"a": [{}]}], ids=len
+)
+def test_the_kind_of_an_array_is_told_by_its_beginning(tmp_path, first, monkeypatch):
+    path, sizes = tmp_path / "x.json", []
+    rest = [{"text": "x" * 100} for _ in range(3000)]
+    path.write_text(json.dumps([first, *rest], ensure_ascii=False, indent=1)[:-9], encoding="utf-8-sig")  # cut
+    monkeypatch.setattr(rows_of_data, "parse_json", lambda text: sizes.append(len(text)) or parse_json(text))
+    files = find_sources([path])
+    assert hold_records(files) == ("prompt" in first)
+    assert list(first_row(files[0])) == [(f"{path}: element 1", first)]
+    assert max(sizes) <= len(json.dumps(first, ensure_ascii=False, indent=1)) + 9, "more was parsed"
+    with refused(path, "not valid JSON", "array"):
+        check_arrays(files)
+    assert len(sizes) == 3
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"', '[{"text": 1e}, {}]', '[{"text": "\xff"}]', "[{" + '"a":[{' * 99999])
+def test_an_array_with_a_broken_beginning_is_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text, encoding="latin-1")
+    with refused("x.json", "is not valid JSON" if len(text) < 99 else "nested", "array"):
+        hold_records(find_sources([tmp_path / "x.json"]))
 
 
 def test_an_array_of_json(tmp_path):

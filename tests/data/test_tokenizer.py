@@ -1,6 +1,8 @@
 """Text survives a round trip, special tokens in it stay text, and a bad tokenizer is one clear message."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,19 @@ def test_refuses_what_is_no_tokenizer(tmp_path):
     refuse(tmp_path, "<gone>")
     (tmp_path / "tokenizer_config.json").write_text("{")
     refuse(tmp_path, "tokenizer_config.json")
+
+
+def test_tokens_without_merges_have_ends(tmp_path):
+    """As in LLaMA-3's tokenizer; up to tokenizers 0.20.0 their offsets are empty, so setup.py requires a later one."""
+    words = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(words | {"</s>": 256, "hello": 257}, [], ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids, ends = load_tokenizer(str(tmp_path)).encode_with_ends("hello hi")
+    assert ids[0] == 257
+    assert ends.tolist() == [5, 6, 7, 8]
+    (least,) = re.findall(r'"tokenizers>=(\d+)\.(\d+)"', (Path(__file__).parents[2] / "setup.py").read_text())
+    assert tuple(map(int, least)) > (0, 20)
 
 
 def test_hub_without_network_is_one_message(monkeypatch, tmp_path):

@@ -1,5 +1,8 @@
 """Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
 
+import contextlib
+import errno
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -18,7 +21,7 @@ from bmburst.train.data_paths import set_defaults_of_data
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.evaluate import find_model
 from bmburst.train.resolve import resolve
-from bmburst.train.text import kept_tokenizer, kept_with_model
+from bmburst.train.text import check_text, kept_by_rank_0, kept_tokenizer, kept_with_model, open_text
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -143,3 +146,106 @@ def test_the_merged_model_answers_as_trained(folder):
     assert answers(folder / "merged", folder / "merged") == ANSWERS
     untrained = answers(folder / "base", folder / "base")
     assert all(untrained[question] != answer for question, answer in ANSWERS.items())
+
+
+def test_what_a_folder_leaves_out_is_said_once(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("once upon a time. " * 60)
+    (tmp_path / "books" / "b.json").write_text("[]")
+    run_program(2, _open, tmp_path)
+    said = [(tmp_path / f"said-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].count("1 .json") == 1
+    assert said[1] == ""
+
+
+def _open(folder):
+    from bmburst.runtime import start
+
+    runtime = start()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        open_text(resolve((), {"data.source": str(folder / "books")}), folder / "run", runtime)
+    (folder / f"said-{runtime.rank}.txt").write_text(said.getvalue())
+
+
+BROKEN = [("tokenizer.json", ""), ("tokenizer.json", '{"version": "1.'), ("tokenizer_config.json", "[]")]
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN)
+def test_a_tokenizer_that_broke_after_its_tokens_were_made_is_refused_before_ranks_start(tmp_path, name, content):
+    words = chat.directory(tmp_path / "words")
+    chat.write(tmp_path / "chats.jsonl", *chat.records(20))
+    text = open_corpus(tmp_path / "chats.jsonl", str(words), tmp_path / "cache")
+    (words / name).write_text(content)
+    given = {"data.source": str(text.path), "sample_tokens": "0", "sequence_length": "64"}
+    with refused(words / name, "fix: "):
+        check_text(resolve((), given))
+
+
+def test_a_file_of_the_tokenizer_without_permission_is_refused_before_ranks_start(tmp_path, monkeypatch):
+    words = chat.directory(tmp_path / "words")
+    (words / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    read, exists = Path.read_bytes, Path.is_file
+
+    def guarded(path):
+        if path.name == "special_tokens_map.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", guarded)
+    given = {"data.source": str(tmp_path / "a.txt"), "data.tokenizer": str(words), "sequence_length": "64"}
+    with refused(words, "special_tokens_map.json", "Permission denied", "fix: ", "permission"):
+        check_text(resolve((), given))
+
+    def closed(path):  # as in a folder without permission to enter it
+        if path.parent == words:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    with refused(words, "Permission denied", "fix: ", "permission"):
+        check_text(resolve((), given))
+
+
+def test_all_ranks_refuse_what_rank_0_alone_reads(tmp_path):
+    words = chat.directory(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    text = open_corpus(tmp_path / "a.txt", str(words), tmp_path / "cache")
+    (words / "tokenizer.json").write_text("[")
+    run_program(2, _refuse, text, tmp_path / "a.txt")
+
+
+def _refuse(text, source):
+    from bmburst.runtime import start
+
+    runtime, words = start(), text.tokenizer_name
+    given = {"data.source": str(source), "data.tokenizer": words}
+    with refused(words, "tokenizer.json"):
+        kept_by_rank_0(text, resolve((), given), runtime)
+    with refused(words, "tokenizer.json"):  # read by the first rank of the host
+        open_text(resolve((), given), source.parent / "run", runtime)
+
+
+def test_the_files_of_a_name_on_the_hub_are_those_of_the_local_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    def no_request(url):
+        raise AssertionError("the network is not needed")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", no_request)
+    (tmp_path / "a.txt").write_text("once upon a time. " * 60)
+    text = open_corpus(tmp_path / "a.txt", str(chat.directory(tmp_path / "words")), tmp_path / "cache")
+    text = replace(text, tokenizer_name="some/words")
+    assert kept_tokenizer(text, None) == {}, "not in the cache"
+    assert kept_tokenizer(replace(text, tokenizer_name="moved--away"), None) == {}, "no name on the hub"
+    assert kept_tokenizer(replace(text, tokenizer_name="a/b/moved"), None) == {}
+    repository = tmp_path / "hub" / "models--some--words"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    found = chat.directory(repository / "snapshots" / "abc")
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert kept_tokenizer(text, None) == {name: (found / name).read_bytes() for name in names}
+    (found / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
+    assert kept_tokenizer(text, None) == {}, "another tokenizer by now"
