@@ -81,25 +81,35 @@ def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
 
     Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link.
     """
-    task = Task(
-        model=replace(PRESETS[MODEL], max_position_embeddings=tokens),
-        preset=MODEL,
-        sequence=tokens,
-        gpus=gpus,
-        nodes=CLUSTERS[gpus],
-    )
-    hardware, nodes = _machine(pcie=pcie), CLUSTERS[gpus]
-    each = _NODE_LINK / (gpus // nodes)
-    if nodes > 1:
-        hardware = replace(hardware, inter_bandwidth=each, inter_lone_bandwidth=each)
-    ways = candidates(task, recompute=(POLICY,), zero=(3,), tensor=(1,))
+    task, hardware = _task(gpus, tokens), _machine(gpus, pcie=pcie)
     tensor = Candidate(task=task, tensor=min(gpus, task.model.num_heads), recompute=POLICY, transport="nccl")
-    across = hardware if nodes == 1 else replace(hardware, collective_bandwidth=_NODE_LINK)
-    return predict(tensor, across).seconds / min(predict(way, hardware).seconds for way in ways)
+    across = hardware if CLUSTERS[gpus] == 1 else replace(hardware, collective_bandwidth=_NODE_LINK)
+    return predict(tensor, across).seconds / predict(_fastest(gpus, tokens, pcie=pcie), hardware).seconds
 
 
-def _machine(*, pcie: bool) -> Hardware:
-    hardware = load_hardware("a100")
+def way(gpus: int, tokens: int, *, pcie: bool = False) -> str:
+    """Return the attention strategy of our fastest way, in words: what `gain` is predicted with."""
+    fastest = _fastest(gpus, tokens, pcie=pcie)
+    return f"{fastest.strategy} by {fastest.transport}" if CLUSTERS[gpus] == 1 else fastest.strategy
+
+
+@cache
+def _fastest(gpus: int, tokens: int, *, pcie: bool) -> Candidate:
+    hardware = _machine(gpus, pcie=pcie)
+    ways = candidates(_task(gpus, tokens), recompute=(POLICY,), zero=(3,), tensor=(1,))
+    return min(ways, key=lambda each: predict(each, hardware).seconds)
+
+
+def _task(gpus: int, tokens: int) -> Task:
+    model = replace(PRESETS[MODEL], max_position_embeddings=tokens)
+    return Task(model=model, preset=MODEL, sequence=tokens, gpus=gpus, nodes=CLUSTERS[gpus])
+
+
+def _machine(gpus: int, *, pcie: bool) -> Hardware:
+    hardware, nodes = load_hardware("a100"), CLUSTERS[gpus]
+    if nodes > 1:
+        each = _NODE_LINK / (gpus // nodes)
+        hardware = replace(hardware, inter_bandwidth=each, inter_lone_bandwidth=each)
     if not pcie:
         return hardware
     return replace(
