@@ -179,9 +179,9 @@ def _first_token(records: Recorded, size: str, version: int) -> Verdict:
         return UNKNOWN
     said = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
     span = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in (min(papers), max(papers))))
-    return by_length(
-        ratios, f"TP takes {said}, on 2 GPUs with NVLink (the paper: {span} times on 8 A100 over PCIe); ours is `heads`"
-    )
+    where = f"on 2 GPUs with NVLink{', each measured once' if once else ''}"
+    paper = f"the paper: {span} times on 8 A100 over PCIe"
+    return by_length(ratios, f"TP takes {said}, {where} ({paper}); ours is `heads`")
 
 
 def _local_optimization(records: Recorded) -> Verdict:
