@@ -4,4 +4,5 @@
 transfers in backward, the paper's ablations, and the tables of Burst-Attention's README. `overheads` contains the
 formulas of the paper's first table, `perplexity` measures its last one. `tables` makes the page's tables from recorded
 JSON. `claims` judges the paper's claims by `verdicts`. `page` writes the page.
+`python -m benchmarks.paper` prints or runs what measures each section.
 """

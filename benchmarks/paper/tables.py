@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PAPER, TRAIN, FIRST = "paper_2xh200_202611", "train_paper_2xh200_202611", "inference_paper_2xh200_202611"
 PAPER_H100, TRAIN_H100 = "paper_2xh100_202611", "train_paper_2xh100_202611"
 INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
-PERPLEXITY, SLOWLINK = "perplexity_202611", "slow_link_202611"
+PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
 MISSING = "not recorded yet"
 Row = dict[str, Any]
 _KIB = 1024
@@ -166,12 +166,12 @@ def backward(records: Recorded) -> list[str]:
 
 def slow_link(records: Recorded) -> list[str]:
     """Return the same over a slow link between processes."""
-    found = records.record(SLOWLINK)
+    found = records.record(SLOW_LINK)
     if found is None:
-        return [records.where(SLOWLINK)]
+        return [records.where(SLOW_LINK)]
     from benchmarks.paper.slow_link import table
 
-    return [table(found), "", records.where(SLOWLINK)]
+    return [table(found), "", records.where(SLOW_LINK)]
 
 
 def merge(records: Recorded) -> list[str]:
