@@ -9,13 +9,13 @@ from functools import partial
 
 from benchmarks.inference.kind import paper as first_token_facts
 from benchmarks.paper import curve, overheads
+from benchmarks.paper.overheads import LI
 from benchmarks.paper.tables import (
     ATTENTION,
     FACTS,
     FIRST,
     INFERENCE,
     LENGTHS,
-    LI,
     MISSING,
     PAPER,
     PERPLEXITY,
