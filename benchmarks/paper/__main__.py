@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.paper.future import SPARSE
 from benchmarks.paper.tables import (
     ATTENTION,
     FIRST,
@@ -30,6 +31,7 @@ from benchmarks.paper.tables import (
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = "python -m benchmarks.records"
+_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.cross"
 _TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
 _METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
 _FIRST = "bmburst bench inference --models llama-2-13b --masks causal --tokens 64K --repeats 3 --cell-seconds 60"
@@ -127,6 +129,24 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
             Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*@2'", gpu="H100"),
         ),
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False, gpu=""),),
+        "future-work": (
+            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.block_sparse", again=False),
+            Command(2, "cross_2xh200_202611", _CROSS, again=False),
+            Command(
+                2,
+                "cross_2xh100_202611",
+                f"{_CROSS} --case causal/zigzag/striped --case causal/zigzag/zigzag --case full/zigzag/zigzag",
+                again=False,
+                gpu="H100",
+            ),
+            Command(
+                2,
+                "cross_striped_2xh100_202611",
+                f"{_CROSS} --case causal/striped/striped",
+                again=False,
+                gpu="H100",
+            ),
+        ),
     }
 )
 """By section of the page, in its order: what measures the section's tables."""

@@ -32,7 +32,7 @@ LENGTHS = tuple(1024 << n for n in range(12))  # 1K to 2M
 _PCIE = 20e9  # bytes/s between two GPUs, and of collectives: assumed
 _NODE_LINK = 0.88 * 75e9  # bytes/s of a node: the paper's 600 Gb/s, as much of the line rate as in the hardware files
 NUMBERS = "paper_prediction.json"
-_TRAINED = ((8, False), (8, True), (32, False))  # GPUs, and whether those of a node are linked by PCIe
+_TRAINED = ((8, False), (8, True), (32, False), (64, False))  # GPUs, and whether those of a node are linked by PCIe
 _Lines = Mapping[str, Mapping[str, float]]
 _COLOURS = {8: "#b2182b", 32: "#2166ac", 64: "#1b7837"}
 
@@ -118,7 +118,8 @@ def published_rates() -> dict[int, float]:
 def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
     """Return how many times as fast as tensor parallelism v3 over all GPUs ours trains a step of 7B.
 
-    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link.
+    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link. At most as
+    many GPUs share a matrix as the model has heads; more of them share the sequence too.
     """
     task, hardware = _task(gpus, tokens), _machine(gpus, pcie=pcie)
     tensor = Candidate(task=task, tensor=min(gpus, task.model.num_heads), recompute=POLICY, transport="nccl")
@@ -164,7 +165,7 @@ def table() -> list[str]:
     """Return the predicted gains over tensor parallelism beside what the paper claims."""
     lines = ["| 7B, a step over TP v3's | predicted, NVLink | predicted, PCIe | the paper, PCIe |", "|---|---|---|---|"]
     claimed = {(point["gpus"], point["tokens"]): point["over_tensor_v3"] for point in FACTS["speedups"]}
-    for gpus, tokens in ((8, 32768), (8, 131072), (32, 32768), (32, 131072)):
+    for gpus, tokens in ((gpus, length) for gpus in CLUSTERS for length in (32768, 131072)):
         found = claimed.get((gpus, tokens))
         said = "-" if found is None else f"{found:.1f}"
         slow = f"{gain(gpus, tokens, pcie=True):.2f}" if CLUSTERS[gpus] == 1 else "-"

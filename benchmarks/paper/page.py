@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.paper import curve, table_one, tables
+from benchmarks.paper import curve, future, table_one, tables
 from benchmarks.paper.claims import claims_table
 from benchmarks.paper.tables import Recorded
 
@@ -39,6 +39,8 @@ TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
         "readme-lengths": tables.readme_lengths,
         "readme-batches": tables.readme_batches,
         "prediction": lambda _: curve.table(),
+        "sparse": future.sparse,
+        "cross": future.cross,
         "claims": claims_table,
     }
 )

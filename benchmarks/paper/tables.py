@@ -72,7 +72,8 @@ class Recorded:
 
 
 def _machine(run: Row) -> str:
-    commit = run["commit"][:7] if run.get("commit") else "commit unknown"
+    whole = run.get("commit") or ""
+    commit = whole[:7] + "+" * whole.endswith("+") if whole else "commit unknown"
     return f"{run['ranks']} x {run['device']}, {run['date'][:10]}, {commit}"
 
 

@@ -108,4 +108,5 @@ def test_predictions_are_drawn_beside_what_is_published(tmp_path):
     assert numbers["training"]["predicted, 8 A100, PCIe"]["32768"] == pytest.approx(
         curve.gain(8, 32768, pcie=True), 1e-3
     )
+    assert min(numbers["training"]["predicted, 64 A100, NVLink"].values()) > 0 and len(curve.table()) == 9
     assert numbers["training"]["the paper, 32 A100"] == {"131072": 2.0}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.paper import claims, table_one, tables
+from benchmarks.paper import claims, future, table_one, tables
 from benchmarks.paper.page import PAGE, TABLES, filled
 from benchmarks.paper.tables import ATTENTION, FIRST, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded
 from benchmarks.paper.verdicts import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, PARTLY, Times, by_share
@@ -279,3 +279,29 @@ def test_first_tokens_are_judged_by_length(tmp_path, ratios, verdict, size, vers
         and "1.20 times as long at 128K, on 2 GPUs with NVLink, each measured once" in found.numbers
         and "64K" not in found.numbers
     )
+
+
+def test_future_work_says_what_its_records_do(tmp_path):
+    assert future.sparse(Recorded(tmp_path)) == future.cross(Recorded(tmp_path)) == ["Not recorded yet."]
+    both = {"milliseconds": 9.0, "dense_milliseconds": 36.0, "ratio": 1.25}
+    rows = [{"density": 0.2, "kernel": "fa4", "forward": both, "forward and backward": both}]
+    rows.append({"density": 0.2, "kernel": "triton", "refused": "no"})
+    head = {"machine": RUN, "tokens": 512, "block_size": 128, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    (tmp_path / f"{future.SPARSE}.json").write_text(json.dumps(head | {"rows": rows}))
+    found = future.sparse(Recorded(tmp_path))
+    assert "| 20.0% | fa4 | 9.0 of 36.0 (1.25) | 9.0 of 36.0 (1.25) |" in found
+    assert "| 20.0% | triton | refused | refused |" in found
+    case = {"mask": "causal", "layout": "zigzag", "key_layout": "striped"}
+    rows = [case | {"strategy": "heads", "transport": "nccl", "forward and backward": {"ratio": 0.45}}]
+    rows.append(case | {"strategy": "gather", "transport": "auto", "refused": "no"})
+    head = {"machine": RUN | {"commit": f"{RUN['commit']}+"}, "queries": 5, "keys": 7, "heads": 4, "kv_heads": 2}
+    first, second, _ = future.CROSS
+    (tmp_path / f"{first}.json").write_text(json.dumps(head | {"rows": rows}))
+    (tmp_path / f"{second}.json").write_text(json.dumps(head | {"rows": rows[:1]}))
+    found = future.cross(Recorded(tmp_path))
+    assert found[0].endswith("| heads, nccl | gather |")
+    assert any(line.endswith("2 x NVIDIA H200, 2026-11-25, 0123456+.") for line in found)
+    assert found[2:4] == [
+        "| H200, causal, zigzag and striped | 0.90 | refused |",
+        "| H100, causal, zigzag and striped | 0.90 | - |",
+    ]
