@@ -1,7 +1,8 @@
 """Rewrites tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
 - The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand.
-- The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`.
+- The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`. The numbers of its pictures,
+  which are drawn again when a number changes.
 - The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
 - The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
 
@@ -22,7 +23,7 @@ from typing import Any
 from benchmarks import block_sparse, cross, hugging_face, logprobs, lora_peers, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
-from benchmarks.paper import page
+from benchmarks.paper import curve, page, perplexity, slow_link
 from benchmarks.paper.tables import Recorded
 from bmburst.plan import accuracy
 
@@ -35,10 +36,13 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,
+        "perplexity": perplexity.table,
+        "slow_link": slow_link.table,
+        "strategies": lambda found: strategies.table(found["rows"]),
     }
 )
 """Tables of single measurements, by how the names of their records begin."""
-_BEGINNING = 5  # letters of a table by which it is found below what is written by hand
+_BEGINNING = 5  # letters of the line above a table by which it is found below what is written by hand
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 
 
@@ -55,6 +59,8 @@ def main() -> int:
         print(path.relative_to(_ROOT))
         if not args.check:
             path.write_text(text, encoding="utf-8")
+            if path.name == curve.NUMBERS:
+                curve.draw(path.parent)
     return int(is_old and args.check)
 
 
@@ -66,19 +72,30 @@ def derived() -> Iterator[tuple[Path, str]]:
             head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # none: as the run wrote it
             tables = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
             yield path, f"{head}{tables.rstrip()}\n"
-    for path in sorted(_RESULTS.glob("strategies_*.md")):
-        head, _, _ = path.read_text(encoding="utf-8").partition("\n| ")
-        yield path, f"{head}\n{strategies.table(_rows(path.with_suffix('.json').name))}\n"
     for name, table in _TABLES.items():
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-            head, _, _ = path.read_text(encoding="utf-8").partition(f"\n{text[:_BEGINNING]}")
-            yield path, f"{head}\n{text}\n"
+            yield path, f"{_by_hand(path.read_text(encoding='utf-8'), text)}{text}\n"
+    yield _RESULTS / curve.NUMBERS, curve.as_json()
     yield page.PAGE, page.filled(page.PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
         yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
+
+
+def _by_hand(text: str, table: str) -> str:
+    """Return what stands above the table of a record: nothing, where the file is as the run wrote it.
+
+    The table begins with its first row, or with the line above it. An earlier table may have had no such line.
+
+    Args:
+        text: The record.
+        table: The table that it is to have.
+    """
+    begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
+    head = (text if begins is None else text[: begins.start()]).rstrip()
+    return f"{head}\n\n" if head else ""
 
 
 def _with_rows(text: str) -> str:

@@ -1,16 +1,17 @@
 """Draws predictions for 8, 32 and 64 A100 with the paper's points: `python -m benchmarks.paper.curve`.
 
-Predictions are those of `bmburst plan`: pure arithmetic, without a GPU.
+Predictions are those of `bmburst plan`: pure arithmetic, without a GPU. The numbers that are drawn are written beside
+the pictures, and `python -m benchmarks.records --check` compares them with new predictions.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from benchmarks.engine.report import save_figure
 from benchmarks.paper.tables import FACTS, RESULTS
@@ -30,6 +31,9 @@ CLUSTERS: Mapping[int, int] = MappingProxyType({8: 1, 32: 4, 64: 8})  # GPUs: no
 LENGTHS = tuple(1024 << n for n in range(12))  # 1K to 2M
 _PCIE = 20e9  # bytes/s between two GPUs, and of collectives: assumed
 _NODE_LINK = 0.88 * 75e9  # bytes/s of a node: the paper's 600 Gb/s, as much of the line rate as in the hardware files
+NUMBERS = "paper_prediction.json"
+_TRAINED = ((8, False), (8, True), (32, False), (64, False))  # GPUs, and whether those of a node are linked by PCIe
+_Lines = Mapping[str, Mapping[str, float]]
 _COLOURS = {8: "#b2182b", 32: "#2166ac", 64: "#1b7837"}
 
 
@@ -38,12 +42,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="folder (default: the records')")
     options = parser.parse_args(arguments)
-    for path in (
-        draw_attention(options.output / "paper_prediction-attention.png"),
-        draw_training(options.output / "paper_prediction-training.png"),
-    ):
+    numbers = options.output / NUMBERS
+    numbers.write_text(as_json(), encoding="utf-8")
+    for path in (numbers, *draw(options.output)):
         print(path)
     return 0
+
+
+def draw(folder: Path) -> tuple[Path, Path]:
+    """Draw both pictures, and return their paths.
+
+    Args:
+        folder: Where they are written.
+    """
+    found = drawn()
+    return (
+        _draw_attention(found["attention"], folder / "paper_prediction-attention.png"),
+        _draw_training(found["training"], folder / "paper_prediction-training.png"),
+    )
+
+
+def as_json() -> str:
+    """Return what the file `NUMBERS` says."""
+    return json.dumps(drawn(), indent=1) + "\n"
+
+
+@cache
+def drawn() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the numbers that are drawn, by picture, line and length in tokens, to four digits."""
+    attention = {f"predicted, {gpus} A100": {n: attention_rate(gpus, n) for n in LENGTHS[5:]} for gpus in CLUSTERS}
+    attention["README of Burst-Attention, 8 A100"] = published_rates()
+    training = {
+        f"predicted, {gpus} A100, {'PCIe' if pcie else 'NVLink'}": {n: gain(gpus, n, pcie=pcie) for n in LENGTHS[2:9]}
+        for gpus, pcie in _TRAINED
+    }
+    for point in FACTS["speedups"]:
+        training[f"the paper, {point['gpus']} A100"] = {point["tokens"]: point["over_tensor_v3"]}
+    return {"attention": _rounded(attention), "training": _rounded(training)}
+
+
+def _rounded(lines: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
+    return {name: {f"{n}": float(f"{value:.4g}") for n, value in line.items()} for name, line in lines.items()}
 
 
 def attention_rate(gpus: int, tokens: int) -> float:
@@ -79,27 +118,38 @@ def published_rates() -> dict[int, float]:
 def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
     """Return how many times as fast as tensor parallelism v3 over all GPUs ours trains a step of 7B.
 
-    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link.
+    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link. At most as
+    many GPUs share a matrix as the model has heads; more of them share the sequence too.
     """
-    task = Task(
-        model=replace(PRESETS[MODEL], max_position_embeddings=tokens),
-        preset=MODEL,
-        sequence=tokens,
-        gpus=gpus,
-        nodes=CLUSTERS[gpus],
-    )
-    hardware, nodes = _machine(pcie=pcie), CLUSTERS[gpus]
-    each = _NODE_LINK / (gpus // nodes)
-    if nodes > 1:
-        hardware = replace(hardware, inter_bandwidth=each, inter_lone_bandwidth=each)
-    ways = candidates(task, recompute=(POLICY,), zero=(3,), tensor=(1,))
+    task, hardware = _task(gpus, tokens), _machine(gpus, pcie=pcie)
     tensor = Candidate(task=task, tensor=min(gpus, task.model.num_heads), recompute=POLICY, transport="nccl")
-    across = hardware if nodes == 1 else replace(hardware, collective_bandwidth=_NODE_LINK)
-    return predict(tensor, across).seconds / min(predict(way, hardware).seconds for way in ways)
+    across = hardware if CLUSTERS[gpus] == 1 else replace(hardware, collective_bandwidth=_NODE_LINK)
+    return predict(tensor, across).seconds / predict(_fastest(gpus, tokens, pcie=pcie), hardware).seconds
 
 
-def _machine(*, pcie: bool) -> Hardware:
-    hardware = load_hardware("a100")
+def way(gpus: int, tokens: int, *, pcie: bool = False) -> str:
+    """Return the attention strategy of our fastest way, in words: what `gain` is predicted with."""
+    fastest = _fastest(gpus, tokens, pcie=pcie)
+    return f"{fastest.strategy} by {fastest.transport}" if CLUSTERS[gpus] == 1 else fastest.strategy
+
+
+@cache
+def _fastest(gpus: int, tokens: int, *, pcie: bool) -> Candidate:
+    hardware = _machine(gpus, pcie=pcie)
+    ways = candidates(_task(gpus, tokens), recompute=(POLICY,), zero=(3,), tensor=(1,))
+    return min(ways, key=lambda each: predict(each, hardware).seconds)
+
+
+def _task(gpus: int, tokens: int) -> Task:
+    model = replace(PRESETS[MODEL], max_position_embeddings=tokens)
+    return Task(model=model, preset=MODEL, sequence=tokens, gpus=gpus, nodes=CLUSTERS[gpus])
+
+
+def _machine(gpus: int, *, pcie: bool) -> Hardware:
+    hardware, nodes = load_hardware("a100"), CLUSTERS[gpus]
+    if nodes > 1:
+        each = _NODE_LINK / (gpus // nodes)
+        hardware = replace(hardware, inter_bandwidth=each, inter_lone_bandwidth=each)
     if not pcie:
         return hardware
     return replace(
@@ -115,7 +165,7 @@ def table() -> list[str]:
     """Return the predicted gains over tensor parallelism beside what the paper claims."""
     lines = ["| 7B, a step over TP v3's | predicted, NVLink | predicted, PCIe | the paper, PCIe |", "|---|---|---|---|"]
     claimed = {(point["gpus"], point["tokens"]): point["over_tensor_v3"] for point in FACTS["speedups"]}
-    for gpus, tokens in ((8, 32768), (8, 131072), (32, 32768), (32, 131072)):
+    for gpus, tokens in ((gpus, length) for gpus in CLUSTERS for length in (32768, 131072)):
         found = claimed.get((gpus, tokens))
         said = "-" if found is None else f"{found:.1f}"
         slow = f"{gain(gpus, tokens, pcie=True):.2f}" if CLUSTERS[gpus] == 1 else "-"
@@ -123,44 +173,32 @@ def table() -> list[str]:
     return [*lines, ""]
 
 
-def draw_attention(path: Path) -> Path:
+def _draw_attention(lines: _Lines, path: Path) -> Path:
     """Draw attention's rate over the length, and return the picture's path."""
-    figure = blank_picture(8, 5)
-    axes = figure.subplots()
-    columns = LENGTHS[5:]
-    for gpus in CLUSTERS:
-        rates = [attention_rate(gpus, tokens) for tokens in columns]
-        axes.plot(range(len(columns)), rates, color=_COLOURS[gpus], label=f"predicted, {gpus} A100")
-    points = published_rates()
-    places = [columns.index(tokens) for tokens in points]
-    axes.plot(places, list(points.values()), "o", color=_COLOURS[8], label="README of Burst-Attention, 8 A100")
-    _finish(axes, columns, "attention forward + backward, TFLOP/s a GPU, 32 heads")
-    return save_figure(figure, path)
+    return _plot(lines, LENGTHS[5:], "attention forward + backward, TFLOP/s a GPU, 32 heads", path)
 
 
-def draw_training(path: Path) -> Path:
+def _draw_training(lines: _Lines, path: Path) -> Path:
     """Draw the gain over tensor parallelism over the length, and return the picture's path."""
+    return _plot(lines, LENGTHS[2:9], f"{MODEL}: time of a step by tensor parallelism v3 over ours", path)
+
+
+def _plot(lines: _Lines, columns: Sequence[int], title: str, path: Path) -> Path:
+    """Draw predictions as lines and published numbers as points, by the number of GPUs in their names."""
     figure = blank_picture(8, 5)
     axes = figure.subplots()
-    columns = LENGTHS[2:9]
-    for gpus, pcie, style in ((8, False, "-"), (8, True, "--"), (32, False, "-")):
-        gains = [gain(gpus, tokens, pcie=pcie) for tokens in columns]
-        label = f"predicted, {gpus} A100, {'PCIe' if pcie else 'NVLink'}"
-        axes.plot(range(len(columns)), gains, style, color=_COLOURS[gpus], label=label)
-    for point in FACTS["speedups"]:
-        place, height = columns.index(point["tokens"]), point["over_tensor_v3"]
-        axes.plot([place], [height], "o", color=_COLOURS[point["gpus"]], label=f"the paper, {point['gpus']} A100")
-    _finish(axes, columns, f"{MODEL}: time of a step by tensor parallelism v3 over ours")
-    return save_figure(figure, path)
-
-
-def _finish(axes: Any, columns: Sequence[int], title: str) -> None:
+    for name, line in lines.items():
+        (colour,) = (colour for gpus, colour in _COLOURS.items() if f" {gpus} A100" in name)
+        style = ("--" if "PCIe" in name else "-") if name.startswith("predicted") else "o"
+        places = [columns.index(int(tokens)) for tokens in line]
+        axes.plot(places, list(line.values()), style, color=colour, label=name)
     axes.set_xticks(range(len(columns)), [short(n) for n in columns])
     axes.set_xlabel("tokens")
     axes.set_title(title, fontsize=11)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    return save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class Shape:
 
 
 Bytes = Callable[[Shape], float]
+LI = "RingAttention (Li et al.)"
+ON_CHIP = 98304  # M: numbers of 16 bits in the 192 KiB of an A100's multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,21 +71,31 @@ class Method:
 
     Attributes:
         paper: Its communication in the paper, forward / backward, in numbers; "" where the paper has none.
+        paper_kept: Its activations in the paper, in numbers, with M numbers of on-chip memory; likewise.
         forward: Bytes that a rank receives in forward.
         backward: Likewise in backward.
         formulas: Both, in letters.
         kept: Bytes that a rank keeps of a layer's attention for backward.
         kept_formula: The same, in letters.
         scores: Bytes of scores and weights that forward writes to the GPU's memory.
+        scores_formula: The same, in letters.
+        at_work: Bytes of scores and weights that are in memory at once.
+        io: Numbers that forward reads from and writes to the GPU's memory; its order, without constants.
+        io_formula: The same, in letters.
     """
 
     paper: str
+    paper_kept: str
     forward: Bytes
     backward: Bytes
     formulas: tuple[str, str]
     kept: Bytes
     kept_formula: str
     scores: Bytes = lambda _: 0.0
+    scores_formula: str = "0"
+    at_work: Bytes = lambda _: 0.0
+    io: Bytes = lambda s: s.batch * s.heads * s.tokens**2 * s.head_dim**2 / (s.ranks * ON_CHIP)
+    io_formula: str = "B Z N^2 d^2 / (G M)"
 
 
 def _hops(s: Shape) -> int:
@@ -104,20 +116,42 @@ def _tile_scores(s: Shape) -> float:
     return s.scores * (2 + s.rise)
 
 
+def _io_of_scores(s: Shape) -> float:
+    """Return the order of the numbers that attention reads and writes if it writes its scores."""
+    return s.batch * s.heads * (s.tokens * s.head_dim + s.tokens**2) / s.ranks
+
+
+_IO_OF_SCORES = "B Z (N d + N^2) / G"
+_PAPER_FLASH = "4 BZNd / G + (M / 4d)^2 + BNH"
 _KEPT = "q, k, v, o, lse: B N d h (2 Z + 2 Zk) / G + B N Z w / G"
+_HEADS = Method(
+    paper="",
+    paper_kept="",
+    forward=lambda s: (2 * s.q + 2 * s.k * _copies(s) + s.statistics) * _hops(s) / s.ranks,
+    backward=lambda s: (3 * s.q + 4 * s.k * _copies(s) + 2 * s.statistics) * _hops(s) / s.ranks,
+    formulas=("(2 q + 2 k c + statistics) (G - 1) / G", "(3 q + 4 k c + 2 statistics) (G - 1) / G"),
+    kept=_ours,
+    kept_formula=_KEPT,
+)
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "RingAttention (Li et al.)": Method(
+        LI: Method(
             paper="2 BZNd / 6 BZNd",
+            paper_kept="4 BZNd / G + BZN^2 / G + BNH / G",
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 4 * s.k * _hops(s),
             formulas=("2 k (G - 1)", "4 k (G - 1)"),
             kept=lambda s: s.q + 2 * s.k + s.scores,
             kept_formula="q, k, v, weights: B N d h (Z + 2 Zk) / G + B N^2 Z h / G",
             scores=lambda s: 2 * s.scores,
+            scores_formula="2 B N^2 Z h / G",
+            at_work=lambda s: 2 * s.scores,
+            io=_io_of_scores,
+            io_formula=_IO_OF_SCORES,
         ),
         "tensor parallel v1, attention's half": Method(
             paper="4 BZNd / 4 BZNd with the MLP",
+            paper_kept=_PAPER_FLASH,
             forward=lambda s: 2 * s.q * _hops(s),
             backward=lambda s: 2 * s.q * _hops(s),
             formulas=("2 q (G - 1), an all-reduce", "2 q (G - 1)"),
@@ -126,6 +160,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "tensor parallel v3, attention's half": Method(
             paper="4 BZNd / 4 BZNd with the MLP",
+            paper_kept=_PAPER_FLASH,
             forward=lambda s: 2 * s.q * _hops(s),
             backward=lambda s: 2 * s.q * _hops(s),
             formulas=("2 q (G - 1), all-gather and reduce-scatter", "2 q (G - 1)"),
@@ -134,6 +169,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "burst": Method(
             paper="2 BZNd / 3 BZNd + 2 BZN",
+            paper_kept=f"{_PAPER_FLASH} / G",
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
             formulas=("2 k (G - 1)", "2 (q + statistics) (G - 1) + q w/h G"),
@@ -142,31 +178,32 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "burst without LAO": Method(
             paper="2 BZNd / 3 BZNd + 2 BZN",
+            paper_kept="4 BZNd / G + BZN^2 / G^2 + BNH / G",
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
             formulas=("2 k (G - 1)", "2 (q + statistics) (G - 1) + q w/h G"),
             kept=_ours,
-            kept_formula=f"{_KEPT}; at work one tile of B N^2 Z / G^2 scores",
+            kept_formula=_KEPT,
             scores=_tile_scores,
+            scores_formula="B N^2 Z (2 h + w) / G",
+            at_work=lambda s: s.scores * (1 + s.rise) / s.ranks,
+            io=_io_of_scores,
+            io_formula=_IO_OF_SCORES,
         ),
         "kv": Method(
             paper="",
+            paper_kept="",
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 2 * s.k * _hops(s) + 2 * s.rise * s.k * s.ranks,
             formulas=("2 k (G - 1)", "2 k (G - 1) + 2 k w/h G"),
             kept=_ours,
             kept_formula=_KEPT,
         ),
-        "heads (Ulysses), the default": Method(
-            paper="",
-            forward=lambda s: (2 * s.q + 2 * s.k * _copies(s) + s.statistics) * _hops(s) / s.ranks,
-            backward=lambda s: (3 * s.q + 4 * s.k * _copies(s) + 2 * s.statistics) * _hops(s) / s.ranks,
-            formulas=("(2 q + 2 k c + statistics) (G - 1) / G", "(3 q + 4 k c + 2 statistics) (G - 1) / G"),
-            kept=_ours,
-            kept_formula=_KEPT,
-        ),
+        "heads (Ulysses) over NCCL": _HEADS,
+        "heads (Ulysses) by peer copies, the default": _HEADS,
         "gather": Method(
             paper="",
+            paper_kept="",
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 4 * s.k * _hops(s),
             formulas=("2 k (G - 1)", "4 k (G - 1)"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inference.kind import paper as first_token_facts
-from benchmarks.paper import overheads
 from bmburst.amounts import short
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -25,7 +24,6 @@ _KIB = 1024
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "facts.json").read_text(encoding="utf-8"))
 TRAINED = ("ours", "ulysses", "zigzag-ring-nccl", "tensor-v1", "tensor-v3", "ring-li")
 LENGTHS = tuple(_KIB * n for n in (1, 4, 16, 32, 64, 128))
-_MIB, _LI = 1 << 20, "RingAttention (Li et al.)"
 
 
 class Recorded:
@@ -74,7 +72,8 @@ class Recorded:
 
 
 def _machine(run: Row) -> str:
-    commit = run["commit"][:7] if run.get("commit") else "commit unknown"
+    whole = run.get("commit") or ""
+    commit = whole[:7] + "+" * whole.endswith("+") if whole else "commit unknown"
     return f"{run['ranks']} x {run['device']}, {run['date'][:10]}, {commit}"
 
 
@@ -103,76 +102,6 @@ def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[
     return [*made, ""]
 
 
-def communication() -> list[str]:
-    """Return table 1's communication: the paper's formulas, ours, and MiB that a rank receives."""
-    names = list(overheads.EXAMPLES)
-    lines = [
-        f"| method | the paper, numbers | forward, bytes | backward, bytes | {' | '.join(names)} |",
-        "|---" * 7 + "|",
-    ]
-    for name, method in overheads.METHODS.items():
-        moved = (
-            f"{method.forward(s) / _MIB:.0f} / {method.backward(s) / _MIB:.0f}" for s in overheads.EXAMPLES.values()
-        )
-        cells = (name, method.paper or "-", *method.formulas, *moved)
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", "The last three columns: MiB that a GPU receives in forward / backward, 64K tokens, bf16.", ""]
-
-
-def memory() -> list[str]:
-    """Return table 1's memory: what a rank keeps of a layer's attention, and the scores that forward writes."""
-    shape = overheads.EXAMPLES["MHA, 8 GPUs"]
-    lines = ["| method | kept for backward | MiB, 64K, 8 GPUs | scores written in forward, MiB |", "|---|---|---|---|"]
-    for name, method in overheads.METHODS.items():
-        kept, written = method.kept(shape) / _MIB, method.scores(shape) / _MIB
-        lines.append(f"| {name} | {method.kept_formula} | {kept:,.0f} | {written:,.0f} |")
-    return [*lines, ""]
-
-
-def burst_and_kv() -> list[str]:
-    """Return by how much burst and kv differ in backward, by formula."""
-    mha = overheads.EXAMPLES["MHA, 8 GPUs"]
-    lines = [
-        "| burst receives fewer bytes than | in | by |",
-        "|---|---|---|",
-        f"| kv, MHA, gradients in 16 bits, a hop | backward | {overheads.fewer_a_hop(mha):.1%} |",
-    ]
-    for name, shape in overheads.EXAMPLES.items():
-        lines.append(f"| kv, {name}, gradients in fp32 as they are sent | backward | {overheads.fewer(shape):.1%} |")
-    for other in ("kv", _LI):
-        lines.append(f"| {other}, MHA, 8 GPUs | forward and backward | {overheads.fewer_in_all(mha, other):.1%} |")
-    published = overheads.fewer_as_published(mha.head_dim)
-    lines.append(f"| {_LI}, MHA, as the paper counts both | forward and backward | {published:.1%} |")
-    return [*lines, ""]
-
-
-def backward(records: Recorded) -> list[str]:
-    """Return bytes and milliseconds of backward's transfers over NCCL, by what travels."""
-    keys = {(h, m): f"backward/65536/{h}/{m}@2" for h in ("mha", "gqa") for m in ("kv", "burst")}
-    if not records.has(PAPER, keys.values()):
-        return [records.where(PAPER)]
-    lines = ["| heads | what moves | MB received | ms, transfers alone | ms, backward |", "|---|---|---|---|---|"]
-    for (heads, method), key in keys.items():
-        row = records.row(PAPER, key)
-        texts = [
-            said(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
-            said(row, lambda r: _ms(r, "transfers")),
-            said(row, lambda r: _ms(r, "backward")),
-        ]
-        lines.append(f"| {heads} | {method} | {' | '.join(texts)} |")
-    return [*lines, "", records.where(PAPER, keys.values())]
-
-
-def slow_link(records: Recorded) -> list[str]:
-    """Return the same over a slow link between processes."""
-    found = records.record(SLOW_LINK)
-    if found is None:
-        return [records.where(SLOW_LINK)]
-    from benchmarks.paper.slow_link import table
-
-    return [table(found), "", records.where(SLOW_LINK)]
-
-
 def merge(records: Recorded) -> list[str]:
     """Return the ablation of the global optimization."""
     return _ablation(records, "merge", ("online", "at-the-end", "no-overlap"), (32 * _KIB, 128 * _KIB))
@@ -195,12 +124,13 @@ def _ablation(records: Recorded, suite: str, methods: Sequence[str], tokens: Seq
     return [*times, *peaks, records.where(PAPER, keys)]
 
 
-def _ms(row: Row, name: str) -> str:
+def ms(row: Row, name: str) -> str:
+    """Return the milliseconds of one of a row's calls."""
     return f"{row['milliseconds'][name]['median']:.2f}"
 
 
 def _both_ms(row: Row) -> str:
-    return f"{_ms(row, 'forward')} / {_ms(row, 'backward')}"
+    return f"{ms(row, 'forward')} / {ms(row, 'backward')}"
 
 
 def _peaks(row: Row) -> str:

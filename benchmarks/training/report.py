@@ -139,10 +139,20 @@ def _steps(rows: Rows[TrainCell], notes: dict[str, int], *, by_batch: bool = Fal
         *grid("s a step / bound / ratio to the bound", rows, column, times, notes),
         *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", rows, column, speeds, notes),
         *grid("peak GiB a GPU / by the planner, torch's alone", rows, column, _memory, notes),
+        *_how_many(rows),
         *_how_ours(rows, column),
         *_rates(rows),
         *_same_losses(rows, column),
     ]
+
+
+def _how_many(rows: Rows[TrainCell]) -> list[str]:
+    """Return of how many steps the times are medians."""
+    counts = {row["milliseconds"]["count"] for _, row in rows if row["status"] == OK}
+    if not counts:
+        return []
+    said = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
+    return [f"Each time is the median of {said} step{'' if max(counts) == 1 else 's'}.", ""]
 
 
 def _how_ours(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:

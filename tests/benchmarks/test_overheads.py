@@ -1,6 +1,8 @@
 """The formulas of the paper's table 1 and of ours are what attention moves, keeps and writes when it runs."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,17 +13,30 @@ from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.method import random_inputs
 from benchmarks.engine.timing import RankGroup
-from benchmarks.paper.overheads import EXAMPLES, METHODS, Shape, fewer, fewer_a_hop, fewer_as_published, fewer_in_all
+from benchmarks.paper import table_one
+from benchmarks.paper.overheads import (
+    EXAMPLES,
+    METHODS,
+    ON_CHIP,
+    Shape,
+    fewer,
+    fewer_a_hop,
+    fewer_as_published,
+    fewer_in_all,
+)
 from benchmarks.paper.variants import Counting, WholeTile
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
+from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.local import run_ranks
 from bmburst_ops.flash import FULL, BackwardInputs
 from bmburst_ops.merge import row_dots
+from tests.live_bytes import LiveBytes
 
-STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses), the default"}
+STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses) over NCCL"}
+PEER, NO_LAO = "heads (Ulysses) by peer copies, the default", "burst without LAO"
 PEERS = {
     "ring-li-2021": "RingAttention (Li et al.)",
     "tensor-parallel-v1": "tensor parallel v1, attention's half",
@@ -38,11 +53,17 @@ def inputs(of, dtype):
     return [torch.randn(of.batch, local, n, of.head_dim).to(dtype) for n in (of.heads, of.kv_heads, of.kv_heads)]
 
 
-def received(comm, strategy, of, dtype):
+class CountingPeers(Counting):
+    """Blocks that copy engines would move: what depends on the transport does what it does over peers."""
+
+    transport = "peer"
+
+
+def received(comm, strategy, of, dtype, counter=Counting, **changes):
     q, k, v = inputs(of, dtype)
     call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
-    counting = Counting(call.comm)
-    call = replace(call, comm=counting)
+    counting = counter(call.comm)
+    call = replace(call, comm=counting, **changes)
     executor = executor_of(call)
     out, lse = executor.forward(call, q, k, v)
     forward, counting.received = counting.received, 0
@@ -60,6 +81,25 @@ def test_our_strategies_receive_what_the_formulas_say(strategy, ranks, kv_heads,
     method = METHODS[STRATEGIES[strategy]]
     for found in run_ranks(ranks, received, strategy, of, dtype):
         assert found == (method.forward(of), method.backward(of))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kv_heads", [12, 6])
+def test_copy_engines_move_what_nccl_would(ranks, kv_heads):
+    of = shape(ranks, kv_heads=kv_heads)
+    for found in run_ranks(ranks, received, "heads", of, torch.bfloat16, CountingPeers):
+        assert found == (METHODS[PEER].forward(of), METHODS[PEER].backward(of))
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads", "dtype"), [(2, 12, torch.bfloat16), (3, 4, torch.float32)])
+def test_without_lao_a_ring_receives_what_burst_does(ranks, kv_heads, dtype):
+    of = shape(ranks, kv_heads=kv_heads, itemsize=dtype.itemsize)
+    for found in run_ranks(ranks, without_lao, of, dtype):
+        assert found == (METHODS[NO_LAO].forward(of), METHODS[NO_LAO].backward(of))
+
+
+def without_lao(comm, of, dtype):
+    return received(comm, "burst", of, dtype, kernel=WholeTile())
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -137,6 +177,19 @@ def test_ours_keeps_what_the_formulas_say(strategy):
     assert set(run_ranks(3, kept)) == {METHODS[STRATEGIES[strategy]].kept(of)}
 
 
+@pytest.mark.parametrize("kv_heads", [12, 4])
+def test_without_lao_a_ring_keeps_what_the_formula_says(kv_heads):
+    of = shape(3, kv_heads=kv_heads, itemsize=4)
+
+    def kept(comm):
+        q, k, v = (t.requires_grad_() for t in inputs(of, torch.float32))
+        call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy="burst"))
+        call = replace(call, kernel=WholeTile())
+        return kept_by(partial(SequenceAttention.apply, executor_of(call), call), q, k, v)
+
+    assert set(run_ranks(3, kept)) == {METHODS[NO_LAO].kept(of)}
+
+
 class Written(TorchDispatchMode):
     """Counts the bytes of new tensors of a shape."""
 
@@ -161,3 +214,89 @@ def test_without_lao_each_tile_writes_its_scores_to_memory(kv_heads):
         WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
     assert written.nbytes * of.ranks == METHODS["burst without LAO"].scores(of)  # a tile for every rank's keys
     assert METHODS["burst"].scores(of) == 0
+
+
+@pytest.mark.parametrize("kv_heads", [12, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_li_et_al_write_whole_rows_of_scores_and_weights(kv_heads, dtype):
+    of = shape(4, kv_heads=kv_heads, itemsize=dtype.itemsize)
+    name = "ring-li-2021"
+    at, method = replace(cell(name, of), dtype=str(dtype).removeprefix("torch.")), all_methods("cpu")[name]
+    group = Alone(process_group=None, rank=1, size=4, device=torch.device("cpu"))
+    attend = method.bind(at, Setting(group=group, kernel=LocalKernel()))
+    q, k, v = inputs(of, dtype)
+    rows = of.tokens // of.ranks * of.heads // kv_heads
+    with Written((rows, of.tokens)) as written:
+        attend(q, k, v)
+    assert written.nbytes == METHODS[PEERS[name]].scores(of) == METHODS[PEERS[name]].at_work(of)
+
+
+def test_without_lao_one_tile_of_scores_is_there_at_a_time():
+    """What is beside it is a fraction: outputs and statistics of as many tokens, with few features."""
+    of = Shape(ranks=3, tokens=3 * 101, heads=4, kv_heads=4, head_dim=8)
+    q, k, v = inputs(of, torch.bfloat16)
+    with LiveBytes() as live:
+        for _ in range(of.ranks):
+            WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
+    tile = METHODS[NO_LAO].at_work(of)
+    assert tile < live.peak < 1.25 * tile
+
+
+def evaluated(letters, of):
+    """A printed formula at a shape: factors stand side by side, and a power is of a factor."""
+    names = {
+        "B": of.batch,
+        "N": of.tokens,
+        "Z": of.heads,
+        "Zk": of.kv_heads,
+        "d": of.head_dim,
+        "h": of.itemsize,
+        "w": of.wide,
+        "G": of.ranks,
+        "M": ON_CHIP,
+        "q": of.q,
+        "k": of.k,
+        "c": max(1, of.ranks / of.kv_heads),
+        "statistics": of.statistics,
+    }
+    parts = re.findall(r"[A-Za-z]+|\d+|[-+/()^]", letters)
+    assert "".join(parts) == letters.replace(" ", ""), letters
+    text, before = "", "+"
+    for part in parts:
+        follows = before.isalnum() or before == ")"
+        text += "*" if follows and (part.isalnum() or part == "(") else ""
+        text += "**" if part == "^" else repr(names[part]) if part.isalpha() else part
+        before = part
+    return eval(text)  # digits, operators and the names above
+
+
+@pytest.mark.parametrize(
+    "of", [shape(3, kv_heads=3), shape(4, kv_heads=2, itemsize=4), *EXAMPLES.values()], ids=lambda of: f"{of.ranks}"
+)
+def test_printed_letters_say_what_the_functions_do(of):
+    moved, kept = (rows_of(lines) for lines in (table_one.communication(), table_one.memory()))
+    assert set(moved) == set(kept) == set(METHODS)
+    for name, method in METHODS.items():
+        for letters, function in zip(moved[name][1:3], (method.forward, method.backward), strict=True):
+            assert evaluated(letters.split(",")[0], of) == pytest.approx(function(of), rel=1e-12), name
+        _, held, _, written, _, _, order, _ = kept[name]
+        held = held.split(": ")[1].split(",")[0]
+        for letters, function in ((held, method.kept), (written, method.scores), (order, method.io)):
+            assert evaluated(letters, of) == pytest.approx(function(of), rel=1e-12), name
+
+
+def rows_of(lines):
+    """The cells of a printed table by the first of each row."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {name: cells for name, *cells in rows[1:]}
+
+
+def test_what_burst_saves_as_published_is_what_the_papers_letters_say():
+    """In numbers, forward and backward: 2 BZNd is 2 of each letter's product."""
+
+    def numbers(name):
+        both = METHODS[name].paper.replace(" / ", " + ")
+        return evaluated(re.sub(r"[A-Z][A-Za-z]+", lambda found: " ".join(found[0]), both), EXAMPLES["MHA, 8 GPUs"])
+
+    saved = 1 - numbers("burst") / numbers("RingAttention (Li et al.)")
+    assert saved == pytest.approx(fewer_as_published(128), rel=1e-12)

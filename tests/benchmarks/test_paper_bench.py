@@ -100,6 +100,13 @@ def test_predictions_are_drawn_beside_what_is_published(tmp_path):
     assert curve.attention_rate(64, 65536) < curve.attention_rate(8, 65536)  # eight nodes, short blocks
     assert curve.gain(8, 32768, pcie=True) > curve.gain(8, 32768) > 1
     assert curve.main(["--output", str(tmp_path)]) == 0
-    pictures = sorted(path.name for path in tmp_path.iterdir())
-    assert pictures == ["paper_prediction-attention.png", "paper_prediction-training.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert [path.stem for path in pictures] == ["paper_prediction-attention", "paper_prediction-training"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    numbers = json.loads((tmp_path / curve.NUMBERS).read_text())
+    assert numbers["attention"]["predicted, 8 A100"]["524288"] == pytest.approx(curve.attention_rate(8, 524288), 1e-3)
+    assert numbers["training"]["predicted, 8 A100, PCIe"]["32768"] == pytest.approx(
+        curve.gain(8, 32768, pcie=True), 1e-3
+    )
+    assert min(numbers["training"]["predicted, 64 A100, NVLink"].values()) > 0 and len(curve.table()) == 9
+    assert numbers["training"]["the paper, 32 A100"] == {"131072": 2.0}

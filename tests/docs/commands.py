@@ -19,7 +19,8 @@ def exists(words: list[str]) -> bool:
     if words[:2] == ["git", "clone"]:
         return rest[-1] == "https://github.com/OpenBMB/BMTrain" and f"v{REQUIREMENT.split('==')[1]}" in rest
     if words[:2] == ["python", "-m"]:
-        return (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+        file = ROOT / words[2].replace(".", "/")
+        return file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()
     if program == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
         return rest[0] in targets

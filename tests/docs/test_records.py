@@ -45,6 +45,40 @@ def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head
     assert tables.startswith("## ") and text.count("\n## ") + text.startswith("## ") == 3
 
 
+@pytest.mark.parametrize("head", ["", "# A title\n\nBy hand: 65 or\nmore.\n\n"])
+@pytest.mark.parametrize("old", ["", "| mask |\n", "| mask |\n|---|\n| full |\n\n", "65,536 keys; ms:\n\n| a |\n"])
+def test_nothing_of_an_old_table_stays(head, old):
+    """Not its head either, where an earlier table had no line above it."""
+    assert records._by_hand(head + old, "65,537 keys; ms:\n\n| b |\n") == head
+
+
+def test_records_name_the_commit_and_the_program_of_their_runs():
+    """What is written by hand above a table follows the JSON beside it."""
+    seen = 0
+    for name in records._TABLES:
+        for path in records._RESULTS.glob(f"{name}_*.md"):
+            run = json.loads(path.with_suffix(".json").read_text())["machine"]
+            said = re.search(r"Python [^`]*?commit (\w{7}\+?)", path.read_text())
+            if said and run["commit"]:
+                whole = run["commit"]
+                assert said[1] == whole[:7] + whole[40:], path.name
+                (module,) = set(re.findall(r"benchmarks\.[\w.]+", run["command"]))
+                assert f"-m {module} " in " ".join(path.read_text().split()), path.name
+                seen += 1
+    assert seen >= 4
+
+
+def test_pictures_are_drawn_again_with_their_numbers(tmp_path, monkeypatch):
+    file, drawn = tmp_path / records.curve.NUMBERS, []
+    file.write_text("old")
+    monkeypatch.setattr(records, "_ROOT", tmp_path)
+    monkeypatch.setattr(records, "derived", lambda: iter([(file, "new")]))
+    monkeypatch.setattr(records.curve, "draw", drawn.append)
+    for words, folders in (["--check"], []), ([], [tmp_path]):
+        monkeypatch.setattr(sys, "argv", ["records", *words])
+        assert records.main() == bool(words) and drawn == folders
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_what_is_old_is_said_and_written_unless_asked_not_to(tmp_path, monkeypatch, capsys, check):
     file = tmp_path / "table.md"

@@ -1,0 +1,246 @@
+"""Prints or runs what measures `docs/paper.md` again: `python -m benchmarks.paper --run`.
+
+Each section of the page has its commands. A command needs one or two GPUs, or none, and writes one record, whose name
+says of which GPU it is. Another GPU writes no record of that name: its records need another folder (`--output`). With
+`--run` the commands run in order. If one fails, the others still run, and the exit status is 1. Last, the tables of the
+page are made from the records.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.paper.future import SPARSE
+from benchmarks.paper.tables import (
+    ATTENTION,
+    FIRST,
+    INFERENCE,
+    PAPER,
+    PAPER_H100,
+    PERPLEXITY,
+    RESULTS,
+    SLOW_LINK,
+    TRAIN,
+    TRAIN_H100,
+)
+
+_ROOT = Path(__file__).parents[2]
+_PAGE = "python -m benchmarks.records"
+_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.cross"
+_TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
+_METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
+_FIRST = "bmburst bench inference --models llama-2-13b --masks causal --tokens 64K --repeats 3 --cell-seconds 60"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What measures one record, or a part of it.
+
+    Attributes:
+        gpus: GPUs that it needs; 0: it runs on CPUs.
+        record: Name of the record.
+        text: The command line, without the record's file.
+        again: Whether it continues a record, so that `--again` measures the cells in it again.
+        gpu: Of which GPU the record is; "": of a CPU.
+    """
+
+    gpus: int
+    record: str
+    text: str
+    again: bool = True
+    gpu: str = "H200"
+
+    def words(self, folder: Path, *, again: bool = False) -> list[str]:
+        """Return the command line.
+
+        Args:
+            folder: Where the record is.
+            again: Whether cells that the record has are measured again.
+        """
+        file = folder / f"{self.record}.json" if self.record else folder
+        return [*shlex.split(self.text), *(["--again"] if again and self.again else []), "--output", str(file)]
+
+
+SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
+    {
+        "claims": (
+            Command(
+                1, ATTENTION, "bmburst bench attention --gpus 1 --tokens 4K --cells 'accuracy/4096/mha/causal/*@1'"
+            ),
+        ),
+        "table-1": (
+            Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'backward/*'"),
+            Command(0, SLOW_LINK, "python -m benchmarks.paper.slow_link", again=False, gpu=""),
+        ),
+        "gao-and-lao": (Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'merge/*,tile/*'"),),
+        "tables-2-and-3": (
+            Command(
+                2,
+                INFERENCE,
+                "bmburst bench inference --gpus 2 --models llama-2-7b,llama-2-13b --masks causal,full "
+                "--tokens 4K,8K,16K,32K,64K,128K,256K --cells 'prompt/*' "
+                "--methods heads,tokens,no-lao,tensor-v1,tensor-v3,ring-li --repeats 2 --cell-seconds 20",
+            ),
+            Command(2, FIRST, f"{_FIRST} --gpus 2 --cells 'prompt/*/heads,prompt/*/tensor*'"),
+        ),
+        "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False, gpu=""),),
+        "figures-2-and-3": (
+            Command(
+                2,
+                TRAIN,
+                f"{_TRAIN} --gpus 2 --preset llama-2-7b --layers 2 --tokens 1K,4K,16K,32K,64K,128K {_METHODS}",
+            ),
+            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}"),
+            Command(
+                2,
+                TRAIN_H100,
+                f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}",
+                gpu="H100",
+            ),
+            Command(
+                2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 4K,32K --zero 3,2 --cells 'step/*/ours'"
+            ),
+        ),
+        "figure-4": (
+            Command(1, FIRST, f"{_FIRST} --gpus 1 --cells 'prompt/*/heads'"),
+            Command(2, FIRST, f"{_FIRST} --gpus 2 --cells 'prompt/*/heads,prompt/*/tensor*'"),
+            *(
+                Command(
+                    gpus,
+                    TRAIN,
+                    f"{_TRAIN} --gpus {gpus} --preset llama-2-7b --layers 2 --tokens 4K,32K,64K --cells 'step/*/ours'",
+                )
+                for gpus in (1, 2)
+            ),
+            Command(
+                2,
+                TRAIN,
+                f"{_TRAIN} --gpus 2 --preset llama-2-7b --layers 2 --tokens 4K --batch 1,2,4,8 --cells 'step/*' "
+                "--methods ours,tensor-v3,ring-li",
+            ),
+        ),
+        "readme": (
+            Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'batch/*,sequence/*'"),
+            Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*@2'", gpu="H100"),
+        ),
+        "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False, gpu=""),),
+        "future-work": (
+            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.block_sparse", again=False),
+            Command(2, "cross_2xh200_202611", _CROSS, again=False),
+            Command(
+                2,
+                "cross_2xh100_202611",
+                f"{_CROSS} --case causal/zigzag/striped --case causal/zigzag/zigzag --case full/zigzag/zigzag",
+                again=False,
+                gpu="H100",
+            ),
+            Command(
+                2,
+                "cross_striped_2xh100_202611",
+                f"{_CROSS} --case causal/striped/striped",
+                again=False,
+                gpu="H100",
+            ),
+        ),
+    }
+)
+"""By section of the page, in its order: what measures the section's tables."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print or run the commands, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", choices=tuple(SECTIONS), metavar="SECTION", help=f"one section: {', '.join(SECTIONS)}")
+    add("--gpus", type=int, choices=(0, 1, 2), default=2, help="leave out what needs more GPUs (default: 2)")
+    add(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder of the records (default: benchmarks/results)",
+    )
+    add("--again", action="store_true", help="also measure what the records have; by default they are continued")
+    add("--run", action="store_true", help="run the commands instead of printing them")
+    options = parser.parse_args(arguments)
+    chosen = [(name, command) for name, command in _chosen(options.only, options.gpus)]
+    if not options.run:
+        for text in _printed(chosen, options.output, again=options.again):
+            print(text)
+        return 0
+    own = None if options.output.resolve() != RESULTS else gpu_name()
+    failed = [text for _, command in chosen if (text := _run(command, options.output, own, again=options.again))]
+    if options.output.resolve() == RESULTS and subprocess.run(_program(shlex.split(_PAGE)), cwd=_ROOT).returncode:
+        failed.append(_PAGE)
+    for text in failed:
+        print(f"failed: {text}")
+    return int(bool(failed))
+
+
+def _chosen(only: str | None, gpus: int) -> Iterator[tuple[str, Command]]:
+    for name, commands in SECTIONS.items():
+        if only in (None, name):
+            yield from ((name, command) for command in commands if command.gpus <= gpus)
+
+
+def _printed(chosen: Sequence[tuple[str, Command]], folder: Path, *, again: bool) -> Iterator[str]:
+    shown = folder.relative_to(_ROOT) if folder.is_relative_to(_ROOT) else folder
+    section = ""
+    for name, command in chosen:
+        if name != section:
+            yield f"# {name}"
+            section = name
+        where = f"{command.gpus} x {command.gpu}" if command.gpus else "CPUs"
+        yield f"{shlex.join(command.words(shown, again=again))}  # {where}"
+    yield f"# the page\n{_PAGE}"
+
+
+def _run(
+    command: Command,
+    folder: Path,
+    own: str | None,
+    *,
+    again: bool,
+    run: Callable[[list[str]], int] = lambda words: subprocess.run(words, cwd=_ROOT).returncode,
+) -> str:
+    """Run a command; return it if it failed, else nothing.
+
+    Args:
+        command: The command.
+        folder: Where its record is.
+        own: Name of this machine's GPU; None where any may write the record.
+        again: See `Command.words`.
+        run: Runs a command line and returns its exit status.
+    """
+    text = shlex.join(command.words(folder, again=again))
+    if own is not None and command.gpu not in own:
+        print(
+            f"skipped, since the record is of {command.gpu} and this machine has {own or 'no GPU'}: {text}", flush=True
+        )
+        return ""
+    print(f"$ {text}", flush=True)
+    return text if run(_program(command.words(folder.absolute(), again=again))) else ""
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    """Return a command line that runs in this Python."""
+    program, *rest = words
+    return [sys.executable, "-m", program, *rest] if program == "bmburst" else [sys.executable, *rest]
+
+
+def gpu_name() -> str:
+    """Return the name of this machine's first GPU; "" without one."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
