@@ -1,4 +1,7 @@
-"""Gemma 2 and 3 on split sequences against themselves, unsharded and eager: softcaps, and windows in some layers."""
+"""Gemma 2 and 3 and gpt-oss on split sequences against themselves, unsharded and eager.
+
+They have windows in some layers; Gemma 2 has softcaps, gpt-oss attention sinks and experts.
+"""
 
 from functools import cache
 from typing import Any
@@ -26,23 +29,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, **_KINDS, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {**_GEMMA, **_KINDS},
     "vaultgemma": {**_GEMMA, **_KINDS, "attn_logit_softcapping": 3.0},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2, **_KINDS},
 }
 
 
 def make(family: str, attention: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    return tiny.transformers_model(family, attention=attention, **FAMILIES[family] | changes).to(dtype)
+    model: Any = tiny.transformers_model(family, attention=attention, **FAMILIES[family] | changes)
+    if family == "gpt_oss":
+        model.set_experts_implementation("eager")  # the default has no fp64
+    return model.to(dtype)
 
 
 @cache
-def whole(family: str, packed: bool, softcap: bool = True) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Return logits, loss and gradients of the unsharded model."""
-    model = make(family, "eager", **({} if softcap else {"attn_logit_softcapping": None})).eval()
-    labels = IDS.masked_fill(POSITIONS == 0, -100) if packed else IDS
-    positions = {"position_ids": POSITIONS} if packed else {}
-    output = model(IDS, labels=labels, use_cache=False, **positions)
-    output.loss.backward()
+def whole(family: str, packed: bool, without: str = "") -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Return logits, loss and gradients of the unsharded model: of packed documents, each document alone.
+
+    Args:
+        family: One of `FAMILIES`.
+        packed: Whether `POSITIONS` begin documents.
+        without: What the model does not have, "softcap" or "sinks".
+    """
+    changes: dict[str, Any] = {"attn_logit_softcapping": None} if without == "softcap" else {}
+    model = make(family, "eager", **changes).eval()
+    if without == "sinks":
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+    logits, total, count = [], torch.zeros((), dtype=torch.float64), 0
+    for ids, positions in zip(IDS, POSITIONS, strict=True):
+        first = int((positions[1:] == 0).nonzero()) + 1
+        for document in (ids[:first], ids[first:]) if packed else (ids,):
+            output = model(document[None], labels=document[None], use_cache=False)
+            logits.append(output.logits[0].detach())
+            total = total + output.loss * (len(document) - 1)
+            count += len(document) - 1
+    (total / count).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return output.logits.detach(), output.loss.item(), gradients
+    return torch.cat(logits).unflatten(0, IDS.shape), total.item() / count, gradients
 
 
 def split_over(comm: CheckedCommunicator) -> Mesh:
@@ -56,7 +78,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradients(family: str, size: int) -> None:
-    """In fp64 too, no closer than fp32: both models have norms and rotary angles in fp32, and eager its softmax."""
+    """In fp64 too, no closer than fp32: models have norms and rotary angles in fp32, and Gemma's eager its softmax."""
     register()
 
     def body(comm: CheckedCommunicator) -> None:
@@ -79,9 +101,11 @@ def test_logits_loss_and_gradients(family: str, size: int) -> None:
     run_ranks(size, body)
 
 
-def test_the_softcap_matters_here() -> None:
-    for family in ("gemma2", "vaultgemma"):
-        assert distance(whole(family, False, softcap=False)[0], whole(family, False)[0]) > 0.1
+def test_softcaps_and_sinks_matter_here() -> None:
+    for family, what in (("gemma2", "softcap"), ("vaultgemma", "softcap"), ("gpt_oss", "sinks")):
+        assert distance(whole(family, False, without=what)[0], whole(family, False)[0]) > 0.1
+    gradients = whole("gpt_oss", True)[2]
+    assert all(gradients[f"model.layers.{n}.self_attn.sinks"].abs().min() > 0 for n in range(2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -101,6 +125,17 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
         cache = SplitCache(model.config, mesh)
         assert generate(model, prompt, mesh=mesh, past_key_values=cache, **options).tolist() == first.tolist()
         assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_generating_with_sinks_is_refused(size: int) -> None:
+    register()
+
+    def body(comm: CheckedCommunicator) -> None:
+        with refused("attention sinks | split cache | fix: | attn_implementation"):
+            generate(make("gpt_oss", "bmburst").eval(), IDS, mesh=split_over(comm), max_new_tokens=1)
 
     run_ranks(size, body)
 
