@@ -8,15 +8,21 @@ from bmburst.schedule.mask import make_mask
 from tests.mask_oracle import visible
 
 
-def attention(q, k, v, mask, scale=None, softcap=None):
-    """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`."""
+def attention(q, k, v, mask, scale=None, softcap=None, sink=None):
+    """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`.
+
+    A sink, `[heads]`, is one more logit of every row, without a value.
+    """
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     seen = torch.from_numpy(visible(make_mask(mask), q.shape[1]))
     scores = scores.masked_fill(~seen, -torch.inf)
-    weights = scores.softmax(-1).masked_fill(~seen, 0)  # of a row that sees nothing they are no numbers
+    if sink is not None:
+        scores = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+    # of a row that sees nothing they are no numbers
+    weights = scores.softmax(-1)[..., : q.shape[1]].masked_fill(~seen, 0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
 
 
@@ -28,12 +34,12 @@ def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, sp
     return tuple(t.to(dtype).double() for t in (q * spread, k * spread, v, grad, grad_lse))
 
 
-def reference(q, k, v, grad, mask, grad_lse=None, scale=None, softcap=None):
-    """Return out, lse, dq, dk, dv of the definition in the inputs' dtype."""
-    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = attention(q, k, v, mask, scale, softcap)
+def reference(q, k, v, grad, mask, grad_lse=None, scale=None, softcap=None, sink=None):
+    """Return out, lse, dq, dk, dv and, with a sink, its gradient, of the definition in the inputs' dtype."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, *(() if sink is None else (sink,)))]
+    out, lse = attention(*leaves[:3], mask, scale, softcap, *leaves[3:])
     objective = (out * grad).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
-    return out.detach(), lse.detach(), *torch.autograd.grad(objective, (q, k, v))
+    return out.detach(), lse.detach(), *torch.autograd.grad(objective, leaves)
 
 
 @lru_cache(maxsize=256)
