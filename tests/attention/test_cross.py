@@ -197,6 +197,22 @@ def _over_processes():
         attend(communicator(None), strategy, CASES[::29])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "strategy"), list(enumerate(("heads", "gather", "kv", "burst", "auto"))))
+def test_over_five_processes(seed, strategy):
+    """A random sample of the cases, another for each strategy, each with all pairs of lengths and with documents."""
+    cases = [CASES[i] for i in np.random.default_rng(seed).permutation(len(CASES))[:40]]
+    assert {lengths for _, lengths, _ in cases} == {*LENGTHS}
+    assert any(isinstance(mask, bmburst.Documents) for *_, mask in cases)
+    run_processes(5, _over_five_processes, strategy, cases)
+
+
+def _over_five_processes(strategy, cases):
+    from bmburst.comm.groups import communicator
+
+    attend(communicator(None), strategy, cases)
+
+
 PAIRED = bmburst.Documents((3, 5), True, (6, 6))
 
 
