@@ -101,6 +101,23 @@ def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
     assert text == block_sparse.table(found) + "\n" and text.count("| reference |") == 3
 
 
+@pytest.mark.parametrize(("layout", "skipped"), [("zigzag", 0.0), ("contiguous", 0.25)])
+def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, layout, skipped):
+    """Two blocks, a rank each under "contiguous": the first sees nothing of the second."""
+    words = ["-m", "benchmarks.block_sparse", "--small", "--kernels", "reference,fa4", "--layout", layout]
+    run_script(tmp_path, 2, [*words, "--output", "found.json"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = found["rows"]
+    assert (found["sequence_ranks"], found["layout"], found["machine"]["ranks"], len(rows)) == (2, layout, 2, 6)
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["skipped"] == skipped and "'fa4'" in theirs["refused"] and "skipped" not in theirs
+        for direction in ("forward", "forward and backward"):
+            assert ours[direction]["ratio"] > 0 and ours[direction]["one_gpu_milliseconds"] > 0
+    text = (tmp_path / "found.md").read_text()
+    assert text == block_sparse.table(found) + "\n" and "over 2 ranks" in text
+    assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
+
+
 def test_the_density_of_a_block_sparse_mask_is_that_of_its_pairs():
     mask, density = block_sparse.sparse_mask(700, 0.5)
     seen = visible(mask, 700)
