@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.attention.methods.method import both, forward_without_grad
 from benchmarks.engine.machine import publish, write_record
-from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
+from benchmarks.engine.timing import RankGroup, Times, beside_one_gpu, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
@@ -130,12 +130,9 @@ def _split(
                 one = _calls(whole, mask=mask, kernel=kernel, layout="contiguous", group=single_rank_group(comm))
                 ours = _calls(part, mask=mask, kernel=kernel, layout=layout, length=tokens, group=comm)
                 for direction, attend in ours.items():
-                    times = in_turns(attend, one[direction], group=group, repeats=effort[0], seconds=effort[1])
-                    row[direction] = {
-                        "milliseconds": Times.of(times[0]).median,
-                        "one_gpu_milliseconds": Times.of(times[1]).median,
-                        "ratio": quotient(times[1], times[0]) / group.size,
-                    }
+                    row[direction] = beside_one_gpu(
+                        attend, one[direction], group=group, repeats=effort[0], seconds=effort[1]
+                    )
             except UserError as error:
                 row["refused"] = str(error).splitlines()[0]
             yield row

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.attention.methods.method import both, forward_without_grad
 from benchmarks.engine.machine import publish, write_record
-from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
+from benchmarks.engine.timing import RankGroup, beside_one_gpu, start_ranks
 from bmburst.attention.api import burst_attention
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
@@ -100,12 +100,7 @@ def _measured(
         row: dict[str, Any] = {**named, "strategy": strategy, "transport": transport}
         try:
             for direction, call in ours.items():
-                times = in_turns(call, one[direction], group=group, repeats=effort[0], seconds=effort[1])
-                row[direction] = {
-                    "milliseconds": Times.of(times[0]).median,
-                    "one_gpu_milliseconds": Times.of(times[1]).median,
-                    "ratio": quotient(times[1], times[0]) / group.size,
-                }
+                row[direction] = beside_one_gpu(call, one[direction], group=group, repeats=effort[0], seconds=effort[1])
         except UserError as error:
             row["refused"] = str(error).splitlines()[0]
         yield row

@@ -235,3 +235,23 @@ def in_turns(
 def quotient(times: Sequence[float], others: Sequence[float]) -> float:
     """Return the median over the rounds of one call's time over another's."""
     return statistics.median(one / other for one, other in zip(times, others, strict=True))
+
+
+def beside_one_gpu(
+    ours: Callable[[], object], one: Callable[[], object], *, group: RankGroup, repeats: int, seconds: float
+) -> dict[str, float]:
+    """Return the median times of a call over ranks and of one GPU on the same work, and the ratio of their speeds.
+
+    Args:
+        ours: The call over ranks.
+        one: One GPU's call for the whole work.
+        group: The ranks.
+        repeats: See `in_turns`.
+        seconds: See `in_turns`.
+    """
+    times = in_turns(ours, one, group=group, repeats=repeats, seconds=seconds)
+    return {
+        "milliseconds": Times.of(times[0]).median,
+        "one_gpu_milliseconds": Times.of(times[1]).median,
+        "ratio": quotient(times[1], times[0]) / group.size,
+    }
