@@ -158,9 +158,8 @@ def _tokens(folder):
         damaged.write_bytes(data)
     together(lambda: None)
     source = {"source": str(damaged), "held_out_fraction": 0.2}
-    if first.is_main:  # the first rank of a host reads for all
-        with refused("damaged", "checksum", "crc32:", "again"):
-            program_corpus(folder, first, DataConfig(**source))
+    with refused("damaged", "checksum", "crc32:", "again"):  # the first rank of a host reads, and all hear of it
+        program_corpus(folder, first, DataConfig(**source))
     together(lambda: None)
     program_corpus(folder, first, DataConfig(**source, verify=False))
     # An evaluation reads them on one rank, and every rank hears of it.
