@@ -38,8 +38,8 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "safetensors>=0.5",
-        # Masks of answers rest on offsets. Up to 0.20.0 they are empty for LLaMA-3's tokenizer (ignore_merges); 0.22 is
-        # the oldest version that transformers 5 accepts.
+        # Masks of answers rest on offsets. Up to 0.20.0 they are empty for LLaMA-3's tokenizer (ignore_merges);
+        # with 0.22.0 and 0.23.3 they are right.
         "tokenizers>=0.22",
         "PyYAML>=6",
         "tqdm>=4.66",

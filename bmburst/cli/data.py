@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             "allowed: JSONL of messages, or of prompt and completion\nfix: leave the option out"
         )
     require_own("--output", args.output, "a token file", is_token_file)
-    for line in filter(None, map(left_out, args.input)):
+    for line in left_out(args.input):
         print(f"left out: {line}", file=sys.stderr)
     skipped: list[str] = []
     try:

@@ -102,7 +102,7 @@ def open_corpus(
     text_field: str = "text",
     chat_template: Path | None = None,
     progress: bool = False,
-    on_skip: Callable[[str], object] = lambda _: None,
+    on_skip: Callable[[str], object] | None = None,
 ) -> TokenFile:
     """Return the corpus as a token file; tokenize it first unless the cache contains it.
 
@@ -119,7 +119,7 @@ def open_corpus(
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
         on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
-            tokenizing with a line about each file that is not text.
+            tokenizing with a line about each file that is not text. None: these are left out without a line.
 
     Returns:
         The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
@@ -131,13 +131,14 @@ def open_corpus(
     found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
     if isinstance(found, TokenFile):
         return found
-    for each in [source] if isinstance(source, str | Path) else source:
-        if (line := left_out(each)) is not None:
+    if on_skip is not None:  # listing a large folder again takes time, on every rank
+        for line in left_out(source):
             on_skip(line)
     cached = _cached(cache_dir, found, text_field)
     if cached.exists():
         return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
-    return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=on_skip)
+    heard = on_skip or (lambda _: None)
+    return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=heard)
 
 
 def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str = "text") -> None:

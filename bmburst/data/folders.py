@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 STANDARD_LIBRARY = "stdlib"
@@ -43,22 +43,21 @@ def is_read(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
 
 
-def left_out(source: str | Path) -> str | None:
-    """Return a line about the files of a folder that are not read, by kind; None if there are none, or it is no folder.
-
-    Hidden files are not counted.
+def left_out(source: str | Path | Sequence[str | Path]) -> Iterator[str]:
+    """Yield a line for each folder of `source` that has files which are not read; hidden files are not counted.
 
     Args:
-        source: One source, as in `find_sources`.
+        source: One source, or several, as in `find_sources`.
     """
-    root = Path(source)
-    if source == STANDARD_LIBRARY or not root.is_dir() or is_dataset(root) or not (kinds := _kinds(root)):
-        return None
-    count = sum(kinds.values())
-    return (
-        f"{count:,} file{'s' * (count > 1)} of folder {root}, by suffix: {_listed(kinds)}; "
-        "to read such a file, unpack it if it is compressed, and give its own path"
-    )
+    for each in [source] if isinstance(source, str | Path) else source:
+        root = Path(each)
+        if each == STANDARD_LIBRARY or not root.is_dir() or is_dataset(root) or not (kinds := _kinds(root)):
+            continue
+        count = sum(kinds.values())
+        yield (
+            f"{count:,} file{'s' * (count > 1)} of folder {root}, by suffix: {_listed(kinds)}; "
+            "to read such a file, unpack it if it is compressed, and give its own path"
+        )
 
 
 def found_instead(root: Path) -> str:

@@ -123,7 +123,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     given = verified_together(config.checkpoint)
     tuned = find_adapter(config, given, verified_together)
     directory, tokenizer, shape = read_model(config, given, tuned)
-    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else _nothing)
+    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else None)
     for file in corpus.files:
         together(file.verify if runtime.rank == 0 else _nothing)
     corpus.require_vocab(shape.vocab_size)
@@ -188,7 +188,7 @@ def _sources(config: EvalConfig) -> tuple[Source, ...]:
 
 
 def _open_one(
-    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
+    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] | None = None
 ) -> TokenFile:
     file = open_corpus(
         source.path,
@@ -211,13 +211,13 @@ def _require_text(source: Source, file: TokenFile) -> TokenFile:
     return file
 
 
-def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object]) -> MixedFiles:
+def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object] | None) -> MixedFiles:
     """Return the token files of all sources; tokenize those that are not cached.
 
     Args:
         config: The evaluation.
         tokenizer: Name of the text's tokenizer.
-        say: Called with a line about each file, or kinds of files, of a folder that is left out.
+        say: Called with a line about each file, or kinds of files, of a folder that is left out; None on other ranks.
 
     Raises:
         UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.
@@ -291,8 +291,8 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
     return directory, config.tokenizer or own_tokenizer(directory)
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing: on ranks that only wait, or that leave messages to rank 0."""
+def _nothing() -> None:
+    """Do nothing: the argument of `together` on ranks that only wait."""
 
 
 def user_cache() -> Path:

@@ -98,15 +98,15 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         if cache is None or not has_tokens(cache, text, text_field=field):
             check_arrays(text.files)
         return text
-    not_read = [line] if (line := left_out(source)) is not None else []
+    not_text: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=not_read.append)
+            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=not_text.append)
             corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
-            for line in not_read:  # without an error, the ranks report them
+            for line in (*left_out(source), *not_text):  # without an error, the ranks report them
                 say_left_out(line)
             raise
     return text
@@ -278,7 +278,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
-    def opened(say: Callable[[str], object] = lambda _: None) -> data.TokenFile:
+    def opened(say: Callable[[str], object] | None = None) -> data.TokenFile:
         return data.open_corpus(
             config.data.source,
             config.data.tokenizer,
@@ -293,7 +293,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         if runtime.local_rank != 0:
             return
         began = time.time()
-        corpus = opened(say_left_out) if is_main else opened()
+        corpus = opened(say_left_out if is_main else None)
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
