@@ -16,16 +16,7 @@ from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.ways import candidates, with_attention_choice
-from bmburst.recompute.policy import (
-    EVERY,
-    FIRST,
-    KEEP_LAST,
-    MIXED,
-    OFFLOAD_FIRST,
-    POLICIES,
-    Policy,
-    require_end,
-)
+from bmburst.recompute.policy import FIRST, MIXED, POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -273,8 +264,6 @@ def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) 
             hosted = _hosted_layers(way, every, room) if is_hosted else 0
             if hosted or not is_hosted:
                 found += _most_attention(way, every, hosted, room)
-            if hosted == layers:
-                found += [more for each in found[-1:] for more in _more_attention(each, room)]
     return [each for each in found if each.recompute not in policies]
 
 
@@ -288,40 +277,36 @@ def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
 
 
 def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> list[Candidate]:
-    """Return the candidate that fits and keeps attention of the most last layers; empty if none fits."""
-    layers = way.task.model.num_layers
-    options = (f"+{EVERY}-{every}" if every > 1 else "", f"+{OFFLOAD_FIRST}-{hosted}" if hosted else "")
+    """Return the candidate that fits and keeps attention of the most last layers on the GPU; empty if none fits.
 
-    def keeping(last: int) -> Candidate:
-        base = _ALL_ATTENTION if last == layers else "block"
-        kept = f"+{KEEP_LAST}-{last}" if 0 < last < layers else ""
-        return replace(way, recompute=f"{base}{options[0]}{kept}{options[1]}")
+    If all inputs are in host memory, a second candidate keeps attention of more layers there, of as many as fit.
+    """
+    layers = way.task.model.num_layers
+
+    def keeping(last: int, *, on_gpu: int = layers) -> Candidate:
+        policy = Policy(
+            attention=1.0 if last == layers else 0.0,
+            every=every,
+            keeps_last=0 if last == layers else last,
+            offloads_first=hosted,
+            offloads_attention=layers - on_gpu,
+        )
+        return replace(way, recompute=policy.name)
 
     none = memory_of(keeping(0), room)
     if not none.fits:
         return []
-    most = min(layers, int((room.memory - none.total) // block_bytes(way).attended) + every)
-    tried = (keeping(last) for last in range(most, -1, -1))
-    return [next(each for each in tried if memory_of(each, room).fits)]
-
-
-def _more_attention(way: Candidate, room: Hardware) -> list[Candidate]:
-    """Return the candidate that also keeps attention of as many more layers as host memory has room for, if any.
-
-    Args:
-        way: A candidate that offloads all saved inputs and keeps attention of the last layers on the GPU.
-        room: See `first_layer_candidates`.
-    """
-    policy, layers = way.policy, way.task.model.num_layers
-    kept = layers if policy.attention == 1 else policy.keeps_last
-    memory = memory_of(way, room)
-    each = block_bytes(way).attended * way.task.gpus_per_node
-    for more in range(min(layers - kept, int((memory.host_capacity - memory.in_host) // each)), 0, -1):
-        attention = {"attention": 1.0, "keeps_last": 0} if kept + more == layers else {"keeps_last": kept + more}
-        tried = replace(way, recompute=replace(policy, offloads_attention=layers - kept, **attention).name)
-        if memory_of(tried, room).fits:
-            return [tried]
-    return []
+    attended = block_bytes(way).attended
+    most = min(layers, int((room.memory - none.total) // attended) + every)
+    on_gpu = next(last for last in range(most, -1, -1) if memory_of(keeping(last), room).fits)
+    found = [keeping(on_gpu)]
+    if hosted < layers:
+        return found
+    memory = memory_of(found[0], room)
+    more = int((memory.host_capacity - memory.in_host) // (attended * way.task.gpus_per_node))
+    tried = (keeping(last, on_gpu=on_gpu) for last in range(min(layers, on_gpu + more), on_gpu, -1))
+    second = next((each for each in tried if memory_of(each, room).fits), None)
+    return found if second is None else [*found, second]
 
 
 def _kept(way: Candidate) -> float:
