@@ -42,6 +42,7 @@ DIRECTIONS = ("forward", "forward and backward")
 REPEATS, SECONDS = 5, 3.0
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 _MODULE = "benchmarks.block_sparse"
+_BESIDE = ("dense_milliseconds", "one_gpu_milliseconds")  # of one rank, of several
 _SEED = 0
 
 
@@ -178,9 +179,6 @@ def _line(row: Mapping[str, Any], *, over_ranks: bool) -> str:
         numbers = times and (times["milliseconds"], times[_BESIDE[over_ranks]], times["ratio"])
         parts.append("{:.1f}, {:.1f}, {:.2f}".format(*numbers) if numbers else row["refused"])
     return f"| {' | '.join(parts)} |"
-
-
-_BESIDE = ("dense_milliseconds", "one_gpu_milliseconds")  # of one rank, of several
 
 
 if __name__ == "__main__":

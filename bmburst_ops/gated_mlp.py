@@ -84,10 +84,7 @@ def _with_term(result: Tensor, states: Tensor, term: LowRank | None) -> Tensor:
 
 def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
     """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`."""
-    given, raised = (
-        _with_term(linear(states, each), states, term) for each, term in zip((gate, up), terms, strict=False)
-    )
-    return given, raised
+    return _with_term(linear(states, gate), states, terms[0]), _with_term(linear(states, up), states, terms[1])
 
 
 def chunk_backward(

@@ -27,6 +27,7 @@ from benchmarks.paper.tables import (
     SLOW_LINK,
     TRAIN,
     TRAIN_H100,
+    gpu_of,
 )
 
 _ROOT = Path(__file__).parents[2]
@@ -46,14 +47,17 @@ class Command:
         record: Name of the record.
         text: The command line, without the record's file.
         again: Whether it continues a record, so that `--again` measures the cells in it again.
-        gpu: Of which GPU the record is; "": of a CPU.
     """
 
     gpus: int
     record: str
     text: str
     again: bool = True
-    gpu: str = "H200"
+
+    @property
+    def gpu(self) -> str:
+        """Of which GPU the record is; "": of a CPU."""
+        return gpu_of(self.record)
 
     def words(self, folder: Path, *, again: bool = False) -> list[str]:
         """Return the command line.
@@ -75,7 +79,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "table-1": (
             Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'backward/*'"),
-            Command(0, SLOW_LINK, "python -m benchmarks.paper.slow_link", again=False, gpu=""),
+            Command(0, SLOW_LINK, "python -m benchmarks.paper.slow_link", again=False),
         ),
         "gao-and-lao": (Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'merge/*,tile/*'"),),
         "tables-2-and-3": (
@@ -88,7 +92,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
             ),
             Command(2, FIRST, f"{_FIRST} --gpus 2 --cells 'prompt/*/heads,prompt/*/tensor*'"),
         ),
-        "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False, gpu=""),),
+        "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False),),
         "figures-2-and-3": (
             Command(
                 2,
@@ -100,7 +104,6 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
                 2,
                 TRAIN_H100,
                 f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}",
-                gpu="H100",
             ),
             Command(
                 2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 4K,32K --zero 3,2 --cells 'step/*/ours'"
@@ -126,9 +129,9 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "readme": (
             Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'batch/*,sequence/*'"),
-            Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*@2'", gpu="H100"),
+            Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*@2'"),
         ),
-        "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False, gpu=""),),
+        "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (
             Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.block_sparse", again=False),
             Command(2, "cross_2xh200_202611", _CROSS, again=False),
@@ -137,14 +140,12 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
                 "cross_2xh100_202611",
                 f"{_CROSS} --case causal/zigzag/striped --case causal/zigzag/zigzag --case full/zigzag/zigzag",
                 again=False,
-                gpu="H100",
             ),
             Command(
                 2,
                 "cross_striped_2xh100_202611",
                 f"{_CROSS} --case causal/striped/striped",
                 again=False,
-                gpu="H100",
             ),
         ),
     }
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--again", action="store_true", help="also measure what the records have; by default they are continued")
     add("--run", action="store_true", help="run the commands instead of printing them")
     options = parser.parse_args(arguments)
-    chosen = [(name, command) for name, command in _chosen(options.only, options.gpus)]
+    chosen = list(_chosen(options.only, options.gpus))
     if not options.run:
         for text in _printed(chosen, options.output, again=options.again):
             print(text)

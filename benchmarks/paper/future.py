@@ -6,11 +6,11 @@ Both are measured by programs of their own: `benchmarks.block_sparse` and `bench
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.paper.tables import Recorded
+from benchmarks.paper.tables import Recorded, gpu_of
 
 SPARSE = "block_sparse_h200_202611"
-CROSS = {"cross_2xh200_202611": "H200", "cross_2xh100_202611": "H100", "cross_striped_2xh100_202611": "H100"}
-"""Records of cross-attention, with their GPU."""
+CROSS = ("cross_2xh200_202611", "cross_2xh100_202611", "cross_striped_2xh100_202611")
+"""Records of cross-attention."""
 _DIRECTIONS = ("forward", "forward and backward")
 
 
@@ -42,7 +42,7 @@ def cross(records: Recorded) -> list[str]:
     """Return by mask and layouts the speed of each strategy, relative to one GPU's kernel on all queries and keys."""
     found = {name: record for name in CROSS if (record := records.record(name)) is not None}
     if not found:
-        return [records.where(next(iter(CROSS)))]
+        return [records.where(CROSS[0])]
     strategies = list(dict.fromkeys(_way(row) for record in found.values() for row in record["rows"]))
     lines = [
         f"| 2 GPUs, mask, layouts of queries and keys | {' | '.join(strategies)} |",
@@ -51,7 +51,7 @@ def cross(records: Recorded) -> list[str]:
     for name, record in found.items():
         cases: dict[str, dict[str, str]] = {}
         for row in record["rows"]:
-            case = f"{CROSS[name]}, {row['mask']}, {row['layout']} and {row['key_layout']}"
+            case = f"{gpu_of(name)}, {row['mask']}, {row['layout']} and {row['key_layout']}"
             cases.setdefault(case, {})[_way(row)] = _speed(row)
         for case, texts in cases.items():
             lines.append(f"| {case} | {' | '.join(texts.get(way, '-') for way in strategies)} |")

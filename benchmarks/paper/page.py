@@ -32,7 +32,7 @@ TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
         "perplexity": tables.perplexity,
         "training-7b": partial(tables.training, model="llama-2-7b"),
         "training-13b": partial(tables.training, model="llama-2-13b"),
-        "training-13b-h100": partial(tables.training, model="llama-2-13b", record=tables.TRAIN_H100, gpu="H100"),
+        "training-13b-h100": partial(tables.training, model="llama-2-13b", record=tables.TRAIN_H100),
         "zero": tables.zero,
         "scaling": tables.scaling,
         "batches": tables.batches,

@@ -26,6 +26,12 @@ TRAINED = ("ours", "ulysses", "zigzag-ring-nccl", "tensor-v1", "tensor-v3", "rin
 LENGTHS = tuple(_KIB * n for n in (1, 4, 16, 32, 64, 128))
 
 
+def gpu_of(record: str) -> str:
+    """Return the GPU in a record's name: "H200" of "paper_2xh200_202611"; "" of a record of CPUs."""
+    found = re.search(r"_(?:\d+x)?(h\d+)(?:_|$)", record)
+    return found[1].upper() if found else ""
+
+
 class Recorded:
     """The records of a folder.
 
@@ -179,7 +185,7 @@ def perplexity(records: Recorded) -> list[str]:
     return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]
 
 
-def training(records: Recorded, model: str, record: str = TRAIN, gpu: str = "H200") -> list[str]:
+def training(records: Recorded, model: str, record: str = TRAIN) -> list[str]:
     """Return figures 2 and 3: seconds and memory of a step over lengths, two layers of the model, by method."""
     keys = [f"step/{model}-x2/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
     if not records.has(record, keys):
@@ -191,7 +197,7 @@ def training(records: Recorded, model: str, record: str = TRAIN, gpu: str = "H20
             yield method, (said(records.row(record, f"step/{model}-x2/{n}/{method}@2"), show) for n in columns)
 
     return [
-        *grid(f"s a step, 2 layers, 2 {gpu}", columns, lines(_seconds)),
+        *grid(f"s a step, 2 layers, 2 {gpu_of(record)}", columns, lines(_seconds)),
         *grid("peak GiB a GPU", columns, lines(_peak)),
         records.where(record, keys),
     ]
@@ -255,9 +261,9 @@ def readme_lengths(records: Recorded) -> list[str]:
         alone = [_number(n) for n in facts[f"flash_{direction}"]]
         theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
         lines.append((f"8 A100, {name}", theirs))
-        for gpu, record in (("H200", PAPER), ("H100", PAPER_H100)):
+        for record in (PAPER, PAPER_H100):
             ours = [_two_and_one(records, record, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
-            lines.append((f"2 {gpu}, {name}", ours))
+            lines.append((f"2 {gpu_of(record)}, {name}", ours))
     where = " ".join(records.where(name) for name in (PAPER, PAPER_H100))
     return [*grid("ms, in brackets one GPU", facts["tokens"], lines), f"{facts['hardware']}. {where}"]
 

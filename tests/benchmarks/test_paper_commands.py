@@ -103,7 +103,7 @@ def test_a_command_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, ca
     """The file of a command is in the folder that was asked for, and the exit status says that one failed."""
     code = "import sys; open(sys.argv[-1], 'w').write('{}'); sys.exit(FAILS)"
     sections = {
-        name: (Command(0, name, f"python -c {shlex.quote(code.replace('FAILS', fails))}", again=False, gpu="H900"),)
+        name: (Command(0, name, f"python -c {shlex.quote(code.replace('FAILS', fails))}", again=False),)
         for name, fails in (("first", "3"), ("second", "0"))
     }
     monkeypatch.setattr(again, "SECTIONS", sections)
@@ -117,7 +117,7 @@ def test_a_command_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(("own", "runs"), [("", False), ("NVIDIA A100", False), ("NVIDIA H900", True), (None, True)])
 def test_a_record_is_continued_on_its_own_gpu_only(tmp_path, own, runs):
     ran = []
-    command = Command(1, "r", "bmburst bench paper --gpus 2", gpu="H900")
+    command = Command(1, "r_2xh900", "bmburst bench paper --gpus 2")
     assert again._run(command, tmp_path, own, again=True, run=lambda words: ran.append(words) or 0) == ""
-    words = ["-m", "bmburst", "bench", "paper", "--gpus", "2", "--again", "--output", str(tmp_path / "r.json")]
+    words = ["-m", "bmburst", "bench", "paper", "--gpus", "2", "--again", "--output", str(tmp_path / "r_2xh900.json")]
     assert ran == ([[sys.executable, *words]] if runs else [])

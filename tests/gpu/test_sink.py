@@ -10,23 +10,17 @@ from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.strategy_names import STRATEGIES
 from tests.attention.oracle import draw, reference
+from tests.gpu.test_softcap import ADDED, LENGTH, SOFTCAP
+from tests.gpu.test_softcap import MASKS as CAUSAL_MASKS
 from tests.gpu.test_transports import GPUS, errors, run
 from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
-LENGTH, SOFTCAP = 701, 5.0  # of scores with a standard deviation of 4
-ADDED = 1.5  # errors over those of one GPU: parts are rounded to 16 bits
 # The gradient of a sink is one number a head: a sum over rows of terms of both signs, in each of which the output was
 # rounded to 16 bits, by the kernel and with the sink. That does not cancel as the terms do. Nor has it enough numbers
 # for a comparison with one GPU's error.
 ONE_GPU = OF_SINK = 4 * 2**-8
-LENGTHS = (1, 300, 2, 1, 97, 128, 64, 3, 105)
-MASKS = {
-    "full": "full",
-    "causal": "causal",
-    "window": bmburst.SlidingWindow(90),
-    "windows of documents": bmburst.Documents(LENGTHS) & bmburst.SlidingWindow(50),
-}
+MASKS = {"full": "full", **CAUSAL_MASKS}
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
