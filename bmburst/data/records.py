@@ -17,7 +17,7 @@ _KEYS = (
 """Keys that distinguish a record from a line of text."""
 PAIRS = (
     '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages; '
-    "without prompt, both answers begin with it"
+    "without prompt, it is what both answers begin with"
 )
 
 

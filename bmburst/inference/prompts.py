@@ -136,8 +136,8 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise UserError(
                 f"{source}: {what} needs a tokenizer, and the model comes without one\n"
-                'allowed: {"tokens": [...]}\nfix: give token ids, add tokenizer.json to the directory, or in bmburst '
-                "generate --tokenizer NAME"
+                'allowed: {"tokens": [...]}\nfix: give token ids, add tokenizer.json to the directory, or use '
+                "bmburst generate --tokenizer NAME"
             )
         return self._tokenizer
 

@@ -327,7 +327,7 @@ class Policy:
         return forward + (attention if self.attention == 0 else attention_of_beginning)
 
     def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> float:
-        """Return the seconds of a block's copies that its kernels do not hide; no block before hides a segment's input.
+        """Return the seconds of a block's copies that its kernels do not hide. A segment's input is not prefetched.
 
         Args:
             block: The tensors.
