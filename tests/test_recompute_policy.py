@@ -120,12 +120,18 @@ def test_outputs_of_an_mlp_in_host_memory():
     assert [each.kept(block) for each in layers] == [block.attended, *[block.input + block.attended] * 2]
     with refused("tensor parallelism 2", "fix: block-keep-attention+offload-first-1,"):
         policy.require_tensor(2)
+    first = Policy.parse("block-keep-attention+first-2+offload-mlp-first-1")  # the third layer keeps all on the GPU
+    assert first.name == "block-keep-attention+offload-mlp-first-1+first-2" and Policy.parse(first.name) == first
+    assert [each.hosted(block) for each in first.of_layers(3)] == [block.mlp, 0, 0]
+    assert [each.recomputes for each in first.of_layers(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("block+every-2+offload-mlp-first-2", ("+every-", "+offload-mlp-first-")),
+        ("block-keep-attention+offload-mlp-first-3+first-2", ("+first-", "+offload-mlp-first-2")),
+        ("block-keep-attention+first-2+offload-mlp-first-1+offload-first-1", ("+first-", "+offload-first-")),
         ("block+every-0", ("'0' layers", "every")),
         ("block+every-x", ("'x' layers",)),
         ("none+every-3", ("keeps everything", "block+every-3")),

@@ -23,12 +23,11 @@
 | block, +keep-attention-last-N | A more for the last N blocks | 0 | T less for each of them |
 | block..., +offload-first-N | I less for the first N blocks | I for these | as +offload |
 | ... +offload-attention-first-M | A less for the first M blocks, where saved | A for these | as +offload |
-| block..., +offload-mlp-first-N | as without it | P more for the first N blocks | less the products of gate and up |
+| ..., +offload-mlp-first-N | as without it | P more for the first N blocks | less the products of gate and up |
 
 With +first-N the last blocks save everything, because backward reaches them first. GPU memory peaks at the end of the
 forward pass of all blocks. From there, the backward of a block that saves everything only frees memory, but a
-recomputed block first allocates `R`. If the last block were recomputed, `R` would come on top of the tensors saved by
-all other blocks. With the last blocks saving everything, their tensors are freed before `R` is allocated.
+recomputed block first allocates `R`: if it were the last, on top of the tensors saved by all other blocks.
 
 +keep-attention-last-N applies to the last blocks for the same reason. With +every-K, K consecutive blocks are a
 segment. When backward reaches a segment, the inputs and attention results of its blocks are recomputed from the input
@@ -43,6 +42,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from bmburst.errors import UserError, unknown
@@ -61,7 +61,16 @@ FIRST = "+first-"
 EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
 """Options of a whole model, each followed by a number of layers: "+every-4"."""
 OFFLOAD_ATTENTION, OFFLOAD_MLP = "offload-attention-first", "offload-mlp-first"
-_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST}|{OFFLOAD_ATTENTION}|{OFFLOAD_MLP})-([^+]*)")
+_FIELDS = MappingProxyType(
+    {
+        EVERY: "every",
+        KEEP_LAST: "keeps_last",
+        OFFLOAD_FIRST: "offloads_first",
+        OFFLOAD_ATTENTION: "offloads_attention",
+        OFFLOAD_MLP: "offloads_mlp",
+    }
+)
+_OPTION = re.compile(rf"\+({'|'.join(_FIELDS)})-([^+]*)")
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
@@ -124,7 +133,7 @@ class Policy:
 
         A name is one of `NAMES` or "block-keep-attention:0.5". Each but "none" can be followed by "+offload", then by
         "+first-20" (for the first 20 layers), or by "+every-4", "+keep-attention-last-5", "+offload-first-8" and
-        "+offload-attention-first-6".
+        "+offload-attention-first-6". "+offload-mlp-first-20" can be beside each of them but "+every-4".
 
         Raises:
             UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
@@ -157,8 +166,7 @@ class Policy:
     @property
     def is_of_model(self) -> bool:
         """Whether it differs between layers; `of_layers` returns the policy of each layer."""
-        counts = self.keeps_last, self.offloads_first, self.offloads_mlp
-        return self.layers is not None or self.every > 1 or any(counts)
+        return self.layers is not None or not self.is_uniform
 
     @property
     def name(self) -> str:
@@ -168,11 +176,7 @@ class Policy:
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
         base = f"block-keep-attention{part}" if self.attention else "block"
         suffix = next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
-        counts = (
-            *((EVERY, self.every, 1), (KEEP_LAST, self.keeps_last, 0)),
-            *((OFFLOAD_FIRST, self.offloads_first, 0), (OFFLOAD_ATTENTION, self.offloads_attention, 0)),
-            (OFFLOAD_MLP, self.offloads_mlp, 0),
-        )
+        counts = ((option, getattr(self, field), int(option == EVERY)) for option, field in _FIELDS.items())
         options = "".join(f"+{option}-{count}" for option, count, least in counts if count > least)
         return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
 
@@ -247,21 +251,20 @@ class Policy:
 
     def _with_options(self, name: str, options: list[tuple[str, str]]) -> "Policy":
         """Return this policy with the options of a whole model that `name` appends."""
-        plain = self.name
         if len(dict(options)) < len(options):
             raise UserError(f"recompute policy '{name}' has an option twice\nfix: each once")
         for option, text in options:
             if not re.fullmatch("[1-9][0-9]{0,5}", text):
                 raise UserError(
-                    f"recompute policy '{name}' has '{text}' layers behind {option}\nfix: {plain}+{option}-4"
+                    f"recompute policy '{name}' has '{text}' layers behind {option}\nfix: {self.name}+{option}-4"
                 )
         given = {option: int(text) for option, text in options}
         if not self.recomputes:
             raise UserError(
                 f"recompute policy '{name}' keeps everything\nfix: block{name.removeprefix('none')}, or none"
             )
-        if self.layers is not None:
-            raise UserError(f"recompute policy '{name}' has +first- beside +{options[0][0]}-\nfix: one of them alone")
+        if self.layers is not None and (others := given.keys() - {OFFLOAD_MLP}):
+            raise UserError(f"recompute policy '{name}' has +first- beside +{min(others)}-\nfix: one of them alone")
         if KEEP_LAST in given and self.attention:
             raise UserError(f"recompute policy '{name}' keeps attention in all layers\nfix: block, with +{KEEP_LAST}-")
         if OFFLOAD_FIRST in given and self.offload != "nothing":
@@ -282,14 +285,11 @@ class Policy:
             )
         if OFFLOAD_MLP in given and EVERY in given:
             raise UserError(f"recompute policy '{name}' has +{EVERY}- beside +{OFFLOAD_MLP}-\nfix: one of them alone")
-        return replace(
-            self,
-            every=given.get(EVERY, 1),
-            keeps_last=given.get(KEEP_LAST, 0),
-            offloads_first=given.get(OFFLOAD_FIRST, 0),
-            offloads_attention=count,
-            offloads_mlp=given.get(OFFLOAD_MLP, 0),
-        )
+        if self.layers is not None and given[OFFLOAD_MLP] > self.layers:
+            raise UserError(
+                f"recompute policy '{name}' offloads more layers than +first-\nfix: +{OFFLOAD_MLP}-{self.layers}"
+            )
+        return replace(self, **{_FIELDS[option]: count for option, count in given.items()})
 
     def kept(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves on the GPU from its forward to its backward."""

@@ -23,7 +23,11 @@ POLICIES = (
     *("block+offload", "block-keep-attention+offload", "block-keep-attention+offload-all"),
 )
 CASES = [*((policy, 7) for policy in POLICIES), ("block", 1), ("block", 0), ("block-keep-attention", 0)]
-CASES += [("block-keep-attention+offload-mlp-first-2", 7), ("block+offload+offload-mlp-first-1", 0)]
+CASES += [
+    ("block-keep-attention+offload-mlp-first-1+first-1", 7),
+    ("block-keep-attention+offload-mlp-first-2", 7),
+    ("block+offload+offload-mlp-first-1", 0),
+]
 # Some have more KV heads than 2, 3 or 4 ranks, which then attend with as many at a time.
 MODELS = {
     "llama": {"num_heads": 12, "num_kv_heads": 6, "head_dim": 4},

@@ -54,6 +54,7 @@ MORE = [
     ("block+keep-attention-last-2+offload-first-3+offload-attention-first-2", {"mlp_chunk": 84}),
     ("block-keep-attention+offload-mlp-first-3", {"mlp_chunk": 84}),
     ("block-keep-attention+offload-mlp-first-3", {}),
+    ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
 CASES = [
