@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.paper.future import SPARSE
 from benchmarks.paper.tables import (
     ATTENTION,
     FIRST,
@@ -25,6 +24,7 @@ from benchmarks.paper.tables import (
     PERPLEXITY,
     RESULTS,
     SLOW_LINK,
+    SPARSE,
     TRAIN,
     TRAIN_H100,
     gpu_of,
