@@ -187,7 +187,7 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
 
 def _without_lao(trainer: "Trainer") -> "Attend":
     """Return a ring whose kernel writes the scores of each tile to memory; it has no backward."""
-    from benchmarks.paper.variants import WholeTile
+    from benchmarks.paper.measure import WholeTile
     from bmburst.attention.call import decide
     from bmburst.attention.options import AttentionOptions
     from bmburst.attention.ring import ring_forward

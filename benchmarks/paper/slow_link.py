@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks import netns
 from benchmarks.engine.machine import describe_run
-from benchmarks.paper.variants import Counting, backward_transfers
+from benchmarks.paper.measure import Counting, backward_transfers
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator

@@ -13,6 +13,7 @@ from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.method import random_inputs
 from benchmarks.engine.timing import RankGroup
+from benchmarks.paper.measure import Counting, WholeTile
 from benchmarks.paper.overheads import (
     EXAMPLES,
     METHODS,
@@ -25,7 +26,6 @@ from benchmarks.paper.overheads import (
     fewer_in_all,
     memory,
 )
-from benchmarks.paper.variants import Counting, WholeTile
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention

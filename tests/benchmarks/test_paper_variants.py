@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.paper import slow_link
+from benchmarks.paper.measure import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from benchmarks.paper.overheads import METHODS, Shape
-from benchmarks.paper.variants import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
