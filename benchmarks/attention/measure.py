@@ -34,10 +34,9 @@ from benchmarks.attention.methods.method import (
     forward_without_grad,
     prepare,
 )
-from benchmarks.engine.job import Job
+from benchmarks.engine.job import Job, RankRun
 from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
 from bmburst.amounts import GIB

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.methods import LocalKernel, Setting
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup
 from benchmarks.inference.cells import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.method import Method, prepare, random_inputs
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timing import RankGroup, Times, in_turns, once
 from benchmarks.paper.kind import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
 from bmburst.amounts import GIB

@@ -37,7 +37,7 @@ from bmburst.schedule.hardware import machine_of
 from bmburst.train.data_paths import check_data_path
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 _BUILDING = 10.0  # seconds of a cell beside its steps: weights, kernels, rates
 _FEW = 5  # steps of a long cell, warm-up included

@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
 from benchmarks.attention.methods import Attend, LocalKernel, OneGpu, Ours, Setting, all_methods
 from benchmarks.attention.methods.method import prepare
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
 from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
