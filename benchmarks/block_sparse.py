@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.methods.method import both, forward_without_grad
+from benchmarks.attention.method import both, forward_without_grad
 from benchmarks.engine.machine import publish, write_record
 from benchmarks.engine.timing import RankGroup, Times, beside_one_gpu, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.methods.method import both, forward_without_grad
+from benchmarks.attention.method import both, forward_without_grad
 from benchmarks.engine.machine import publish, write_record
 from benchmarks.engine.timing import RankGroup, beside_one_gpu, start_ranks
 from bmburst.attention.api import burst_attention

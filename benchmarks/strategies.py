@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from benchmarks.attention.methods.method import both
+from benchmarks.attention.method import both
 from benchmarks.engine.machine import publish
 from benchmarks.engine.timing import RankGroup, in_turns, start_ranks
 from bmburst.attention.call import head_shapes

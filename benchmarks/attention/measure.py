@@ -23,10 +23,10 @@ from benchmarks.attention.cells import (
     plain_causal,
 )
 from benchmarks.attention.kind import timeline_title
-from benchmarks.attention.methods import LocalKernel, all_methods
-from benchmarks.attention.methods.method import (
+from benchmarks.attention.method import (
     Attend,
     Calls,
+    LocalKernel,
     Method,
     OneGpu,
     Setting,
@@ -34,6 +34,7 @@ from benchmarks.attention.methods.method import (
     forward_without_grad,
     prepare,
 )
+from benchmarks.attention.methods import all_methods
 from benchmarks.engine.job import Job, RankRun
 from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge

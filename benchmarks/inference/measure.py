@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from benchmarks.attention.methods import LocalKernel, Setting
+from benchmarks.attention.method import LocalKernel, Setting
 from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
 from benchmarks.engine.timeline import record_timeline

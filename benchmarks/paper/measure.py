@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.method import Method, prepare, random_inputs
+from benchmarks.attention.method import LocalKernel, Method, Setting, prepare, random_inputs
+from benchmarks.attention.methods import all_methods
 from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
 from benchmarks.engine.timing import RankGroup, Times, in_turns, once

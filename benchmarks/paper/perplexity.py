@@ -25,7 +25,7 @@ from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from benchmarks.attention.methods import Attend
+    from benchmarks.attention.method import Attend
     from bmburst.train.trainer import Trainer
 
 MODULE = "benchmarks.paper.perplexity"
@@ -166,7 +166,8 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     """Return a method of the attention benchmark, bound to the trainer's shapes."""
 
     from benchmarks.attention.cells import Cell
-    from benchmarks.attention.methods import LocalKernel, Setting, all_methods
+    from benchmarks.attention.method import LocalKernel, Setting
+    from benchmarks.attention.methods import all_methods
     from benchmarks.engine.timing import RankGroup
 
     shape = trainer.model.config

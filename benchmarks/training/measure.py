@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
-from benchmarks.attention.methods import Attend, LocalKernel, OneGpu, Ours, Setting, all_methods
-from benchmarks.attention.methods.method import prepare
+from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, prepare
+from benchmarks.attention.methods import Ours, all_methods
 from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge

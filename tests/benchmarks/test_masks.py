@@ -26,8 +26,9 @@ from benchmarks.attention.cells import (
 )
 from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.measure import measure_speed
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.packages import zigzag_positions
+from benchmarks.attention.method import LocalKernel, Setting
+from benchmarks.attention.methods import all_methods
+from benchmarks.attention.packages import zigzag_positions
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, REFUSED, Results
 from benchmarks.engine.machine import Gauge

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.method import random_inputs
+from benchmarks.attention.method import LocalKernel, Setting, random_inputs
+from benchmarks.attention.methods import all_methods
 from benchmarks.engine.timing import RankGroup
 from benchmarks.paper.measure import Counting, WholeTile
 from benchmarks.paper.overheads import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention.methods import Setting
+from benchmarks.attention.method import Setting
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
