@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine.machine import publish
-from benchmarks.training.cells import TrainCell
-from benchmarks.training.methods import METHODS, TrainMethod
+from benchmarks.training.cells import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig

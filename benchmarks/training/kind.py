@@ -16,8 +16,7 @@ from benchmarks.engine.report import (
     ranks_name,
     scale_heights,
 )
-from benchmarks.training.cells import STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
-from benchmarks.training.methods import METHODS
+from benchmarks.training.cells import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.report import (
     MEDIAN_STEPS,
     curve_name,

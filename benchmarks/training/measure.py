@@ -20,9 +20,8 @@ from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
-from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
+from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.kind import timeline_title
-from benchmarks.training.methods import METHODS
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
 from bmburst.data.sources import Document
