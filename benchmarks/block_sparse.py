@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.method import both, forward_without_grad
-from benchmarks.engine.machine import publish, write_record
-from benchmarks.engine.timing import RankGroup, Times, beside_one_gpu, in_turns, quotient, start_ranks
+from benchmarks.engine.machine import RankGroup, publish, start_ranks, write_record
+from benchmarks.engine.timing import Times, beside_one_gpu, in_turns, quotient
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions

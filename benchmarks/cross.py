@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.method import both, forward_without_grad
-from benchmarks.engine.machine import publish, write_record
-from benchmarks.engine.timing import RankGroup, beside_one_gpu, start_ranks
+from benchmarks.engine.machine import RankGroup, publish, start_ranks, write_record
+from benchmarks.engine.timing import beside_one_gpu
 from bmburst.attention.api import burst_attention
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError

@@ -37,9 +37,8 @@ from benchmarks.attention.method import (
 from benchmarks.attention.methods import all_methods
 from benchmarks.engine.job import Job, RankRun
 from benchmarks.engine.kind import ONE_GPU, Row
-from benchmarks.engine.machine import Gauge
-from benchmarks.engine.timeline import record_timeline
-from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
+from benchmarks.engine.machine import Gauge, RankGroup
+from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
 from bmburst_ops.flash import BackwardInputs, ReferenceKernel

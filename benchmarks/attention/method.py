@@ -26,7 +26,7 @@ from benchmarks.attention.cells import (
     sizes,
 )
 from benchmarks.engine.kind import ONE_GPU
-from benchmarks.engine.timing import RankGroup
+from benchmarks.engine.machine import RankGroup
 from bmburst.schedule.layout import make_layout
 from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options

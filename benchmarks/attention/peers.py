@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.attention.cells import MASKS, Cell, Traffic, pattern_of, sizes
 from benchmarks.attention.method import Attend, ForBackward, Method, PackedPattern, Setting, applied, heads_refusal
-from benchmarks.engine.timing import RankGroup
+from benchmarks.engine.machine import RankGroup
 from bmburst.recompute import keep
 from bmburst.schedule.layout import make_layout
 

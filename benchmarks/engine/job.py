@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine.kind import FAILED, OK, REFUSED, BaseCell, C, Kind, Results, Row, load_kind
-from benchmarks.engine.machine import Gauge
+from benchmarks.engine.machine import Gauge, start_ranks
 from benchmarks.engine.report import row_line
-from benchmarks.engine.timing import start_ranks
 from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError, one_line
 from bmburst.runtime import start, watchdog

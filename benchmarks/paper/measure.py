@@ -16,7 +16,8 @@ from benchmarks.attention.method import LocalKernel, Method, Setting, prepare, r
 from benchmarks.attention.methods import all_methods
 from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.timing import RankGroup, Times, in_turns, once
+from benchmarks.engine.machine import RankGroup
+from benchmarks.engine.timing import Times, in_turns, once
 from benchmarks.paper.kind import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group

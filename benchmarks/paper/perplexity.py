@@ -115,7 +115,7 @@ def run_rank(
     tensor: int,
 ) -> None:
     """Evaluate the model by each of the ways on this rank; the first writes their rows."""
-    from benchmarks.engine.timing import start_ranks
+    from benchmarks.engine.machine import start_ranks
     from bmburst.runtime import start
     from bmburst.train.resolve import read_hugging_face_config
 
@@ -167,7 +167,7 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     from benchmarks.attention.cells import Cell
     from benchmarks.attention.method import LocalKernel, Setting
     from benchmarks.attention.methods import all_methods
-    from benchmarks.engine.timing import RankGroup
+    from benchmarks.engine.machine import RankGroup
 
     shape = trainer.model.config
     cell = Cell(

@@ -17,9 +17,8 @@ from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, pr
 from benchmarks.attention.methods import Ours, all_methods
 from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.machine import Gauge
-from benchmarks.engine.timeline import record_timeline
-from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
+from benchmarks.engine.machine import Gauge, RankGroup
+from benchmarks.engine.timing import Times, in_turns, mark, milliseconds_between, record_timeline
 from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.kind import timeline_title
 from bmburst.amounts import GIB

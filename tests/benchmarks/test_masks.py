@@ -31,9 +31,8 @@ from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import zigzag_positions
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, REFUSED, Results
-from benchmarks.engine.machine import Gauge
+from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.tiles import visible_area
 from bmburst_ops.pattern import visible_ranges
 from tests.benchmarks.masked import visible

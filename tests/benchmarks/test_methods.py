@@ -17,7 +17,7 @@ from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import LocalKernel, Setting, both, forward_without_grad, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import flash_attention_2
-from benchmarks.engine.timing import RankGroup
+from benchmarks.engine.machine import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
 from tests.distributed.processes import run_processes

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import LocalKernel, Setting, random_inputs
 from benchmarks.attention.methods import all_methods
-from benchmarks.engine.timing import RankGroup
+from benchmarks.engine.machine import RankGroup
 from benchmarks.paper.measure import Counting, WholeTile
 from benchmarks.paper.overheads import (
     EXAMPLES,
