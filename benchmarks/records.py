@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import block_sparse, cross, hugging_face, logprobs, lora_peers, strategies
+from benchmarks import hugging_face, logprobs, lora_peers, sparse_cross, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, overheads, perplexity, slow_link, tables
@@ -32,8 +32,8 @@ _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
-        "block_sparse": block_sparse.table,
-        "cross": lambda found: cross.table(found, found["machine"]["ranks"]),
+        "block_sparse": sparse_cross.block_sparse_table,
+        "cross": lambda found: sparse_cross.cross_table(found, found["machine"]["ranks"]),
         "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,

@@ -32,7 +32,7 @@ from benchmarks.paper.tables import (
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = "python -m benchmarks.records"
-_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.cross"
+_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross cross"
 _TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
 _METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
 _FIRST = "bmburst bench inference --models llama-2-13b --masks causal --tokens 64K --repeats 3 --cell-seconds 60"
@@ -133,7 +133,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (
-            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.block_sparse", again=False),
+            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.sparse_cross block-sparse", again=False),
             Command(2, "cross_2xh200_202611", _CROSS, again=False),
             Command(
                 2,
