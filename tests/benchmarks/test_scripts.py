@@ -38,25 +38,25 @@ def test_there_are_scripts():
     known = {
         "biased",
         "double_ring",
-        "elementwise",
         "families",
         "logprobs",
         "main_job",
+        "operators",
         "plan_measure",
         "records",
         "sparse_cross",
     }
-    assert known | {"hugging_face", "lora_peers", "records", "step_parts", "strategies"} <= {*SCRIPTS}
+    assert known | {"hugging_face", "lora_peers", "records", "strategies"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["elementwise", "--tokens", "8"])
-    write_record(tmp_path / "r.json", "benchmarks.elementwise", rows=[1, 2])
+    monkeypatch.setattr(sys, "argv", ["operators", "elementwise", "--tokens", "8"])
+    write_record(tmp_path / "r.json", "benchmarks.operators", rows=[1, 2])
     content = json.loads((tmp_path / "r.json").read_text())
     assert content["rows"] == [1, 2]
-    assert content["machine"]["command"] == "python -m benchmarks.elementwise --tokens 8"
+    assert content["machine"]["command"] == "python -m benchmarks.operators elementwise --tokens 8"
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
-    write_record(None, "benchmarks.elementwise")
+    write_record(None, "benchmarks.operators")
 
 
 def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
