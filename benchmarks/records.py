@@ -20,10 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import hugging_face, logprobs, lora_peers, sparse_cross, strategies
+from benchmarks import hugging_face, logprobs, lora_peers, slow_links, sparse_cross, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
-from benchmarks.paper import curve, overheads, perplexity, slow_link, tables
+from benchmarks.paper import curve, overheads, perplexity, tables
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.tables import Recorded
 from bmburst.plan import accuracy
@@ -38,7 +38,7 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,
         "perplexity": perplexity.table,
-        "slow_link": slow_link.table,
+        "slow_link": slow_links.backward_table,
         "strategies": lambda found: strategies.table(found["rows"]),
     }
 )

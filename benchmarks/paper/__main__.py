@@ -79,7 +79,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "table-1": (
             Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'backward/*'"),
-            Command(0, SLOW_LINK, "python -m benchmarks.paper.slow_link", again=False),
+            Command(0, SLOW_LINK, "python -m benchmarks.slow_links backward", again=False),
         ),
         "gao-and-lao": (Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'merge/*,tile/*'"),),
         "tables-2-and-3": (

@@ -317,6 +317,6 @@ def slow_link(records: Recorded) -> list[str]:
     found = records.record(SLOW_LINK)
     if found is None:
         return [records.where(SLOW_LINK)]
-    from benchmarks.paper.slow_link import table
+    from benchmarks.slow_links import backward_table
 
-    return [table(found), "", records.where(SLOW_LINK)]
+    return [backward_table(found), "", records.where(SLOW_LINK)]

@@ -94,7 +94,7 @@ def test_commands_are_printed(capsys):
     assert not any("--gpus 2" in line for line in lines)
     assert again.main(["--gpus", "0"]) == 0
     printed = capsys.readouterr().out
-    assert "python -m benchmarks.paper.slow_link --output" in printed and "bench" not in printed.replace(
+    assert "python -m benchmarks.slow_links backward --output" in printed and "bench" not in printed.replace(
         "benchmarks", ""
     )
 

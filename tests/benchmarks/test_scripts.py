@@ -37,13 +37,13 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
 def test_there_are_scripts():
     known = {
         "biased",
-        "double_ring",
         "families",
         "logprobs",
         "main_job",
         "operators",
         "plan_measure",
         "records",
+        "slow_links",
         "sparse_cross",
     }
     assert known | {"hugging_face", "lora_peers", "records", "strategies"} <= {*SCRIPTS}
