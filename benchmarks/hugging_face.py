@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import bmburst
-from benchmarks.engine.machine import publish, write_record
-from benchmarks.engine.timing import start_ranks
+from benchmarks.engine.machine import publish, start_ranks, write_record
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError

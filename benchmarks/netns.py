@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -117,12 +117,12 @@ def network(shape: Shape) -> Iterator[Network]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def run_ranks(network: Network, module: str, port: int, **setting: object) -> Any:
-    """Run a module of `benchmarks` in the namespace of every rank, and return what rank 0 printed last, as JSON.
+def run_ranks(network: Network, program: Sequence[str], port: int, **setting: object) -> Any:
+    """Run a program of `benchmarks` in the namespace of every rank, and return what rank 0 printed last, as JSON.
 
     Args:
         network: Where; each rank is told the name of its node.
-        module: The module's name; it takes a setting as JSON behind `--rank`.
+        program: Its module's name and its command; it takes a setting as JSON behind `--rank`.
         port: Where the ranks meet at rank 0.
         setting: What every rank gets, beside its `rank` and the `url` of their meeting.
 
@@ -131,7 +131,7 @@ def run_ranks(network: Network, module: str, port: int, **setting: object) -> An
     """
     url, started = f"tcp://{network.address(0)}:{port}", []
     for rank in range(network.shape.ranks):
-        command = [sys.executable, "-m", module, "--rank", json.dumps({"rank": rank, "url": url, **setting})]
+        command = [sys.executable, "-m", *program, "--rank", json.dumps({"rank": rank, "url": url, **setting})]
         own = {"BMBURST_NODE": f"node {rank // network.shape.places}", "GLOO_SOCKET_IFNAME": DEVICE}
         started.append(
             subprocess.Popen(

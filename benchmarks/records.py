@@ -1,8 +1,8 @@
 """Rewrites tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
 - The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand.
-- The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`. The numbers of its pictures,
-  which are drawn again when a number changes.
+- The tables of `docs/paper.md`, from the JSON of its records; see `PAGE_TABLES`. The numbers of its pictures, which are
+  drawn again when a number changes.
 - The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
 - The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
 
@@ -15,15 +15,16 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import block_sparse, cross, hugging_face, logprobs, lora_peers, strategies
+from benchmarks import hugging_face, logprobs, lora_peers, slow_links, sparse_cross, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
-from benchmarks.paper import curve, page, perplexity, slow_link
+from benchmarks.paper import curve, overheads, perplexity, tables
+from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.tables import Recorded
 from bmburst.plan import accuracy
 
@@ -31,19 +32,48 @@ _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
-        "block_sparse": block_sparse.table,
-        "cross": lambda found: cross.table(found, found["machine"]["ranks"]),
+        "block_sparse": sparse_cross.block_sparse_table,
+        "cross": lambda found: sparse_cross.cross_table(found, found["machine"]["ranks"]),
         "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,
         "perplexity": perplexity.table,
-        "slow_link": slow_link.table,
+        "slow_link": slow_links.backward_table,
         "strategies": lambda found: strategies.table(found["rows"]),
     }
 )
 """Tables of single measurements, by how the names of their records begin."""
 _BEGINNING = 5  # letters of the line above a table by which it is found below what is written by hand
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
+PAGE = _ROOT / "docs" / "paper.md"
+PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
+    {
+        "communication": lambda _: overheads.communication(),
+        "memory": lambda _: overheads.memory(),
+        "burst-and-kv": lambda _: overheads.burst_and_kv(),
+        "backward": overheads.backward,
+        "slow-link": overheads.slow_link,
+        "merge": tables.merge,
+        "tile": tables.tile,
+        "first-token-7b": partial(tables.first_token, model="llama-2-7b"),
+        "first-token-13b": partial(tables.first_token, model="llama-2-13b"),
+        "perplexity": tables.perplexity,
+        "training-7b": partial(tables.training, model="llama-2-7b"),
+        "training-13b": partial(tables.training, model="llama-2-13b"),
+        "training-13b-h100": partial(tables.training, model="llama-2-13b", record=tables.TRAIN_H100),
+        "zero": tables.zero,
+        "scaling": tables.scaling,
+        "batches": tables.batches,
+        "readme-lengths": tables.readme_lengths,
+        "readme-batches": tables.readme_batches,
+        "prediction": lambda _: curve.table(),
+        "sparse": tables.sparse,
+        "cross": tables.cross,
+        "claims": lambda records: claims_table(records),
+    }
+)
+"""Tables of the page, by the name in `<!-- table: NAME -->`; each ends at `<!-- end -->`."""
+_PAGE_TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def main() -> int:
@@ -70,18 +100,42 @@ def derived() -> Iterator[tuple[Path, str]]:
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = path.read_text(encoding="utf-8")
             head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # none: as the run wrote it
-            tables = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
-            yield path, f"{head}{tables.rstrip()}\n"
+            text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
+            yield path, f"{head}{text.rstrip()}\n"
     for name, table in _TABLES.items():
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
             yield path, f"{_by_hand(path.read_text(encoding='utf-8'), text)}{text}\n"
     yield _RESULTS / curve.NUMBERS, curve.as_json()
-    yield page.PAGE, page.filled(page.PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
+    yield PAGE, filled(PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
         yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
+
+
+def filled(text: str, records: Recorded) -> str:
+    """Return the paper's page with its tables as the records say.
+
+    Args:
+        text: The page.
+        records: What was recorded.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        lines = "\n".join(PAGE_TABLES[found[2]](records)).rstrip()
+        return f"{found[1]}\n{lines}\n\n{found[3]}"
+
+    return _PAGE_TABLE.sub(table, text)
+
+
+def claims_table(records: Recorded) -> list[str]:
+    """Return all claims of the paper with their verdicts."""
+    lines = ["| claim | where | here | numbers |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        verdict, numbers = claim.judge(records)
+        lines.append(f"| {claim.text} | {claim.source} | {verdict} | {numbers} |")
+    return [*lines, ""]
 
 
 def _by_hand(text: str, table: str) -> str:

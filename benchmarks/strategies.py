@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from benchmarks.attention.methods.method import both
-from benchmarks.engine.machine import publish
-from benchmarks.engine.timing import RankGroup, in_turns, start_ranks
+from benchmarks.attention.method import both
+from benchmarks.engine.machine import RankGroup, publish, start_ranks
+from benchmarks.engine.timing import in_turns
 from bmburst.attention.call import head_shapes
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware

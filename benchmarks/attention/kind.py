@@ -25,7 +25,7 @@ from bmburst.amounts import short
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 _PLAIN = ("sequence", "batch")  # suites whose cells take the same time for the same work
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}

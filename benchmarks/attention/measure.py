@@ -23,10 +23,10 @@ from benchmarks.attention.cells import (
     plain_causal,
 )
 from benchmarks.attention.kind import timeline_title
-from benchmarks.attention.methods import LocalKernel, all_methods
-from benchmarks.attention.methods.method import (
+from benchmarks.attention.method import (
     Attend,
     Calls,
+    LocalKernel,
     Method,
     OneGpu,
     Setting,
@@ -34,12 +34,11 @@ from benchmarks.attention.methods.method import (
     forward_without_grad,
     prepare,
 )
-from benchmarks.engine.job import Job
+from benchmarks.attention.methods import all_methods
+from benchmarks.engine.job import Job, RankRun
 from benchmarks.engine.kind import ONE_GPU, Row
-from benchmarks.engine.machine import Gauge
-from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timeline import record_timeline
-from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
+from benchmarks.engine.machine import Gauge, RankGroup
+from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
 from bmburst_ops.flash import BackwardInputs, ReferenceKernel

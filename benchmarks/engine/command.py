@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         _print_cells(kind, cells, args.output)
         return 0
     if args.trace is not None:
-        from benchmarks.engine.timeline import require_timelines
+        from benchmarks.engine.timing import require_timelines
 
         require_timelines(args.trace, [name for cell in cells for name in kind.timelines(cell)])
     return _measure(args, kind, cells, device, ranks)

@@ -1,22 +1,40 @@
-"""Starts the ranks of a benchmark, and restarts them for the remaining cells after a cell terminated them."""
+"""A job: starts the ranks of a benchmark, runs its cells on each, and starts again after a cell terminated the ranks.
+
+Rank 0 writes the rows. Ranks coordinate over gloo, separately from the measured communication, so this still works
+after a cell has failed.
+"""
 
 import json
+import os
+import re
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, cast
 
-from benchmarks.engine.kind import FAILED, BaseCell, Kind, Results, load_kind
-from bmburst.errors import UserError
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine.kind import FAILED, OK, REFUSED, BaseCell, C, Kind, Results, Row, load_kind
+from benchmarks.engine.machine import Gauge, start_ranks
+from benchmarks.engine.report import row_line
+from bmburst.attention.graphs import empty_cache
+from bmburst.errors import UserError, one_line
+from bmburst.runtime import start, watchdog
 from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst_ops.errors import KernelError
 
 REASON_FILE = "reason"  # in which a rank that ends the run writes the reason
 _JOB_FILE = "job.json"
-# Exit statuses: 2 after bad input, which was already reported; from 128 on after a signal.
-_BAD_INPUT, _SIGNALS = 2, 128
+# Exit statuses: 2 after bad input, which was already reported; of a rank whose GPU accepts no more work; from 128 on
+# after a signal.
+_BAD_INPUT, _LOST, _SIGNALS = 2, 3, 128
+_PATIENCE = 20.0  # seconds that a failed rank waits for the others to finish the cell
+_RUN, _SKIP, _STOP = "run", "skip", "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +149,172 @@ def _start(job: Job, cell_timeout: float) -> tuple[int, str]:
 def _is_left(results: Results[Any], job: Job) -> bool:
     in_time = not job.deadline or time.time() < job.deadline
     return in_time and results.left(job.cells, again=job.again) > 0
+
+
+def run_rank(folder: Path) -> None:
+    """Run one rank of the job in a folder, from its start to its end."""
+    job = Job.read(folder)
+    device = _begin(folder, runtime=job.runtime, tensor=job.tensor)
+    load_kind(job.kind).rank_run()(job, device, folder).run()  # after the start: it may import bmtrain
+    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
+
+
+def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
+    """Start torch.distributed, and BMTrain if requested, and return this rank's device.
+
+    Args:
+        folder: Folder of the job.
+        runtime: "torch" or "bmtrain".
+        tensor: Tensor parallel degree under BMTrain.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options: dict[str, Any] = {}
+    if runtime == "bmtrain":
+        start(seed=0, tensor=tensor)
+        # A separate rendezvous: BMTrain uses the launcher's store.
+        options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}
+    return start_ranks(**options)
+
+
+class RankRun(ABC, Generic[C]):
+    """One rank's part of the job. A subclass per kind of benchmark defines how to measure a cell.
+
+    Args:
+        job: The job.
+        device: This rank's device.
+        folder: Folder of the job.
+
+    Attributes:
+        rank: This rank's number.
+        world: Number of ranks of the job.
+        gauge: Gauge of this rank's memory.
+    """
+
+    def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
+        self.job, self.device, self.folder = job, device, folder
+        self.cells = cast(tuple[C, ...], job.cells)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo")
+        self.prepare()
+        dist.all_reduce(torch.zeros(1, device=device))
+        self.gauge = Gauge.begin(device)
+        self.results = job.results()  # only the first rank writes
+
+    def prepare(self) -> None:
+        """Create objects that all cells share, for example communicators. Every rank calls it."""
+
+    def takes_part(self, cell: C) -> bool:
+        """Return whether this rank has anything to do in a cell."""
+        return self.rank < cell.ranks
+
+    @abstractmethod
+    def refusal(self, cell: C) -> str | None:
+        """Return why the cell cannot run, as far as it is known before, or None."""
+
+    @abstractmethod
+    def measure(self, cell: C) -> Row:
+        """Measure a cell and return its row, without the status."""
+
+    def run(self) -> None:
+        """Measure the cells; the first rank writes the file after each."""
+        for cell in self.cells:
+            decision = self._from_first(self._decide(cell) if self.rank == 0 else None)
+            if decision == _STOP:
+                break
+            if decision == _SKIP:
+                continue
+            watchdog.beat()
+            self._try(cell)
+
+    def _from_first(self, value: Any) -> Any:
+        """Return the first rank's value. Every rank calls it."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Return every rank's value. Every rank calls it."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def _decide(self, cell: C) -> str:
+        if self.results.is_done(cell, again=self.job.again):
+            return _SKIP
+        if self.job.deadline and time.time() + self.results.kind.estimate(self.results, cell) > self.job.deadline:
+            # A cheaper later cell may still fit, if any time is left.
+            return _SKIP if time.time() < self.job.deadline else _STOP
+        self.results.running = cell.key
+        self.results.write(Path(self.job.output))
+        return _RUN
+
+    def _try(self, cell: C) -> None:
+        begun = time.perf_counter()
+        empty_cache()  # else memory that attention kept in the last cell would count for this one
+        self.gauge.clear()
+        takes_part = self.takes_part(cell)
+        reason = next((r for r in self.from_all(self.refusal(cell) if takes_part else None) if r), None)
+        if reason is not None:
+            self._keep(cell, {"status": REFUSED, "reason": reason})
+            return
+        row = self._row(cell) if takes_part else {"status": OK}
+        self._meet(cell, row)
+        rows = self.from_all(row)
+        broken = any(self.from_all(self._is_broken() if row["status"] == FAILED else False))
+        self._keep(cell, _joined(rows[: cell.ranks]) | {"seconds": time.perf_counter() - begun})
+        if broken:
+            sys.exit(_LOST)
+
+    def _row(self, cell: C) -> Row:
+        try:
+            return {"status": OK, **self.measure(cell)}
+        except (UserError, KernelError, ImportError) as error:
+            return {"status": REFUSED, "reason": one_line(error)}
+        except torch.OutOfMemoryError as error:
+            asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+            return {"status": FAILED, "reason": "out of memory" + (f" for {asked.group(1)} more" if asked else "")}
+        except Exception as error:  # foreign code may raise anything; later cells still run
+            return {"status": FAILED, "reason": f"{type(error).__name__}: {one_line(error)}"}
+
+    def _meet(self, cell: C, row: Row) -> None:
+        """Announce that this rank has finished the cell; if it failed, check that the others have finished too.
+
+        It uses files, for ranks of one host, because no collective times out on a single rank.
+
+        Raises:
+            RuntimeError: This rank failed and the others wait for it inside the cell. The ranks must be restarted.
+        """
+        signs = [self.folder / f"through.{self.cells.index(cell)}.{rank}" for rank in range(self.world)]
+        signs[self.rank].touch()
+        if row["status"] == OK:
+            return
+        begun = time.monotonic()
+        while not all(sign.exists() for sign in signs):
+            if time.monotonic() - begun > _PATIENCE:
+                (self.folder / REASON_FILE).write_text(row["reason"], encoding="utf-8")
+                raise RuntimeError(f"rank {self.rank}: {row['reason']}; the other ranks wait for it")
+            time.sleep(0.02)
+
+    def _is_broken(self) -> bool:
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                return True
+        return False
+
+    def _keep(self, cell: C, row: Row) -> None:
+        if self.rank == 0:
+            self.results.running = None
+            self.results.put(cell, row)
+            self.results.write(Path(self.job.output))
+            print(row_line(self.results, cell), flush=True)
+
+
+def _joined(rows: list[Row]) -> Row:
+    """Return the row of the first failed rank, else of the first rank, with the largest memory of all ranks."""
+    bad = next((row for status in (FAILED, REFUSED) for row in rows if row["status"] == status), None)
+    if bad is not None:
+        return bad
+    peaks = [row["peak_memory_gib"] for row in rows if row.get("peak_memory_gib") is not None]
+    return rows[0] | ({"peak_memory_gib": max(peaks)} if peaks else {})

@@ -185,7 +185,7 @@ class Results(Generic[C]):
 
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {

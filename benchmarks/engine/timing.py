@@ -1,115 +1,22 @@
-"""Times calls on the slowest rank, in alternation, and defines the plain collectives that peer methods use."""
+"""Times calls on the slowest rank, in alternation; records a profiler timeline of one, and draws the overlap in it."""
 
-import os
+import json
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from benchmarks.engine.machine import RankGroup
+from benchmarks.engine.report import WIDTH, save_figure, set_title
 from bmburst.attention.graphs import CALLS
-from bmburst.comm.memory import bytes_of
-from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankGroup:
-    """The ranks that share a sequence.
-
-    Attributes:
-        process_group: Theirs.
-        rank: This rank's number among them.
-        size: How many they are.
-        device: Where this rank's tensors live.
-        is_world: Whether they are all ranks of the run.
-    """
-
-    process_group: dist.ProcessGroup
-    rank: int
-    size: int
-    device: torch.device
-    is_world: bool = True
-
-    @classmethod
-    def world(cls, device: torch.device) -> "RankGroup":
-        """Return all ranks of torch.distributed, which was started; `device`: this rank's."""
-        assert dist.group.WORLD is not None
-        return cls(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        """Return `[size, ...]`: part i is what rank i had for this one.
-
-        Args:
-            parts: `[size, ...]` contiguous; part i goes to rank i.
-        """
-        received = torch.empty_like(parts)
-        if self.size == 1:
-            return received.copy_(parts)
-        dist.all_to_all_single(bytes_of(received), bytes_of(parts), group=self.process_group)
-        return received
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """Return `[size, ...]`: every rank's tensor, in rank order."""
-        received = part.new_empty((self.size, *part.shape))
-        if self.size == 1:
-            return received.copy_(part[None])
-        named_verb(ALL_GATHER)(bytes_of(received), bytes_of(part.contiguous()), group=self.process_group)
-        return received
-
-    def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of their `parts[rank]`.
-
-        Args:
-            parts: `[size, ...]` contiguous.
-        """
-        received = torch.empty_like(parts[0])
-        if self.size == 1:
-            return received.copy_(parts[0])
-        named_verb(REDUCE_SCATTER)(received.view(-1), parts.view(-1), group=self.process_group)
-        return received
-
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum over the ranks, or what else the operation is, in place, and return it."""
-        if self.size > 1:
-            dist.all_reduce(tensor, op=op, group=self.process_group)
-        return tensor
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here with nothing queued on their devices."""
-        if self.size > 1:
-            dist.barrier(group=self.process_group)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def rotate(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send a tensor to the next rank; return what comes from the one before, and what to wait for."""
-        received = torch.empty_like(tensor)
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        hops = [
-            dist.P2POp(dist.isend, tensor, group=self.process_group, group_peer=to),
-            dist.P2POp(dist.irecv, received, group=self.process_group, group_peer=source),
-        ]
-        return received, dist.batch_isend_irecv(hops)
-
-
-def start_ranks(**options: Any) -> torch.device:
-    """Start torch.distributed as a launcher's variables say, and return this rank's device.
-
-    Args:
-        options: Further arguments of `torch.distributed.init_process_group`.
-    """
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **options)
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **options)
-    return device
-
+from bmburst.outputs import blank_picture, is_picture, require_own
 
 LEAST = 3  # rounds that are measured however long they take
 
@@ -255,3 +162,179 @@ def beside_one_gpu(
         "one_gpu_milliseconds": Times.of(times[1]).median,
         "ratio": quotient(times[1], times[0]) / group.size,
     }
+
+
+Span = tuple[float, float]
+"""Begin and end, in milliseconds since the first one of the timeline."""
+
+ATTENTION, PRODUCTS, OTHER = "attention", "matrix products", "other kernels"
+NCCL, PEERS, HOST = "NCCL's kernels", "copies between GPUs", "copies to and from the host"
+INSIDE = "copies inside the GPU"
+_COLOURS = {
+    ATTENTION: "#b2182b",
+    PRODUCTS: "#2166ac",
+    OTHER: "#969696",
+    NCCL: "#762a83",
+    PEERS: "#1b7837",
+    HOST: "#8c510a",
+    INSIDE: "#80cdc1",
+}
+_TAIL = 8192  # bytes at the end of a timeline that hold its path
+_COMPUTE, _MOVES = (ATTENTION, PRODUCTS, OTHER), (NCCL, PEERS, HOST, INSIDE)
+_NAMES = (  # the first that is found in an event's name says what it is
+    (NCCL, "^nccl"),
+    (PEERS, "memcpy ptop"),
+    (HOST, "memcpy (htod|dtoh)"),
+    (INSIDE, "memcpy"),
+    (ATTENTION, "flash|fmha|attention|^(forward|keys|queries)_kernel"),  # the last are our own in Triton
+    (PRODUCTS, "gemm|nvjet|cutlass|xmma"),
+)
+
+
+def record_timeline(
+    call: Callable[[], object], folder: Path, name: str, title: tuple[str, str], group: RankGroup
+) -> None:
+    """Write `FOLDER/NAME.json` on the first rank, for chrome://tracing or Perfetto, and of GPUs a picture beside it.
+
+    Every rank calls it.
+
+    Args:
+        call: What is recorded, once, warm.
+        folder: Where the file goes.
+        name: Its name; slashes become points.
+        title: In words: what is called, and the setting.
+        group: The ranks that call.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = group.device.type == "cuda"
+
+    def together() -> None:
+        group.barrier()
+        call()
+
+    if group.rank != 0:
+        together()
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as timeline:
+        together()
+        if on_gpu:
+            torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = timeline_file(folder, name)
+    timeline.export_chrome_trace(str(path))
+    draw_timeline(path, path.with_suffix(".png"), title)
+
+
+def timeline_file(folder: Path, name: str) -> Path:
+    """Return the file that `record_timeline` writes for a name; its picture has the suffix .png."""
+    return folder / f"{name.replace('/', '.')}.json"
+
+
+def require_timelines(folder: Path, names: Iterable[str]) -> None:
+    """Check that recording replaces only timelines and pictures that `record_timeline` wrote.
+
+    Args:
+        folder: See `record_timeline`.
+        names: Of all timelines to record.
+
+    Raises:
+        UserError: One of the files is something else.
+    """
+    for path in (timeline_file(folder, name) for name in names):
+        require_own("--trace", path, "a timeline of bmburst bench", _is_timeline)
+        require_own("--trace", path.with_suffix(".png"), "a picture of bmburst", is_picture)
+
+
+def _is_timeline(path: Path) -> bool:
+    """Return whether torch's profiler wrote a file under this name: it ends a timeline with the file's path."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        end = file.read().decode("utf-8", "replace")
+    return re.search(rf'"traceName": "(.*/)?{re.escape(path.name)}"\s*}}\s*$', end) is not None
+
+
+def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    """Return what ran on the GPU by kind, each kind's spans in order and joined where they touch.
+
+    Args:
+        events: `traceEvents` of a timeline of torch's profiler: times in microseconds.
+    """
+    found: dict[str, list[Span]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            start = float(event["ts"]) / 1e3
+            found.setdefault(_kind(str(event["name"])), []).append((start, start + float(event["dur"]) / 1e3))
+    first = min((start for spans in found.values() for start, _ in spans), default=0.0)
+    return {kind: _joined((a - first, b - first) for a, b in found[kind]) for kind in _COLOURS if kind in found}
+
+
+def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
+    """Return which share of the time in which something moves a kernel computes, 0 to 1; spans as `lanes` has them."""
+    whole = sum(b - a for a, b in moving)
+    if not whole or not computing:
+        return 0.0 if whole else 1.0
+    # A step has thousands of either: no pair of them is looked at, but how long kernels had computed by each edge.
+    kernels = np.array(computing)
+    computed = np.cumsum(kernels[:, 1] - kernels[:, 0])
+    edges = np.stack((np.append(0.0, computed[:-1]), computed), axis=1)
+    begun, ended = np.interp(np.array(moving).T, kernels.ravel(), edges.ravel())
+    return float((ended - begun).sum() / whole)
+
+
+def draw_timeline(trace: Path, picture: Path, title: tuple[str, str]) -> Path | None:
+    """Draw a timeline of one GPU.
+
+    Args:
+        trace: What `record_timeline` wrote.
+        picture: Where to.
+        title: See `record_timeline`.
+
+    Returns:
+        The picture's path, or None where no GPU took part.
+    """
+    found = lanes(json.loads(trace.read_text())["traceEvents"])
+    if not found:
+        return None
+    computing = _joined(span for kind in _COMPUTE for span in found.get(kind, ()))
+    labels = {kind: _label(kind, spans, computing) for kind, spans in found.items()}
+    return draw_lanes(found, labels, picture, title)
+
+
+def draw_lanes(
+    found: Mapping[str, Sequence[Span]], labels: Mapping[str, str], picture: Path, title: tuple[str, str]
+) -> Path:
+    """Draw spans by kind, one lane below the other, each with its label above it, and return the picture's path."""
+    figure = blank_picture(WIDTH, 1.3 + 0.55 * len(found))
+    axes = figure.subplots()
+    for row, (kind, spans) in enumerate(found.items()):
+        # With a line around it a span of less than a pixel is seen.
+        axes.broken_barh([(a, b - a) for a, b in spans], (row - 0.1, 0.5), color=_COLOURS[kind], linewidth=0.5)
+        axes.text(0.01, row - 0.16, labels[kind], transform=axes.get_yaxis_transform(), fontsize=9)
+    axes.set_yticks([])
+    axes.set_ylim(len(found) - 0.45, -0.6)
+    axes.set_xlim(0, max(spans[-1][1] for spans in found.values() if spans))
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x", alpha=0.3)
+    set_title(figure, *title)
+    return save_figure(figure, picture)
+
+
+def _label(kind: str, spans: Sequence[Span], computing: Sequence[Span]) -> str:
+    text = f"{kind}: {sum(b - a for a, b in spans):.1f} ms"
+    return f"{text}, {hidden(spans, computing):.0%} beside kernels" if kind in _MOVES else text
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _NAMES if re.search(pattern, name.lower())), OTHER)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    ordered = np.array(sorted(spans), dtype=float).reshape(-1, 2)
+    if not len(ordered):
+        return []
+    ends = np.maximum.accumulate(ordered[:, 1])
+    is_new = np.concatenate(([True], ordered[1:, 0] > ends[:-1]))
+    last = np.concatenate((is_new[1:], [True]))
+    return list(zip(ordered[is_new, 0].tolist(), ends[last].tolist(), strict=True))

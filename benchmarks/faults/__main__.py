@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -28,8 +28,8 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
+from benchmarks.faults import KINDS, Fault, FaultOutcome, faults
 from benchmarks.faults.inject import CHAINS, DisturbedRun, Workspace
-from benchmarks.faults.points import KINDS, Fault, FaultOutcome, faults, outcome_of, record, table
 from benchmarks.faults.scenarios import SINGLE, SingleFault, nodes
 from bmburst.outputs import replacing
 
@@ -226,6 +226,101 @@ def _own_mounts() -> bool:
 
 def _leave(_signum: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def outcome_of(values: Mapping[str, Any]) -> FaultOutcome:
+    """Return an outcome from its JSON object."""
+    fault, problems = Fault(**values["fault"]), tuple(values["problems"])
+    return FaultOutcome(**{**values, "fault": fault, "problems": problems})
+
+
+def table(planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
+    """Return the results as a Markdown table with one row per kind."""
+    lines = [
+        "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(fault.kind for fault in planned):
+        those = [outcome for outcome in outcomes if outcome.fault.kind == name]
+        cells = [
+            KINDS[name].title,
+            sum(fault.kind == name for fault in planned),
+            len(those),
+            sum(outcome.survivors for outcome in those),
+            sum(outcome.differs for outcome in those),
+            sum(outcome.unseen for outcome in those) if name == "flip" else "",
+            sum(bool(outcome.problems) for outcome in those),
+            f"{max((outcome.seconds for outcome in those), default=0.0):.1f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
+    """Return the whole record in Markdown.
+
+    Args:
+        facts: Result of `benchmarks.engine.machine.describe_run`, with `cores`, `minutes` and `notes`.
+        planned: All requested faults.
+        outcomes: Outcomes of the faults that were injected.
+    """
+    software = f"Python {facts['python']}, torch {facts['torch']}, bmburst {facts['bmburst']}"
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    notes = [f"- {note}" for note in facts["notes"]]
+    lines = [
+        "# Faults",
+        "",
+        f"{facts['date']}, {facts['device']} ({facts['cores']} cores), commit {facts['commit']}; {software}. "
+        f"{facts['minutes']:.0f} minutes.",
+        "",
+        "```",
+        f"$ {facts['command']}",
+        "```",
+        "",
+        _READING,
+        "",
+        *([*notes, ""] if notes else []),
+        table(planned, outcomes),
+        "",
+        "## Where kill -9 fell",
+        "",
+        *_spread(outcomes),
+        "",
+        "## What was not as it should be",
+        "",
+        *([f"- {_said(outcome)}" for outcome in bad] or ["Nothing."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_READING = """A run of 12 steps on 2 ranks of the host runtime, with an evaluation every 4 steps and a checkpoint
+every 3, is disturbed, goes on with `--resume` (or begins again where it had no checkpoint), is disturbed again and so
+on until it is complete. Its losses, bits per byte, learning rates, gradient norms and evaluations are compared with
+those of an undisturbed run after every fault, and the files of its last checkpoint at its end: every bit is the same or
+the run differs. Survivors are processes of the run that are still there when it should have ended. The longest end is
+the time from the fault until no process is left; of flips, pairs and slow nodes it is that of the whole run. A flip is
+unseen when a run that reads the file again neither refuses nor says a word. Beside this file lies each point in
+JSON."""
+
+
+def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
+    """Return how often each state of the checkpoint folder was found after a kill."""
+    places: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.fault.kind == "kill":
+            place = f"{outcome.fault.moment}: {outcome.left}"
+            places[place] = places.get(place, 0) + 1
+    return [f"- {place}: {count}" for place, count in sorted(places.items())] or ["No point."]
+
+
+def _said(outcome: FaultOutcome) -> str:
+    wrong = [
+        f"{outcome.survivors} survivors" if outcome.survivors else "",
+        "differs" if outcome.differs else "",
+        "unseen" if outcome.unseen else "",
+        *outcome.problems,
+    ]
+    return f"{outcome.fault}: {'; '.join(filter(None, wrong))}"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from benchmarks.faults import programs
-from benchmarks.faults.points import Fault, FaultOutcome
+from benchmarks.faults import Fault, FaultOutcome, programs
 from benchmarks.faults.programs import JOB, STEPS, Program, RunWatch, UndisturbedRun, base_of, wait_for
 
 _DISK_MIB = 64

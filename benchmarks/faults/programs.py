@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.points import Fault
+from benchmarks.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 12, 4, 3

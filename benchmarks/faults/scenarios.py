@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import netns
-from benchmarks.faults import points
+from benchmarks.faults import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault, FaultOutcome
 from benchmarks.faults.inject import LIMIT, DisturbedRun, ReportOutcome, Workspace
-from benchmarks.faults.points import Fault, FaultOutcome
 from benchmarks.faults.programs import Program, RunWatch, UndisturbedRun, base_of
 
 SEEN = re.compile(
@@ -30,25 +29,25 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
     (cache,) = (place / "tokens").glob("*.tokens")
-    if fault.target == points.TOKEN_FILE:  # make the copy a run that started from a token file
+    if fault.target == TOKEN_FILE:  # make the copy a run that started from a token file
         path = cache.rename(place / "text.tokens")
         settled = json.loads((run / "config.json").read_text())
         settled["data"]["source"] = str(path)
         (run / "config.json").write_text(json.dumps(settled))
     else:
-        path = cache if fault.target == points.TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
+        path = cache if fault.target == TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
     whole = path.read_bytes()
     bit = flipped_bit(fault, len(whole))
     path.write_bytes(with_flipped(whole, bit))
     program = bench.program(([], bench.words(run, fresh=False)))
     left = program.end(LIMIT + 5 * bench.base().timing.total)
     (status,) = program.statuses
-    is_made_anew = fault.target == points.TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
+    is_made_anew = fault.target == TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
     is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
     problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
     if is_seen and status not in (0, 2):
         problems.append(f"status {status}: {program.last_words}")
-    if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
+    if is_seen and status != 0 and has_older and fault.target in CHECKPOINT_FILES:
         problems.append(f"no fall back to the older checkpoint: {program.last_words}")
     difference = bench.base().difference(run, complete=True) if status == 0 else ""
     outcome = FaultOutcome(

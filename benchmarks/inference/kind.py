@@ -34,7 +34,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.hardware import hardware_of
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 _BUILDING = 10.0  # seconds of a cell beside its answers: weights, kernels, a short answer
 _ANSWERS = 2  # of a long cell

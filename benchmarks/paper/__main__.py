@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.paper.future import SPARSE
 from benchmarks.paper.tables import (
     ATTENTION,
     FIRST,
@@ -25,6 +24,7 @@ from benchmarks.paper.tables import (
     PERPLEXITY,
     RESULTS,
     SLOW_LINK,
+    SPARSE,
     TRAIN,
     TRAIN_H100,
     gpu_of,
@@ -32,7 +32,7 @@ from benchmarks.paper.tables import (
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = "python -m benchmarks.records"
-_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.cross"
+_CROSS = "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross cross"
 _TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
 _METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
 _FIRST = "bmburst bench inference --models llama-2-13b --masks causal --tokens 64K --repeats 3 --cell-seconds 60"
@@ -79,7 +79,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "table-1": (
             Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'backward/*'"),
-            Command(0, SLOW_LINK, "python -m benchmarks.paper.slow_link", again=False),
+            Command(0, SLOW_LINK, "python -m benchmarks.slow_links backward", again=False),
         ),
         "gao-and-lao": (Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'merge/*,tile/*'"),),
         "tables-2-and-3": (
@@ -133,7 +133,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (
-            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.block_sparse", again=False),
+            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.sparse_cross block-sparse", again=False),
             Command(2, "cross_2xh200_202611", _CROSS, again=False),
             Command(
                 2,

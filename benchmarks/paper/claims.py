@@ -1,11 +1,13 @@
-"""The paper's claims, each judged by recorded numbers or by formulas; see `benchmarks.paper.verdicts`.
+"""The paper's claims, each judged by recorded numbers or by formulas.
 
-Imports no torch.
+A recorded time is a median with the least and the most of its calls. Two methods whose ranges overlap differ by no more
+than their measurements do. Imports no torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from benchmarks.inference.kind import paper as first_token_facts
 from benchmarks.paper import curve, overheads
@@ -15,6 +17,7 @@ from benchmarks.paper.tables import (
     FACTS,
     FIRST,
     INFERENCE,
+    KIB,
     LENGTHS,
     MISSING,
     PAPER,
@@ -22,20 +25,100 @@ from benchmarks.paper.tables import (
     TRAIN,
     TRAINED,
     Recorded,
-)
-from benchmarks.paper.verdicts import (
-    KIB,
-    NOT_TESTABLE,
-    UNKNOWN,
-    Times,
-    Verdict,
-    by_length,
-    by_share,
-    fewer_bytes,
-    judged,
-    overlapping,
+    Row,
     way_of,
 )
+
+CONFIRMED, PARTLY, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "partly", "not confirmed", "not testable here"
+
+
+class Verdict(NamedTuple):
+    """What our runs say of a claim, and the numbers that say it."""
+
+    verdict: str
+    numbers: str
+
+
+UNKNOWN = Verdict(MISSING, "-")
+
+
+class Times(NamedTuple):
+    """Milliseconds: the median of the calls, and their range."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, row: Row, *directions: str) -> "Times":
+        """Return a row's time; with directions the sum of theirs.
+
+        Args:
+            row: A recorded row.
+            directions: Keys of `milliseconds`, for example "forward" and "backward"; none where it has one time.
+        """
+        found: list[Mapping[str, Any]] = [row["milliseconds"][d] for d in directions] or [row["milliseconds"]]
+        return cls(*(sum(times[name] for times in found) for name in cls._fields))
+
+    def over(self, other: "Times") -> float:
+        """Return how many times as long it takes, by the medians."""
+        return self.median / other.median
+
+    def overlaps(self, other: "Times") -> bool:
+        """Return whether the ranges have a time in common."""
+        return self.least <= other.most and other.least <= self.most
+
+
+def judged(holds: bool, numbers: str, where: str = "") -> Verdict:
+    """Return the verdict on a claim that holds or not.
+
+    Args:
+        holds: Whether it does.
+        numbers: What the verdict says beside.
+        where: On what it was tested, for example "on NVLink".
+    """
+    return Verdict(f"{CONFIRMED if holds else NOT_CONFIRMED} {where}".rstrip(), numbers)
+
+
+def by_share(share: float, least: float, numbers: str) -> Verdict:
+    """Return whether a saving reaches what is claimed; "partly" where it is less but still a saving.
+
+    Args:
+        share: What is saved; negative where more is needed.
+        least: What is claimed.
+        numbers: What the verdict says beside.
+    """
+    if share >= least:
+        return Verdict(CONFIRMED, numbers)
+    return Verdict(PARTLY if share > 0 else NOT_CONFIRMED, numbers)
+
+
+def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:
+    """Return whether the others take longer at all lengths; if only not at the shortest, the length from which they do.
+
+    Args:
+        ratios: The others' time over ours, by tokens, ascending.
+        numbers: What the verdict says beside.
+    """
+    if not ratios:
+        return UNKNOWN
+    lengths = list(ratios)
+    below = [tokens for tokens in lengths if ratios[tokens] <= 1]
+    if len(lengths) > 1 and below == lengths[:1]:
+        return Verdict(f"confirmed from {lengths[1] // KIB}K on, not at {lengths[0] // KIB}K", numbers)
+    return judged(not below, numbers)
+
+
+def fewer_bytes(share: float) -> str:
+    """Return a saving of bytes in words."""
+    return f"{abs(share):.1%} {'fewer' if share > 0 else 'more'} bytes"
+
+
+def overlapping(names: Iterable[str]) -> str:
+    """Return that the ranges of these methods overlap with ours, or nothing."""
+    named = " and ".join(names)
+    return f", ranges overlap with {named}" if named else ""
+
 
 _LESS, _LESS_A_HOP = 0.4, 0.24  # communication that is saved: over ring attention, and over kv in backward
 _MHA, _TWO, _GQA = (overheads.EXAMPLES[name] for name in ("MHA, 8 GPUs", "MHA, 2 GPUs", "GQA 32/8, 8 GPUs"))
@@ -55,15 +138,6 @@ class Claim:
     text: str
     source: str
     judge: Callable[[Recorded], Verdict]
-
-
-def claims_table(records: Recorded) -> list[str]:
-    """Return all claims with their verdicts."""
-    lines = ["| claim | where | here | numbers |", "|---|---|---|---|"]
-    for claim in CLAIMS:
-        verdict, numbers = claim.judge(records)
-        lines.append(f"| {claim.text} | {claim.source} | {verdict} | {numbers} |")
-    return [*lines, ""]
 
 
 def _less_as_published(records: Recorded) -> Verdict:
@@ -127,11 +201,7 @@ def _twice_at_32k(records: Recorded) -> Verdict:
     if ours is None or theirs is None:
         return Verdict(NOT_TESTABLE, f"{predicted}; on 2 {MISSING}")
     ratio = Times.of(theirs).over(Times.of(ours))
-    return Verdict(NOT_TESTABLE, f"{predicted}; on 2 H200, 2 layers: {ratio:.2f} times{_way(way_of(ours))}")
-
-
-def _way(said: str) -> str:
-    return f"; {said}" if said else ""
+    return Verdict(NOT_TESTABLE, f"{predicted}; on 2 H200, 2 layers: {ratio:.2f} times{way_of(ours)}")
 
 
 def _fastest(records: Recorded) -> Verdict:
@@ -149,7 +219,7 @@ def _fastest(records: Recorded) -> Verdict:
             nearest[tokens] = others[least].over(mine)
             near = overlapping(name for name, times in others.items() if times.overlaps(mine))
             said.append(f"{tokens // KIB}K: next {least}, {nearest[tokens]:.3f} times ours{near}")
-    return by_length(nearest, "; ".join(said) + _way(way))
+    return by_length(nearest, "; ".join(said) + way)
 
 
 def _ring_out_of_memory(records: Recorded) -> Verdict:
@@ -162,7 +232,7 @@ def _ring_out_of_memory(records: Recorded) -> Verdict:
         return judged(False, f"it runs up to {max(known) // KIB}K")
     ours = records.measured(TRAIN, f"step/llama-2-7b-x2/{failed[0]}/ours@2")
     reason, way = known[failed[0]]["reason"], "" if ours is None else way_of(ours)
-    return judged(ours is not None, f"2 layers, {failed[0] // KIB}K: {reason}; ours runs there{_way(way)}")
+    return judged(ours is not None, f"2 layers, {failed[0] // KIB}K: {reason}; ours runs there{way}")
 
 
 def _first_token(records: Recorded, size: str, version: int) -> Verdict:
@@ -250,7 +320,7 @@ def _batches(records: Recorded) -> Verdict:
         return UNKNOWN
     speeds = [row["tokens_per_second"] for row in known]
     numbers = ", ".join(f"{speed:,.0f}" for speed in speeds)
-    said = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{_way(way_of(known[0]))}"
+    said = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{way_of(known[0])}"
     return judged(speeds == sorted(speeds), said)
 
 
@@ -268,7 +338,7 @@ def _higher_throughput(records: Recorded) -> Verdict:
         near = overlapping(name for name, times in others.items() if times.overlaps(mine))
         longer = ", ".join(f"{name} takes {times.over(mine):.2f} times as long" for name, times in others.items())
         said.append(f"batch {batch}: {longer}{near}")
-    return judged(holds, "; ".join(said) + _way(way))
+    return judged(holds, "; ".join(said) + way)
 
 
 def _memory_as_tensor(records: Recorded) -> Verdict:
@@ -281,7 +351,7 @@ def _memory_as_tensor(records: Recorded) -> Verdict:
         holds, way = holds and ratio < 1.25, way_of(ours)
         peaks = f"{ours['peak_memory_gib']:.1f} GiB and {theirs['peak_memory_gib']:.1f}"
         said.append(f"{tokens // KIB}K: {peaks}, {ratio:.2f} times")
-    return judged(holds, "; ".join(said) + _way(way))
+    return judged(holds, "; ".join(said) + way)
 
 
 def _far(records: Recorded) -> Verdict:

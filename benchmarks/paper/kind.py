@@ -18,7 +18,7 @@ from benchmarks.engine.report import Rows, grid, groups, known, ranks_name
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 KV, BURST = "kv", "burst"
 ONLINE, AT_THE_END, NO_OVERLAP = "online", "at-the-end", "no-overlap"

@@ -1,6 +1,10 @@
-"""Measures one cell of the paper's benchmark on a rank: times of the slowest rank, bytes received, peak memory."""
+"""Measures one cell of the paper's benchmark on a rank: times of the slowest rank, bytes received, peak memory.
 
-from collections.abc import Callable
+The ring is that of the library (`bmburst.attention.ring`). A variant of the paper's ablations replaces the
+communicator, by one that counts bytes or waits, the kernel, or the merging of partial results.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -8,20 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.method import Method, prepare, random_inputs
+from benchmarks.attention.method import LocalKernel, Method, Setting, prepare, random_inputs
+from benchmarks.attention.methods import all_methods
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timing import RankGroup, Times, in_turns, once
+from benchmarks.engine.machine import RankGroup
+from benchmarks.engine.timing import Times, in_turns, once
 from benchmarks.paper.kind import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
-from benchmarks.paper.variants import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.attention.call import AttentionCall, decide
+from bmburst.attention.local import tile_forward
 from bmburst.attention.options import AttentionOptions
-from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst_ops.flash import BackwardInputs, Partial
-from bmburst_ops.merge import row_dots
+from bmburst.attention.ring import carry_home, ring_backward, ring_forward, visiting_kv
+from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
+from bmburst.schedule.exchange import Exchange
+from bmburst.schedule.ring_schedule import Step
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.limits import require_no_softcap
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
+from bmburst_ops.flash.reference import finite
+from bmburst_ops.merge import accumulation_dtype, merge_partials_, row_dots
+from bmburst_ops.pattern import Need, Pattern
 
 Call = Callable[[], object]
 
@@ -122,3 +134,204 @@ def _ring(method: Method, cell: PaperCell, setting: Setting, q: Tensor, k: Tenso
     if cell.method == NO_OVERLAP:
         return replace(call, comm=Waiting(call.comm))
     return replace(call, kernel=WholeTile()) if cell.method == WHOLE_TILE else call
+
+
+class Counting:
+    """A `BlockMover` that counts what this rank receives from others, in bytes.
+
+    Args:
+        comm: What moves the blocks.
+
+    Attributes:
+        received: Bytes so far.
+    """
+
+    def __init__(self, comm: BlockMover) -> None:
+        self._comm = comm
+        self.received = 0
+
+    @property
+    def rank(self) -> int:
+        """See `BlockMover.rank`."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """See `BlockMover.size`."""
+        return self._comm.size
+
+    @property
+    def transport(self) -> str:
+        """See `BlockMover.transport`."""
+        return self._comm.transport
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`."""
+        if shift % self.size:
+            self.received += sum(tensor.nbytes for tensor in tensors)
+        return self._comm.ring(*tensors, shift=shift)
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.outbox`."""
+        return self._comm.outbox(nbytes, lane)
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        self.received += received_bytes(exchange)
+        return self._comm.pull(exchange, outbox, targets, lane)
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.inbox`."""
+        return self._comm.inbox(nbytes, lane)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        self.received += received_bytes(exchange)
+        return self._comm.push(exchange, sources, inbox, lane)
+
+
+class Waiting(Counting):
+    """A `BlockMover` whose ring has no second buffer: work behind a hop begins when the hop has ended."""
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`."""
+        return CompletedTransfer(super().ring(*tensors, shift=shift).wait())
+
+
+def received_bytes(exchange: Exchange) -> int:
+    """Return the bytes that a rank receives from others in an exchange."""
+    others = (moves for peer, moves in enumerate(exchange.receives) if peer != exchange.rank)
+    return sum(move.source.nbytes for moves in others for move in moves)
+
+
+def forward_at_the_end(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Return what `ring_forward` does, with the partial results of all steps in memory until the last has come.
+
+    Args:
+        call: The attention.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+        v: Shaped as k.
+    """
+    parts = [
+        (tile.queries.slice, *tile_forward(call, tile, q, keys, values))
+        for step, (keys, values) in visiting_kv(call, k, v)
+        for tile in step.tiles
+    ]
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
+    for rows, part, part_lse in parts:
+        merge_partials_(out[:, rows], lse[:, :, rows], part, part_lse)
+    return Partial(out.to(q.dtype), lse)
+
+
+def backward_transfers(call: AttentionCall, given: BackwardInputs) -> tuple[Tensor, ...]:
+    """Move what a ring's backward moves, without the kernels between; gradients that travel are added up on the way.
+
+    Args:
+        call: The attention, over a ring.
+        given: What backward is given.
+    """
+    dtype = accumulation_dtype(given.q.dtype)
+    if call.strategy.ring_tensors == "kv":
+        own: tuple[Tensor, ...] = (given.k, given.v)
+        shares = tuple(torch.zeros_like(t, dtype=dtype) for t in own)
+    else:
+        own = (given.q, given.grad_out, given.lse, given.delta)
+        shares = (torch.zeros_like(given.q, dtype=dtype),)
+
+    def nothing(step: Step, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        del step, received
+        return shares
+
+    return carry_home(call, call.strategy.ring_tensors, own, nothing)
+
+
+class WholeTile:
+    """`Kernel` that writes all scores of a tile to memory, as attention without LAO does.
+
+    A tile of n queries and m keys takes 4 bytes a score and head for the scores in fp32, and the item size for the
+    weights. Products are in the inputs' dtype.
+    """
+
+    name = "whole-tile"
+    recordable = False
+    takes_delta = True
+
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        """See `Kernel.refusal`."""
+        del q, k
+        return "it knows causal and full masks only" if needs else None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
+    ) -> Partial:
+        """See `Kernel.forward`."""
+        require_no_softcap(softcap, self.name)
+        scores = _scores(q, k, pattern, scale)
+        most = finite(scores.amax(-1, keepdim=True))
+        total = scores.sub_(most).exp_().sum(-1, keepdim=True)
+        lse = (most + total.log()).squeeze(-1)
+        weights = scores.div_(total.clamp_min(torch.finfo(total.dtype).tiny)).to(v.dtype)
+        del scores
+        out = _from_heads(weights @ _to_heads(v, k.shape[2]), q)
+        return deliver_partial(Partial(out, lse.unflatten(-1, (-1, q.shape[1])).flatten(1, 2)), into)
+
+    def backward(
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        softcap: float | None = None,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691)."""
+        require_no_softcap(softcap, self.name)
+        del deterministic  # always
+        grad_out, q, k, v, lse, delta = given
+        kv_heads = k.shape[2]
+        queries, keys, values, grads = (_to_heads(t, kv_heads) for t in (q, k, v, grad_out))
+        row_lse, row_delta = (t.unflatten(1, (kv_heads, -1)).flatten(2, 3)[..., None] for t in (lse, delta))
+        weights = _scores(q, k, pattern, scale).sub_(finite(row_lse)).exp_()
+        grad_v = weights.to(q.dtype).mT @ grads
+        inner = (grads @ values.mT).to(weights.dtype).sub_(row_delta)
+        grad_scores = weights.mul_(inner).mul_(scale).to(q.dtype)
+        del inner, weights
+        grad_q, grad_k = grad_scores @ keys, grad_scores.mT @ queries
+        found = Gradients(_from_heads(grad_q, q), grad_k.transpose(1, 2), grad_v.transpose(1, 2))
+        return deliver_gradients(found, into)
+
+
+def _scores(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    """Return the scores `[batch, kv_heads, group x queries, keys]` in fp32 or wider; -inf where a key is hidden."""
+    kv_heads, (count, keys) = k.shape[2], (q.shape[1], k.shape[1])
+    found = (_to_heads(q, kv_heads) @ _to_heads(k, kv_heads).mT).to(accumulation_dtype(q.dtype)).mul_(scale)
+    if pattern == CAUSAL:
+        hidden = torch.ones(count, keys, dtype=torch.bool, device=q.device).triu_(1 + keys - count)
+        found.unflatten(2, (-1, count)).masked_fill_(hidden, -torch.inf)
+    else:
+        assert pattern == FULL  # see `refusal`
+    return found
+
+
+def _to_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Return `[batch, tokens, heads, dim]` as `[batch, kv_heads, group x tokens, dim]`."""
+    grouped: Tensor = x.unflatten(2, (kv_heads, -1))
+    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _from_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Return the inverse of `_to_heads` for a tensor shaped as q."""
+    grouped: Tensor = x.unflatten(2, (-1, like.shape[1]))
+    return grouped.permute(0, 3, 1, 2, 4).reshape(like.shape)

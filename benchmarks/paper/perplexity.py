@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine.machine import publish
-from benchmarks.training.cells import TrainCell
-from benchmarks.training.methods import METHODS, TrainMethod
+from benchmarks.training.cells import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
@@ -25,7 +24,7 @@ from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from benchmarks.attention.methods import Attend
+    from benchmarks.attention.method import Attend
     from bmburst.train.trainer import Trainer
 
 MODULE = "benchmarks.paper.perplexity"
@@ -116,7 +115,7 @@ def run_rank(
     tensor: int,
 ) -> None:
     """Evaluate the model by each of the ways on this rank; the first writes their rows."""
-    from benchmarks.engine.timing import start_ranks
+    from benchmarks.engine.machine import start_ranks
     from bmburst.runtime import start
     from bmburst.train.resolve import read_hugging_face_config
 
@@ -166,8 +165,9 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     """Return a method of the attention benchmark, bound to the trainer's shapes."""
 
     from benchmarks.attention.cells import Cell
-    from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-    from benchmarks.engine.timing import RankGroup
+    from benchmarks.attention.method import LocalKernel, Setting
+    from benchmarks.attention.methods import all_methods
+    from benchmarks.engine.machine import RankGroup
 
     shape = trainer.model.config
     cell = Cell(
@@ -187,7 +187,7 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
 
 def _without_lao(trainer: "Trainer") -> "Attend":
     """Return a ring whose kernel writes the scores of each tile to memory; it has no backward."""
-    from benchmarks.paper.variants import WholeTile
+    from benchmarks.paper.measure import WholeTile
     from bmburst.attention.call import decide
     from bmburst.attention.options import AttentionOptions
     from bmburst.attention.ring import ring_forward

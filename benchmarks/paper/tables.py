@@ -1,4 +1,4 @@
-"""The tables of `docs/paper.md`, each from recorded JSON or from the formulas; see `benchmarks.paper.page`.
+"""The tables of `docs/paper.md`, each from recorded JSON or from the formulas; see `benchmarks.records`.
 
 A file or cell that is missing in the records is marked in the table; it is not an error. Imports no torch.
 """
@@ -18,12 +18,15 @@ PAPER, TRAIN, FIRST = "paper_2xh200_202611", "train_paper_2xh200_202611", "infer
 PAPER_H100, TRAIN_H100 = "paper_2xh100_202611", "train_paper_2xh100_202611"
 INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
+SPARSE = "block_sparse_h200_202611"
+CROSS = ("cross_2xh200_202611", "cross_2xh100_202611", "cross_striped_2xh100_202611")
+"""Records of cross-attention, which the paper leaves to future work, as it does sparse attention."""
 MISSING = "not recorded yet"
 Row = dict[str, Any]
-_KIB = 1024
+KIB = 1024
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "facts.json").read_text(encoding="utf-8"))
 TRAINED = ("ours", "ulysses", "zigzag-ring-nccl", "tensor-v1", "tensor-v3", "ring-li")
-LENGTHS = tuple(_KIB * n for n in (1, 4, 16, 32, 64, 128))
+LENGTHS = tuple(KIB * n for n in (1, 4, 16, 32, 64, 128))
 
 
 def gpu_of(record: str) -> str:
@@ -98,6 +101,20 @@ def said(row: Row | None, show: Callable[[Row], str]) -> str:
     return f"would not fit: {fit[1]}" if fit else f"not run: {least[1] if least else reason}"
 
 
+def way_of(row: Row) -> str:
+    """Return how a recorded step of ours attended, behind a semicolon; "" if not recorded.
+
+    By default it is not the paper's ring.
+    """
+    chosen = row.get("strategy")
+    if not chosen:
+        return ""
+    ranks = row["cell"]["ranks"]
+    outer = "" if chosen["heads"] == ranks else f" with {chosen['outer']}"
+    moved = "peer copies" if row["transport"] == "peer" else row["transport"]
+    return f"; ours is `heads`{outer} by {moved}, not `burst`"
+
+
 def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
     """Return a Markdown table over lengths or batch sizes; lines without any entry are left out."""
     made = [f"| {head} | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
@@ -110,12 +127,12 @@ def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[
 
 def merge(records: Recorded) -> list[str]:
     """Return the ablation of the global optimization."""
-    return _ablation(records, "merge", ("online", "at-the-end", "no-overlap"), (32 * _KIB, 128 * _KIB))
+    return _ablation(records, "merge", ("online", "at-the-end", "no-overlap"), (32 * KIB, 128 * KIB))
 
 
 def tile(records: Recorded) -> list[str]:
     """Return the ablation of the local optimization."""
-    return _ablation(records, "tile", ("flash", "whole-tile"), tuple(_KIB * n for n in (4, 8, 16, 32, 64)))
+    return _ablation(records, "tile", ("flash", "whole-tile"), tuple(KIB * n for n in (4, 8, 16, 32, 64)))
 
 
 def _ablation(records: Recorded, suite: str, methods: Sequence[str], tokens: Sequence[int]) -> list[str]:
@@ -205,7 +222,7 @@ def training(records: Recorded, model: str, record: str = TRAIN) -> list[str]:
 
 def zero(records: Recorded) -> list[str]:
     """Return the whole 7B model under ZeRO-3 and ZeRO-2."""
-    columns = (4 * _KIB, 32 * _KIB)
+    columns = (4 * KIB, 32 * KIB)
     names = {"ZeRO-3": "", "ZeRO-2": "-zero2"}
     keys = {name: [f"step/llama-2-7b/{n}/ours@2{end}" for n in columns] for name, end in names.items()}
     if not records.has(TRAIN, [key for own in keys.values() for key in own]):
@@ -222,7 +239,7 @@ def scaling(records: Recorded) -> list[str]:
         texts = {m: [_first(records, f"{key}/{m}@{n}") for n in (1, 2)] for m in ("heads", "tensor-v1", "tensor-v3")}
         lines += grid("13B, 64K, first token, s, on GPUs", (1, 2), texts.items())
         lines += [records.where(FIRST), ""]
-    columns = tuple(_KIB * n for n in (4, 32, 64))
+    columns = tuple(KIB * n for n in (4, 32, 64))
     keys = {n: [f"step/llama-2-7b-x2/{tokens}/ours@{n}" for tokens in columns] for n in (1, 2)}
     if records.has(TRAIN, keys[1]):
         texts = {f"{n} GPU{'s' * (n > 1)}": [said(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
@@ -307,3 +324,65 @@ def _peak(row: Row) -> str:
 
 def _seconds_and_peak(row: Row) -> str:
     return f"{_seconds(row)} / {_peak(row)}"
+
+
+_DIRECTIONS = ("forward", "forward and backward")
+
+
+def sparse(records: Recorded) -> list[str]:
+    """Return by density and kernel how long block-sparse attention takes, and over its share of dense attention's."""
+    found = records.record(SPARSE)
+    if found is None:
+        return [records.where(SPARSE)]
+    lines = ["| visible blocks | kernel | forward | forward and backward |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        texts = [_share(row, direction) for direction in _DIRECTIONS]
+        lines.append(f"| {row['density']:.1%} | {row['kernel']} | {' | '.join(texts)} |")
+    said = (
+        f"ms, of dense attention's ms; in brackets the ratio of both over the share of visible blocks. "
+        f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads of {found['head_dim']}."
+    )
+    return [*lines, "", said, "", records.where(SPARSE)]
+
+
+def _share(row: Row, direction: str) -> str:
+    times = row.get(direction)
+    if not times:
+        return "refused"
+    return f"{times['milliseconds']:.1f} of {times['dense_milliseconds']:.1f} ({times['ratio']:.2f})"
+
+
+def cross(records: Recorded) -> list[str]:
+    """Return by mask and layouts the speed of each strategy, relative to one GPU's kernel on all queries and keys."""
+    found = {name: record for name in CROSS if (record := records.record(name)) is not None}
+    if not found:
+        return [records.where(CROSS[0])]
+    strategies = list(dict.fromkeys(_way(row) for record in found.values() for row in record["rows"]))
+    lines = [
+        f"| 2 GPUs, mask, layouts of queries and keys | {' | '.join(strategies)} |",
+        f"|---|{'---|' * len(strategies)}",
+    ]
+    for name, record in found.items():
+        cases: dict[str, dict[str, str]] = {}
+        for row in record["rows"]:
+            case = f"{gpu_of(name)}, {row['mask']}, {row['layout']} and {row['key_layout']}"
+            cases.setdefault(case, {})[_way(row)] = _speed(row)
+        for case, texts in cases.items():
+            lines.append(f"| {case} | {' | '.join(texts.get(way, '-') for way in strategies)} |")
+    (sizes,) = {(r["queries"], r["keys"], r["heads"], r["kv_heads"]) for r in found.values()}
+    said = (
+        "Speed over one GPU's kernel on all queries and keys, forward and backward; 2 is ideal. "
+        f"{sizes[0]:,} queries and {sizes[1]:,} keys, {sizes[2]} query and {sizes[3]} KV heads."
+    )
+    return [*lines, "", said, *(text for name in found for text in ("", records.where(name)))]
+
+
+def _way(row: Row) -> str:
+    return row["strategy"] if row["transport"] == "auto" else f"{row['strategy']}, {row['transport']}"
+
+
+def _speed(row: Row) -> str:
+    times = row.get(_DIRECTIONS[1])
+    # A ratio is over as many times one GPU's speed as there are ranks.
+    return f"{2 * times['ratio']:.2f}" if times else "refused"

@@ -16,8 +16,7 @@ from benchmarks.engine.report import (
     ranks_name,
     scale_heights,
 )
-from benchmarks.training.cells import STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
-from benchmarks.training.methods import METHODS
+from benchmarks.training.cells import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.report import (
     MEDIAN_STEPS,
     curve_name,
@@ -37,7 +36,7 @@ from bmburst.schedule.hardware import machine_of
 from bmburst.train.data_paths import check_data_path
 
 if TYPE_CHECKING:
-    from benchmarks.engine.rank import RankRun
+    from benchmarks.engine.job import RankRun
 
 _BUILDING = 10.0  # seconds of a cell beside its steps: weights, kernels, rates
 _FEW = 5  # steps of a long cell, warm-up included

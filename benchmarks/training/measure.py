@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
-from benchmarks.attention.methods import Attend, LocalKernel, OneGpu, Ours, Setting, all_methods
-from benchmarks.attention.methods.method import prepare
+from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, prepare
+from benchmarks.attention.methods import Ours, all_methods
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import Row
-from benchmarks.engine.machine import Gauge
-from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timeline import record_timeline
-from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
-from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
+from benchmarks.engine.machine import Gauge, RankGroup
+from benchmarks.engine.timing import Times, in_turns, mark, milliseconds_between, record_timeline
+from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.kind import timeline_title
-from benchmarks.training.methods import METHODS
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
 from bmburst.data.sources import Document

@@ -16,7 +16,7 @@ from benchmarks.engine.report import (
     ranks_name,
     spread_name,
 )
-from benchmarks.training.cells import ZERO, Rates, TrainCell, bound, to_all_layers
+from benchmarks.training.cells import ZERO, Rates, TrainCell, bound
 from bmburst.amounts import short
 
 SHOWN_STEPS = 10  # of a curve, evenly
@@ -235,6 +235,20 @@ def _derived(rows: Rows[TrainCell], _: dict[str, int]) -> list[str]:
             f"{seconds / least:.3f} | {speed:.0f} | {known(peak)} |"
         )
     return [*lines, ""]
+
+
+def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:
+    """Return the value for so many layers on the line through what was measured for two numbers of them or more.
+
+    Two points give the line; of more the least squares. None with fewer than two: a line needs them.
+    """
+    if len(measured) < 2:
+        return None
+    count = len(measured)
+    middle, mean = sum(measured) / count, sum(measured.values()) / count
+    slope = sum((n - middle) * (value - mean) for n, value in measured.items())
+    slope /= sum((n - middle) ** 2 for n in measured)
+    return mean + slope * (layers - middle)
 
 
 def _bound_of_all(rows: list[Row]) -> float:

@@ -86,4 +86,4 @@ def _engine(clone: Path, name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    _engine(Path(sys.argv[1]), "rank").main(Path(sys.argv[2]))
+    _engine(Path(sys.argv[1]), "job").run_rank(Path(sys.argv[2]))

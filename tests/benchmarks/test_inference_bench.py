@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.report import markdown
 from benchmarks.inference.cells import (
     HEADS,

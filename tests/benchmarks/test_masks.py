@@ -26,13 +26,13 @@ from benchmarks.attention.cells import (
 )
 from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.measure import measure_speed
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.packages import zigzag_positions
+from benchmarks.attention.method import LocalKernel, Setting
+from benchmarks.attention.methods import all_methods
+from benchmarks.attention.packages import zigzag_positions
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import OK, REFUSED, Results
-from benchmarks.engine.machine import Gauge
+from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.tiles import visible_area
 from bmburst_ops.pattern import visible_ranges
 from tests.benchmarks.masked import visible

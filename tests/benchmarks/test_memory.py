@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from benchmarks.engine import rank
-from benchmarks.engine.rank import RankRun
+from benchmarks.engine import job
+from benchmarks.engine.job import RankRun
 
 
 def test_a_cell_is_not_charged_with_what_attention_kept_in_the_last(monkeypatch):
@@ -27,6 +27,6 @@ def test_a_cell_is_not_charged_with_what_attention_kept_in_the_last(monkeypatch)
 
         def measure(self, _): ...
 
-    monkeypatch.setattr(rank, "empty_cache", lambda: log.append("given back"))
+    monkeypatch.setattr(job, "empty_cache", lambda: log.append("given back"))
     OneCell()._try(SimpleNamespace(key="a cell"))
     assert log == ["given back", "clear", "refused"]

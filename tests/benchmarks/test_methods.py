@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.kernel import flash_attention_2
-from benchmarks.attention.methods.method import both, forward_without_grad, prepare
-from benchmarks.engine.timing import RankGroup
+from benchmarks.attention.method import LocalKernel, Setting, both, forward_without_grad, prepare
+from benchmarks.attention.methods import all_methods
+from benchmarks.attention.packages import flash_attention_2
+from benchmarks.engine.machine import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
 from tests.distributed.processes import run_processes

@@ -10,21 +10,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.method import random_inputs
-from benchmarks.engine.timing import RankGroup
-from benchmarks.paper import table_one
+from benchmarks.attention.method import LocalKernel, Setting, random_inputs
+from benchmarks.attention.methods import all_methods
+from benchmarks.engine.machine import RankGroup
+from benchmarks.paper.measure import Counting, WholeTile
 from benchmarks.paper.overheads import (
     EXAMPLES,
     METHODS,
     ON_CHIP,
     Shape,
+    communication,
     fewer,
     fewer_a_hop,
     fewer_as_published,
     fewer_in_all,
+    memory,
 )
-from benchmarks.paper.variants import Counting, WholeTile
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
@@ -274,7 +275,7 @@ def evaluated(letters, of):
     "of", [shape(3, kv_heads=3), shape(4, kv_heads=2, itemsize=4), *EXAMPLES.values()], ids=lambda of: f"{of.ranks}"
 )
 def test_printed_letters_say_what_the_functions_do(of):
-    moved, kept = (rows_of(lines) for lines in (table_one.communication(), table_one.memory()))
+    moved, kept = (rows_of(lines) for lines in (communication(), memory()))
     assert set(moved) == set(kept) == set(METHODS)
     for name, method in METHODS.items():
         for letters, function in zip(moved[name][1:3], (method.forward, method.backward), strict=True):

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.paper import __main__ as again
 from benchmarks.paper.__main__ import SECTIONS, Command
-from benchmarks.paper.page import PAGE, TABLES
 from benchmarks.paper.tables import RESULTS, Recorded
+from benchmarks.records import PAGE, PAGE_TABLES
 from bmburst.cli import main
 
 PAGE_SECTIONS = dict(re.findall(r"^(## .+?)$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S))
@@ -61,14 +61,14 @@ def _cells(words):
     return {line.split()[0] for line in printed.getvalue().splitlines()}
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", PAGE_TABLES)
 def test_the_commands_of_a_section_measure_its_tables(table):
     """Claims are judged by what other sections measure, too."""
     commands = SECTIONS[section_of(table)]
     if table == "claims":
         commands = [command for section in SECTIONS.values() for command in section]
     seen = Seen()
-    TABLES[table](seen)
+    PAGE_TABLES[table](seen)
     covered = {(command.record, cell) for command in commands for cell in listed(command)}
     assert seen.cells <= covered
     assert seen.records <= {command.record for command in commands}
@@ -94,7 +94,7 @@ def test_commands_are_printed(capsys):
     assert not any("--gpus 2" in line for line in lines)
     assert again.main(["--gpus", "0"]) == 0
     printed = capsys.readouterr().out
-    assert "python -m benchmarks.paper.slow_link --output" in printed and "bench" not in printed.replace(
+    assert "python -m benchmarks.slow_links backward --output" in printed and "bench" not in printed.replace(
         "benchmarks", ""
     )
 

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from benchmarks.paper import claims, future, table_one, tables
-from benchmarks.paper.page import PAGE, TABLES, filled
+from benchmarks.paper import claims, overheads, tables
+from benchmarks.paper.claims import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, PARTLY, Times, by_share
 from benchmarks.paper.tables import ATTENTION, FIRST, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded
-from benchmarks.paper.verdicts import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, PARTLY, Times, by_share
+from benchmarks.records import PAGE, PAGE_TABLES, claims_table, filled
 
 RUN = {"ranks": 2, "device": "NVIDIA H200", "date": "2026-11-25 03:00:00 UTC", "commit": "0123456789"}
 
@@ -43,7 +43,7 @@ def line(lines, name):
 
 
 def test_every_table_is_in_the_page_once():
-    assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", PAGE.read_text())) == sorted(TABLES)
+    assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", PAGE.read_text())) == sorted(PAGE_TABLES)
 
 
 def test_what_is_not_recorded_is_said(tmp_path):
@@ -51,7 +51,7 @@ def test_what_is_not_recorded_is_said(tmp_path):
     for name in ("backward", "merge", "tile", "training-7b", "training-13b", "zero", "scaling", "batches", "slow-link"):
         assert re.search(rf"<!-- table: {name} -->\n\nNot recorded yet\.\n\n<!-- end -->", text), name
     assert text.count(MISSING.capitalize()) > 10
-    verdicts = [line.split(" | ")[2] for line in claims.claims_table(Recorded(tmp_path))[2:-1]]
+    verdicts = [line.split(" | ")[2] for line in claims_table(Recorded(tmp_path))[2:-1]]
     by_formula = (PARTLY, NOT_CONFIRMED, PARTLY, CONFIRMED)
     assert tuple(verdicts[:4]) == by_formula and set(verdicts[4:]) == {MISSING, NOT_TESTABLE}
 
@@ -218,7 +218,7 @@ def test_bytes_are_judged_by_what_was_counted(tmp_path, burst, verdict):
     assert judge("At least 24 %", records).verdict == verdict
     numbers = judge("40 % less communication than `kv`", records).numbers
     assert f"MHA: {abs(100 - burst)}.0% {'more' if burst > 100 else 'fewer'}" in numbers and "140.0% more" in numbers
-    assert "| mha | burst | 0.0 | 3.25 | 2.00 |" in table_one.backward(records)
+    assert "| mha | burst | 0.0 | 3.25 | 2.00 |" in overheads.backward(records)
 
 
 def test_40_percent_less_is_40_percent(tmp_path):
@@ -282,23 +282,23 @@ def test_first_tokens_are_judged_by_length(tmp_path, ratios, verdict, size, vers
 
 
 def test_future_work_says_what_its_records_do(tmp_path):
-    assert future.sparse(Recorded(tmp_path)) == future.cross(Recorded(tmp_path)) == ["Not recorded yet."]
+    assert tables.sparse(Recorded(tmp_path)) == tables.cross(Recorded(tmp_path)) == ["Not recorded yet."]
     both = {"milliseconds": 9.0, "dense_milliseconds": 36.0, "ratio": 1.25}
     rows = [{"density": 0.2, "kernel": "fa4", "forward": both, "forward and backward": both}]
     rows.append({"density": 0.2, "kernel": "triton", "refused": "no"})
     head = {"machine": RUN, "tokens": 512, "block_size": 128, "heads": 4, "kv_heads": 2, "head_dim": 64}
-    (tmp_path / f"{future.SPARSE}.json").write_text(json.dumps(head | {"rows": rows}))
-    found = future.sparse(Recorded(tmp_path))
+    (tmp_path / f"{tables.SPARSE}.json").write_text(json.dumps(head | {"rows": rows}))
+    found = tables.sparse(Recorded(tmp_path))
     assert "| 20.0% | fa4 | 9.0 of 36.0 (1.25) | 9.0 of 36.0 (1.25) |" in found
     assert "| 20.0% | triton | refused | refused |" in found
     case = {"mask": "causal", "layout": "zigzag", "key_layout": "striped"}
     rows = [case | {"strategy": "heads", "transport": "nccl", "forward and backward": {"ratio": 0.45}}]
     rows.append(case | {"strategy": "gather", "transport": "auto", "refused": "no"})
     head = {"machine": RUN | {"commit": f"{RUN['commit']}+"}, "queries": 5, "keys": 7, "heads": 4, "kv_heads": 2}
-    first, second, _ = future.CROSS
+    first, second, _ = tables.CROSS
     (tmp_path / f"{first}.json").write_text(json.dumps(head | {"rows": rows}))
     (tmp_path / f"{second}.json").write_text(json.dumps(head | {"rows": rows[:1]}))
-    found = future.cross(Recorded(tmp_path))
+    found = tables.cross(Recorded(tmp_path))
     assert found[0].endswith("| heads, nccl | gather |")
     assert any(line.endswith("2 x NVIDIA H200, 2026-11-25, 0123456+.") for line in found)
     assert found[2:4] == [

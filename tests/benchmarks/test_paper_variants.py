@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.paper import slow_link
+from benchmarks import slow_links
+from benchmarks.paper.measure import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from benchmarks.paper.overheads import METHODS, Shape
-from benchmarks.paper.variants import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
@@ -128,10 +128,10 @@ def test_a_waiting_ring_has_arrived_before_work_begins():
 
 @pytest.mark.parametrize(("setup", "strategy"), [("mha", "kv"), ("mha", "burst"), ("gqa", "kv"), ("gqa", "burst")])
 def test_the_slow_link_carries_the_bytes_of_the_formula(setup, strategy):
-    heads, kv_heads = slow_link.SETUPS[setup]
+    heads, kv_heads = slow_links.SETUPS[setup]
     of = Shape(ranks=3, tokens=12, heads=heads, kv_heads=kv_heads)
-    for seconds, received in run_ranks(3, slow_link._once, setup, strategy, 4):
+    for seconds, received in run_ranks(3, slow_links.move_once, setup, strategy, 4):
         assert seconds > 0 and received == METHODS[strategy].backward(of)
     row = {"heads": setup, "strategy": strategy, "seconds": 2.0, "bytes": 12_500_000}
-    text = slow_link.table({"machine": {"ranks": 3}, "rate": 100, "tokens": 4, "rows": [row]})
+    text = slow_links.backward_table({"machine": {"ranks": 3}, "rate": 100, "tokens": 4, "rows": [row]})
     assert f"| {setup} | {strategy} | 12.50 | 2.00 | 1.00 |" in text

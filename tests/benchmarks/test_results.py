@@ -13,8 +13,9 @@ from benchmarks.engine import job as job_module
 from benchmarks.engine import timing
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
+from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.engine.timing import LEAST, RankGroup, Times, in_turns, quotient
+from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
 from bmburst.amounts import short
 from bmburst.attention.graphs import CALLS
 from bmburst.errors import UserError

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import block_sparse, families, hugging_face, lora_peers, main_job
+from benchmarks import families, hugging_face, lora_peers, main_job, sparse_cross
 from benchmarks.engine.machine import write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
+BLOCK_SPARSE = ("-m", "benchmarks.sparse_cross", "block-sparse")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -36,27 +37,26 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
 def test_there_are_scripts():
     known = {
         "biased",
-        "block_sparse",
-        "cross",
-        "double_ring",
-        "elementwise",
         "families",
         "logprobs",
         "main_job",
+        "operators",
         "plan_measure",
         "records",
+        "slow_links",
+        "sparse_cross",
     }
-    assert known | {"hugging_face", "lora_peers", "records", "step_parts", "strategies"} <= {*SCRIPTS}
+    assert known | {"hugging_face", "lora_peers", "records", "strategies"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["elementwise", "--tokens", "8"])
-    write_record(tmp_path / "r.json", "benchmarks.elementwise", rows=[1, 2])
+    monkeypatch.setattr(sys, "argv", ["operators", "elementwise", "--tokens", "8"])
+    write_record(tmp_path / "r.json", "benchmarks.operators", rows=[1, 2])
     content = json.loads((tmp_path / "r.json").read_text())
     assert content["rows"] == [1, 2]
-    assert content["machine"]["command"] == "python -m benchmarks.elementwise --tokens 8"
+    assert content["machine"]["command"] == "python -m benchmarks.operators elementwise --tokens 8"
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
-    write_record(None, "benchmarks.elementwise")
+    write_record(None, "benchmarks.operators")
 
 
 def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
@@ -72,7 +72,7 @@ def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
 
 
 def test_cross_attention_is_measured_beside_one_rank(tmp_path):
-    run_script(tmp_path, 2, ["-m", "benchmarks.cross", "--small", "--output", "found.json"])
+    run_script(tmp_path, 2, ["-m", "benchmarks.sparse_cross", "cross", "--small", "--output", "found.json"])
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert len(rows) == 15
     for row in rows:
@@ -86,7 +86,16 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
 
 
 def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
-    words = ["-m", "benchmarks.block_sparse", "--small", "--kernels", "reference,fa4", "--output", "found.json"]
+    words = [
+        "-m",
+        "benchmarks.sparse_cross",
+        "block-sparse",
+        "--small",
+        "--kernels",
+        "reference,fa4",
+        "--output",
+        "found.json",
+    ]
     run_script(tmp_path, 1, words)
     found = json.loads((tmp_path / "found.json").read_text())
     rows = found["rows"]
@@ -98,13 +107,22 @@ def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
         for direction in ("forward", "forward and backward"):
             assert ours[direction]["ratio"] > 0 and ours[direction]["milliseconds"] > 0
     text = (tmp_path / "found.md").read_text()
-    assert text == block_sparse.table(found) + "\n" and text.count("| reference |") == 3
+    assert text == sparse_cross.block_sparse_table(found) + "\n" and text.count("| reference |") == 3
 
 
 @pytest.mark.parametrize(("layout", "skipped"), [("zigzag", 0.0), ("contiguous", 0.25)])
 def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, layout, skipped):
     """Two blocks, a rank each under "contiguous": the first sees nothing of the second."""
-    words = ["-m", "benchmarks.block_sparse", "--small", "--kernels", "reference,fa4", "--layout", layout]
+    words = [
+        "-m",
+        "benchmarks.sparse_cross",
+        "block-sparse",
+        "--small",
+        "--kernels",
+        "reference,fa4",
+        "--layout",
+        layout,
+    ]
     run_script(tmp_path, 2, [*words, "--output", "found.json"])
     found = json.loads((tmp_path / "found.json").read_text())
     rows = found["rows"]
@@ -114,19 +132,19 @@ def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, 
         for direction in ("forward", "forward and backward"):
             assert ours[direction]["ratio"] > 0 and ours[direction]["one_gpu_milliseconds"] > 0
     text = (tmp_path / "found.md").read_text()
-    assert text == block_sparse.table(found) + "\n" and "over 2 ranks" in text
+    assert text == sparse_cross.block_sparse_table(found) + "\n" and "over 2 ranks" in text
     assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
 
 
 def test_the_density_of_a_block_sparse_mask_is_that_of_its_pairs():
-    mask, density = block_sparse.sparse_mask(700, 0.5)
+    mask, density = sparse_cross.sparse_mask(700, 0.5)
     seen = visible(mask, 700)
     assert density == pytest.approx(seen.sum() / np.tri(700).sum()) and seen.any(1).all()
-    assert block_sparse.sparse_mask(131_072, 0.1)[1] == pytest.approx(0.1, abs=2e-3)
+    assert sparse_cross.sparse_mask(131_072, 0.1)[1] == pytest.approx(0.1, abs=2e-3)
     row = {"density": 0.1009, "kernel": "fa4", "refused": "no"}
     row["forward"] = {"milliseconds": 30.0, "dense_milliseconds": 240.0, "ratio": 1.2388}
     found = {"tokens": 131072, "block_size": 128, "heads": 32, "kv_heads": 8, "head_dim": 128, "rows": [row]}
-    assert "| 10.1% | fa4 | 30.0, 240.0, 1.24 | no |" in block_sparse.table(found)
+    assert "| 10.1% | fa4 | 30.0, 240.0, 1.24 | no |" in sparse_cross.block_sparse_table(found)
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.engine import job as job_module
 from benchmarks.engine import kind as kind_module
+from benchmarks.engine.job import RankRun
 from benchmarks.engine.kind import OK, BaseCell, BaseSelection, Kind, Results, selection_of
-from benchmarks.engine.rank import RankRun
 from benchmarks.engine.report import grid, groups, is_measured, plot_methods, save_figure
 from bmburst.cli import main
 from bmburst.outputs import blank_picture

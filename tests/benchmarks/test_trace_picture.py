@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.kind import timeline_title as attention_title
-from benchmarks.engine.timeline import draw_timeline, hidden, lanes
+from benchmarks.engine.timing import draw_timeline, hidden, lanes
 from benchmarks.training.cells import TrainCell
 from benchmarks.training.kind import timeline_title as train_title
 
@@ -58,7 +58,7 @@ def test_a_picture_is_drawn_where_a_gpu_took_part(tmp_path, monkeypatch):
     trace, picture = tmp_path / "t.json", tmp_path / "t.png"
     trace.write_text(json.dumps({"traceEvents": EVENTS}))
     titles = []
-    monkeypatch.setattr("benchmarks.engine.timeline.set_title", lambda _, *words: titles.append(words))
+    monkeypatch.setattr("benchmarks.engine.timing.set_title", lambda _, *words: titles.append(words))
     title = ("Timeline of attention", "64K tokens, 2 GPUs")
     assert draw_timeline(trace, picture, title) == picture
     assert picture.read_bytes().startswith(b"\x89PNG") and titles == [title]

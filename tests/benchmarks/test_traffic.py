@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.attention.cells import Cell, mask_of, sizes
-from benchmarks.attention.methods.ours import traffic
+from benchmarks.attention.methods import traffic
 from bmburst.schedule import make_schedule
 from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
 from bmburst.schedule.layout import make_layout

@@ -6,24 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention.methods import Setting
+from benchmarks.attention.method import Setting
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.training.cells import (
+    METHODS,
     Rates,
     TrainCell,
     TrainSelection,
     bound,
     flops,
     list_cells,
-    to_all_layers,
     utilisation,
 )
 from benchmarks.training.kind import KIND, draw
-from benchmarks.training.methods import METHODS
-from benchmarks.training.report import furthest, running_median, shown_steps
+from benchmarks.training.report import furthest, running_median, shown_steps, to_all_layers
 from bmburst.cli import main
 from bmburst.train.config import DataConfig
 from tests.refusals import refused, says

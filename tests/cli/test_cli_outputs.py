@@ -109,7 +109,7 @@ def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
     from torch.profiler import profile
 
     import benchmarks.engine.job
-    from benchmarks.engine.timeline import record_timeline
+    from benchmarks.engine.timing import record_timeline
 
     monkeypatch.setattr(benchmarks.engine.job, "run_job", lambda *_args, **_options: 9)
     group = SimpleNamespace(rank=0, device=torch.device("cpu"), barrier=lambda: None)

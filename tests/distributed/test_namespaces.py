@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks import netns
-from benchmarks.double_ring import main
+from benchmarks.slow_links import main
 
 
 @pytest.mark.long
@@ -13,7 +13,7 @@ def test_double_ring_over_slow_links(tmp_path, capsys):
     """Results are compared inside; here, that the kernel saw a third of the bytes at the slow ports."""
     file = tmp_path / "record.md"
     options = ["--port", "rank", "--slow", "400", "--fast", "800", "--repeats", "1"]
-    status = main([*options, "--output", str(file)])
+    status = main(["double-ring", *options, "--output", str(file)])
     printed = capsys.readouterr().out
     if (problem := netns.refusal()) is not None:
         assert (status, printed) == (1, f"cannot measure here: {problem}\n")
@@ -27,5 +27,5 @@ def test_double_ring_over_slow_links(tmp_path, capsys):
 
 def test_what_has_no_iproute2_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(netns.shutil, "which", lambda _: None)
-    assert main([]) == 1
+    assert main(["double-ring"]) == 1
     assert capsys.readouterr().out == "cannot measure here: the program 'ip' is missing (package iproute2)\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
 from benchmarks.faults.inject import CHAINS, Workspace
-from benchmarks.faults.points import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
 from benchmarks.faults.programs import processes
 from benchmarks.faults.scenarios import SINGLE
 

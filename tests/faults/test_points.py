@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from dataclasses import asdict, replace
 
-from benchmarks.faults.__main__ import OutcomeLog, main
-from benchmarks.faults.points import KINDS, Fault, FaultOutcome, faults, outcome_of, record, table
+from benchmarks.faults import KINDS, Fault, FaultOutcome, faults
+from benchmarks.faults.__main__ import OutcomeLog, main, outcome_of, record, table
 from benchmarks.faults.programs import STEPS, RunTiming, RunWatch, base_of, left_in, newest
 from benchmarks.faults.scenarios import flipped_bit, with_flipped
 

@@ -1,11 +1,11 @@
-"""Each way of a part of a step that `benchmarks.step_parts` measures gives the same results."""
+"""Each way of a part of a step that `benchmarks.operators` measures gives the same results."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import step_parts
+from benchmarks import operators
 from bmburst.blocks.presets import PRESETS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -15,7 +15,7 @@ MODEL = replace(PRESETS["llama-tiny"], num_layers=1)
 def test_all_ways_of_a_part_are_alike():
     torch.manual_seed(1)
     seen = []
-    for part in step_parts.parts(MODEL, 2100, 1, DEVICE):
+    for part in operators.parts(MODEL, 2100, 1, DEVICE):
         results = {name: [t.detach().double().cpu() for t in way()] for name, way in part.ways.items()}
         (_, wanted), *others = results.items()
         for name, found in others:

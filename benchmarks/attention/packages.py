@@ -1,18 +1,27 @@
-"""Methods that run other projects' packages, if they are installed, with the kernel under test."""
+"""Methods that run other projects' packages, if they are installed, with the kernel under test.
+
+The packages call flash-attn 2's private functions, which stand-ins replace here.
+"""
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import Parameter, Signature
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
-from benchmarks.attention.methods.kernel import flash_attention_2
-from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.method import Attend, ForBackward, LocalKernel, Method, Setting
+from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
+from bmburst_ops.flash.fa4 import fa4_options
+from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
+from bmburst_ops.flash.varlen import PackageArguments
 
 _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 
@@ -224,3 +233,166 @@ def _chunks(cell: Cell) -> list[int]:
 
 def _stride(cell: Cell) -> int:
     return max(n for n in range(1, _STRIDE + 1) if cell.kv_heads % n == 0)
+
+
+_INTERFACE = "flash_attn.flash_attn_interface"
+_FA4 = "flash_attn.cute.interface"
+
+
+@contextmanager
+def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
+    """Return a context for importing a package, in which flash-attn 2's private functions run the kernel under test.
+
+    Args:
+        kernel: The kernel to run instead.
+        emptied: Modules of the package to replace by empty ones: the benchmark does not use them.
+    """
+    stand_ins = {_INTERFACE: _interface(kernel)}
+    if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
+        stand_ins["flash_attn"] = _Anything("flash_attn")
+    stand_ins |= {name: _Anything(name) for name in emptied if name not in sys.modules}
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+class _Anything(ModuleType):
+    """A module in which every name exists; the benchmark never calls what is imported from it."""
+
+    __path__: list[str] = []  # noqa: RUF012  # lets it be a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unused
+
+
+def _unused(*_: object, **__: object) -> None:
+    raise NotImplementedError("the benchmark has no such function of flash-attn")
+
+
+_RESULTS = "out softmax_lse dq dk dv"
+_OFFSETS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_OPTIONS = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+_PLAIN = {"dropout_p": 0.0, **_OPTIONS, "return_softmax": False}  # all that the kernels under test can do
+_REQUIRED = dict.fromkeys(_OPTIONS, Parameter.empty)  # only the functions for packed sequences have defaults
+
+
+def _interface(kernel: LocalKernel) -> ModuleType:
+    """Return a replacement of flash-attn 2.7's module: dense and varlen, forward and backward, with its signatures."""
+
+    def forward(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        tensors, scale = (given["q"], given["k"], given["v"]), given["softmax_scale"]
+        if (call := _offsets(given)) is not None:
+            return *packed_forward(kernel, *tensors, call, scale), None, None
+        return *kernel.forward(*tensors, _band(given), scale), None, None
+
+    def backward(given: dict[str, Any]) -> Tensor:
+        tensors, scale = (given["q"], given["k"], given["v"]), given["softmax_scale"]
+        targets = [given[name] for name in ("dq", "dk", "dv")]
+        into = None if any(t is None for t in targets) else Gradients(*targets)
+        results = ForBackward(given["dout"], given["out"], given["softmax_lse"], into)
+        if (call := _offsets(given)) is not None:
+            packed_backward(kernel, *tensors, results, call, scale)
+        else:
+            kernel.backward(*tensors, results, _band(given), scale)
+        return results.lse
+
+    module = _Anything(_INTERFACE)
+    for kind, offsets, options in (("", "", _REQUIRED), ("varlen_", _OFFSETS, _OPTIONS)):
+        shared = f"{offsets} dropout_p softmax_scale causal"
+        flag = False if offsets else Parameter.empty
+        for name, function, words, last in (
+            ("forward", forward, f"q k v {shared}", {"return_softmax": flag}),
+            ("backward", backward, f"dout q k v {_RESULTS} {shared}", {"deterministic": flag, "rng_state": None}),
+        ):
+            defaults = dict.fromkeys(words.split(), Parameter.empty) | options | last
+            setattr(module, f"_flash_attn_{kind}{name}", _with_signature(function, defaults))
+    return module
+
+
+def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function with these argument names and defaults in its signature, which packages read with `inspect`.
+
+    It refuses options that the kernels under test do not support, and passes the others on by name.
+    """
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    signature = Signature([Parameter(name, kind, default=default) for name, default in defaults.items()])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if any(given.get(name, plain) != plain for name, plain in _PLAIN.items()):
+            raise NotImplementedError("the benchmark's kernels have no dropout, window, softcap or alibi")
+        return function(given)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _offsets(given: Mapping[str, Any]) -> PackageArguments | None:
+    """Return the offsets of packed sequences; None for a dense call."""
+    return (
+        PackageArguments(_band(given), *(given[name] for name in _OFFSETS.split())) if "cu_seqlens_q" in given else None
+    )
+
+
+def packed_forward(
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output `[tokens, heads, head_dim]` and log-sum-exp `[heads, tokens]` of packed sequences.
+
+    Offsets stay on the GPU if the kernel reads them there (FlashAttention-4), so peers do not wait for a copy to the
+    host that only bmburst's interface needs.
+    """
+    if _takes_offsets(kernel, q, k, call):
+        flat = (aligned(t) for t in (q, k, v))
+        out, lse, *_ = importlib.import_module(_FA4)._flash_attn_fwd(
+            *flat, softmax_scale=scale, return_lse=True, **fa4_options(call)
+        )
+        return out, lse
+    out, lse = kernel.forward(q[None], k[None], v[None], _segments(call), scale)
+    return out[0], lse[0]
+
+
+def packed_backward(
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: PackageArguments, scale: float
+) -> None:
+    """Write the gradients to `results.into`, which must be given."""
+    grad, out, lse, into = results
+    assert into is not None  # the packages that are run give memory
+    if _takes_offsets(kernel, q, k, call):
+        own_q, own_k, own_v, own_out, own_grad = (aligned(t) for t in (q, k, v, out, grad))
+        memory = gradient_memory(own_q, own_k, own_v, into)
+        importlib.import_module(_FA4)._flash_attn_bwd(
+            *(own_q, own_k, own_v, own_out, own_grad, lse.float().contiguous()),
+            softmax_scale=scale,
+            **{"dq": memory.q, "dk": memory.k, "dv": memory.v},
+            **fa4_options(call),
+        )
+        deliver_gradients(memory, into)
+        return
+    whole = ForBackward(grad[None], out[None], lse[None])
+    gradients = kernel.backward(q[None], k[None], v[None], whole, _segments(call), scale)
+    deliver_gradients(Gradients(*(t[0] for t in gradients)), into)
+
+
+def _takes_offsets(kernel: LocalKernel, q: Tensor, k: Tensor, call: PackageArguments) -> bool:
+    return kernel.name(q[None], k[None], Segments(call.band, (0,), (0,))) == "fa4"
+
+
+def _segments(call: PackageArguments) -> Segments:
+    assert call.queries is not None and call.keys is not None
+    return Segments(call.band, tuple(call.queries.tolist()), tuple(call.keys.tolist()))
+
+
+def _band(given: Mapping[str, Any]) -> Band:
+    return CAUSAL if given["causal"] else FULL

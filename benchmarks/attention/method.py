@@ -1,9 +1,15 @@
-"""The interface of an attention method, the method `one-gpu`, and calls on random tensors."""
+"""The interface of an attention method, the kernel that all of them run, and calls on random tensors.
 
+bmburst passes delta to backward. Peers keep the output, and the kernel computes delta. If a kernel supports this, peers
+and the one-GPU comparison use it here, so bmburst's interface does not slow them down.
+"""
+
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +25,90 @@ from benchmarks.attention.cells import (
     pattern_of,
     sizes,
 )
-from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, PackedPattern
 from benchmarks.engine.kind import ONE_GPU
-from benchmarks.engine.timing import RankGroup
+from benchmarks.engine.machine import RankGroup
 from bmburst.schedule.layout import make_layout
+from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash.fa4 import fa4_options
+from bmburst_ops.flash.memory import aligned, gradient_memory
+from bmburst_ops.flash.varlen import fa2_arguments, package_arguments
+from bmburst_ops.merge import row_dots
+
+PackedPattern = Band | Segments
+"""The mask of a call, aligned at the bottom right."""
+
+
+class ForBackward(NamedTuple):
+    """Arguments of backward besides the inputs: dO, output and log-sum-exp, and memory for the gradients."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    into: Gradients | None = None
+
+
+class LocalKernel:
+    """A kernel of `bmburst_ops.flash`, selected by name and by the tensors of each call.
+
+    Args:
+        name: A name of `bmburst_ops.flash.NAMES`; "auto" selects the first that supports the tensors.
+    """
+
+    def __init__(self, name: str = "auto") -> None:
+        self.choice = name
+
+    def name(self, q: Tensor, k: Tensor, pattern: PackedPattern) -> str:
+        """Return the name of the kernel for these inputs."""
+        return select_kernel(self.choice, q, k, needs=pattern.needs).name
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, scale: float) -> tuple[Tensor, Tensor]:
+        """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`."""
+        part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, pattern=pattern, scale=scale)
+        return part.out.to(q.dtype), part.lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
+    ) -> Gradients:
+        """Return the gradients, in q's dtype, from the global output and log-sum-exp."""
+        kernel = select_kernel(self.choice, q, k, needs=pattern.needs)
+        own = _OWN_BACKWARD.get(kernel.name)
+        if own is not None:
+            return own(q, k, v, results, pattern, scale)
+        grad, out, lse, into = results
+        given = BackwardInputs(grad, q, k, v, lse, row_dots(grad, out))
+        grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=False, into=into)
+        return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
+
+
+def _flash_attention_4(
+    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
+) -> Gradients:
+    interface, call = importlib.import_module("flash_attn.cute.interface"), package_arguments(pattern, q, k)
+    flat_q, flat_k, flat_v, out, grad = (aligned(call.flat(t)) for t in (q, k, v, results.out, results.grad))
+    memory = gradient_memory(flat_q, flat_k, flat_v, call.flat_targets(results.into))
+    lse = call.flat_statistic(results.lse).float().contiguous()
+    named = {"dq": memory.q, "dk": memory.k, "dv": memory.v}
+    interface._flash_attn_bwd(flat_q, flat_k, flat_v, out, grad, lse, softmax_scale=scale, **named, **fa4_options(call))
+    return call.gradients(memory, q.shape[0], results.into)
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float) -> Gradients:
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+    call = fa2_arguments(pattern, q, k)
+    grad, flat_q, flat_k, flat_v, out = (aligned(call.flat(t)) for t in (results.grad, q, k, v, results.out))
+    lse = call.flat_statistic(results.lse).contiguous()
+    lengths = call.queries, call.keys, call.longest_queries, call.longest_keys
+    left, right = call.window
+    window = {} if left == right == -1 else {"window_size_left": left, "window_size_right": right}
+    found = torch.ops.aten._flash_attention_backward(
+        *(grad, flat_q, flat_k, flat_v, out, lse, *lengths, 0.0, call.causal, unused, unused), scale=scale, **window
+    )
+    return call.gradients(Gradients(*found), q.shape[0], results.into)
+
+
+Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, PackedPattern, float], Gradients]
+_OWN_BACKWARD: Mapping[str, Backward] = MappingProxyType({"fa4": _flash_attention_4, "torch": _torch})
+
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of a rank's q, k and v. It is differentiable, and every rank of the group calls it."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import MASKS, Cell, Traffic, pattern_of, sizes
-from benchmarks.attention.methods.kernel import ForBackward, PackedPattern
-from benchmarks.attention.methods.method import Attend, Method, Setting, applied, heads_refusal
-from benchmarks.engine.timing import RankGroup
+from benchmarks.attention.method import Attend, ForBackward, Method, PackedPattern, Setting, applied, heads_refusal
+from benchmarks.engine.machine import RankGroup
 from bmburst.recompute import keep
 from bmburst.schedule.layout import make_layout
 

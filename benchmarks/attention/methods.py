@@ -1,4 +1,7 @@
-"""`burst_attention` as a method: all strategies and transports, and the bytes that a rank receives."""
+"""The methods that the attention benchmark measures, by name; `burst_attention` with all strategies and transports.
+
+The bytes that a rank receives by `burst_attention` are computed here too.
+"""
 
 import functools
 from itertools import chain
@@ -8,7 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import BALANCED, MASKS, Cell, Traffic, mask_of, sizes
-from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.method import Attend, Method, OneGpu, Setting
+from benchmarks.attention.packages import (
+    BurstAttentionPackage,
+    RingFlashAttention,
+    RingFlashAttentionLlama3,
+    Yunchang,
+)
+from benchmarks.attention.peers import AllGatherKV, RingLi, TensorParallelV1, TensorParallelV3, Ulysses
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
@@ -129,3 +139,24 @@ def traffic(cell: Cell, call: AttentionCall) -> Traffic:
     else:
         backward += 2 * (own.q + own.statistics) * hops + own.q * own.wide * home
     return Traffic(forward, forward + backward)
+
+
+def all_methods(device: str) -> dict[str, Method]:
+    """Return the methods by name: bmburst with automatic choices, close peers, all bmburst variants, other peers.
+
+    That is the order in which they run.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+    first, *others = ours_on(device)
+    peers = (
+        AllGatherKV(),
+        Yunchang(),
+        BurstAttentionPackage(),
+        TensorParallelV1(),
+        TensorParallelV3(),
+        RingLi(),
+    )
+    listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3(), *others, *peers)
+    return {method.name: method for method in listed}

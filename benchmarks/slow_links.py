@@ -1,8 +1,14 @@
-"""Compares the double ring with a flat ring over slow links between nodes: `python -m benchmarks.double_ring`.
+"""Measures rings over slow links between nodes: `python -m benchmarks.slow_links WHAT`.
 
-Each rank is a process in its own network namespace. The kernel limits its outgoing traffic, by default to 200 Mbit/s to
-ranks of its node and 20 Mbit/s to other nodes (`benchmarks.netns`). Ranks run on CPUs and move blocks with gloo. The
-program needs root and iproute2. If namespaces cannot be created, it prints the reason and exits with status 1.
+Each rank is a process on a CPU in its own network namespace, and the kernel limits its outgoing traffic
+(`benchmarks.netns`). Blocks move with gloo. The program needs root and iproute2. If namespaces cannot be created, it
+prints the reason and exits with status 1. WHAT is one of:
+
+double-ring: attention by the double ring, compared with a flat ring. By default a rank sends 200 Mbit/s to ranks of its
+node and 20 Mbit/s to other nodes.
+
+backward: what a ring moves in backward. Either K and V move with their gradients ("kv"), or Q, dO and statistics move
+with dQ ("burst"), with as many KV heads as heads, and with a quarter. Only transfers are timed, without arithmetic.
 """
 
 import argparse
@@ -16,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +30,21 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import netns
+from benchmarks.engine.machine import describe_run
+from benchmarks.paper.measure import Counting, backward_transfers
 from bmburst.attention.api import burst_attention
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
+from bmburst_ops.flash import BackwardInputs
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")
+SETUPS = {"mha": (8, 8), "gqa": (8, 2)}  # heads and KV heads of backward's transfers
+HEAD_DIM = 128  # likewise
+_MODULE = "benchmarks.slow_links"
 _MEETING = 29517
 _TOLERANCE = 1e-4  # for fp32 sums in another order
 
@@ -68,37 +83,67 @@ class RepeatTimes(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    default = AttentionJob()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
-    parser.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
-    parser.add_argument("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
-    parser.add_argument("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
-    parser.add_argument("--port", nargs="+", default=PORTS, choices=PORTS, help="what has a port to other nodes")
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens a rank")
-    parser.add_argument("--batch", type=int, default=default.batch, help="sequences")
-    parser.add_argument("--repeats", type=int, default=default.repeats, help="timed calls of each ring, in turns")
-    parser.add_argument("--output", type=Path, help="write a record to this file")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parser().parse_args(words)
     if args.rank is not None:
-        run_rank(**json.loads(args.rank))
+        args.run_rank(**json.loads(args.rank))
         return 0
     problem = netns.refusal()
     if problem is not None:
         print(f"cannot measure here: {problem}")
         return 1
+    args.run(args, words)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(required=True, metavar="WHAT")
+    default = AttentionJob()
+    double, backward = programs.add_parser("double-ring"), programs.add_parser("backward")
+    double.set_defaults(run=_double_ring, run_rank=_double_ring_rank)
+    double.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
+    double.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
+    double.add_argument("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
+    double.add_argument("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
+    double.add_argument("--port", nargs="+", default=PORTS, choices=PORTS, help="what has a port to other nodes")
+    double.add_argument("--tokens", type=int, default=default.tokens, help="tokens a rank")
+    double.add_argument("--batch", type=int, default=default.batch, help="sequences")
+    double.add_argument("--repeats", type=int, default=default.repeats, help="timed calls of each ring, in turns")
+    double.add_argument("--output", type=Path, help="write a record to this file")
+    backward.set_defaults(run=_backward, run_rank=_backward_rank)
+    backward.add_argument("--ranks", type=int, default=4, help="ranks, each on a node of its own (default: 4)")
+    backward.add_argument("--rate", type=float, default=100, help="Mbit/s of a rank's link (default: 100)")
+    backward.add_argument("--tokens", type=int, default=256, help="tokens of a rank (default: 256)")
+    backward.add_argument("--repeats", type=int, default=3, help="timed calls of each, in turns (default: 3)")
+    backward.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    for each in (double, backward):
+        each.add_argument("--rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
+    """Start this rank, and return its communicator.
+
+    Ranks do not compare calls: that would be another message on the slow link before each hop.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    world = dist.group.WORLD
+    assert world is not None  # it was just begun
+    return CheckedCommunicator(ProcessGroupCommunicator(world), torch.device("cpu"), always=False)
+
+
+def _double_ring(args: argparse.Namespace, words: Sequence[str]) -> None:
     shape = netns.Shape(args.nodes, args.places, args.fast, args.slow)
     job = AttentionJob(batch=args.batch, tokens=args.tokens, repeats=args.repeats)
     results: dict[netns.Port, dict[str, RepeatTimes]] = {}
     for port in args.port:
         at = replace(shape, port=port)
         results[port] = time_on_network(at, job)
-        print(table(at, job, results[port]), flush=True)
+        print(double_ring_table(at, job, results[port]), flush=True)
     if args.output is not None:
-        words = sys.argv[1:] if arguments is None else arguments
         args.output.write_text(record(shape, job, results, words))
-    return 0
 
 
 def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
@@ -109,20 +154,15 @@ def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTi
     """
     with netns.network(shape) as network:
         setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
-        found = netns.run_ranks(network, "benchmarks.double_ring", _MEETING, **setting)
+        found = netns.run_ranks(network, (_MODULE, "double-ring"), _MEETING, **setting)
     return {name: RepeatTimes(*times) for name, times in found.items()}
 
 
-def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]) -> None:
+def _double_ring_rank(
+    rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]
+) -> None:
     """Time both rings in turns; rank 0 prints the times as JSON."""
-    torch.set_num_threads(1)
-    size = netns.Shape(**shape).ranks
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    # Ranks do not compare calls: that would be another message on the slow link before each hop.
-    group = dist.group.WORLD
-    assert group is not None
-    comm = CheckedCommunicator(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
-    what = AttentionJob(**job)
+    comm, what = _communicator(rank, netns.Shape(**shape).ranks, url), AttentionJob(**job)
     torch.manual_seed(rank)
     shapes = (what.batch, what.tokens, what.heads, what.head_dim)
     q, k, v = (torch.randn(shapes).requires_grad_() for _ in range(3))
@@ -169,7 +209,7 @@ def least(shape: netns.Shape, job: AttentionJob, name: str) -> tuple[float, floa
     return forward / rate, backward / rate, forward + backward
 
 
-def table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
+def double_ring_table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
     """Return one network's results in Markdown."""
     whose = {"rank": "each rank has a port to the other nodes", "node": "the ranks of a node share one port"}
     lines = [
@@ -202,13 +242,13 @@ def record(
     """Return the whole record in Markdown."""
     cores = os.cpu_count()
     software = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    tables = "\n".join(table(replace(shape, port=port), job, found) for port, found in results.items())
+    tables = "\n".join(double_ring_table(replace(shape, port=port), job, found) for port, found in results.items())
     return f"""# Double ring over slow links
 
 {time.strftime("%Y-%m-%d")}, a {cores}-core CPU machine, gloo; {software}.
 
 ```
-$ {shlex.join(["python", "-m", "benchmarks.double_ring", *words])}
+$ {shlex.join(["python", "-m", _MODULE, *words])}
 ```
 
 {shape.ranks} ranks, each a process in a network namespace of its own on one machine; the kernel limits what leaves it
@@ -223,6 +263,70 @@ of the double ring sends {shape.nodes - 1} block{"s" * (shape.nodes > 2)} over i
 Where ranks of a node share a port, theirs add up. Bytes are counted by the kernel at the port, headers included.
 
 {tables}"""
+
+
+def _backward(args: argparse.Namespace, words: Sequence[str]) -> None:
+    machine = describe_run(["python", "-m", _MODULE, *words], "cpu", args.ranks)
+    with netns.network(netns.Shape(nodes=args.ranks, places=1, fast=args.rate, slow=args.rate)) as network:
+        setting = {"ranks": args.ranks, "tokens": args.tokens, "repeats": args.repeats}
+        rows = netns.run_ranks(network, (_MODULE, "backward"), _MEETING, **setting)
+    found = {"machine": machine, "rate": args.rate, "tokens": args.tokens, "rows": rows}
+    print(backward_table(found))
+    if args.output is not None:
+        args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        text = f"# Backward over a slow link\n\n{backward_table(found)}\n"
+        args.output.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def _backward_rank(rank: int, ranks: int, tokens: int, repeats: int, url: str) -> None:
+    """Time both ways in turns; rank 0 prints the rows as JSON."""
+    comm = _communicator(rank, ranks, url)
+    cases = list(product(SETUPS, ("kv", "burst")))
+    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+    received: dict[tuple[str, str], int] = {}
+    for repeat in range(1 + repeats):
+        for case in cases:
+            took, received[case] = move_once(comm, *case, tokens)
+            if repeat:  # the first call opens connections
+                seconds[case].append(took)
+    if rank == 0:
+        rows = [
+            {"heads": heads, "strategy": strategy, "seconds": statistics.median(times), "all_seconds": times}
+            | {"bytes": received[heads, strategy]}
+            for (heads, strategy), times in seconds.items()
+        ]
+        print(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def move_once(comm: CheckedCommunicator, setup: str, strategy: str, tokens: int) -> tuple[float, int]:
+    """Return the seconds of the slowest rank for what backward moves, in bfloat16, and the bytes that this one got."""
+    heads, kv_heads = SETUPS[setup]
+    q, k = (torch.zeros(1, tokens, count, HEAD_DIM, dtype=torch.bfloat16) for count in (heads, kv_heads))
+    statistic = torch.zeros(1, heads, tokens)
+    given = BackwardInputs(q, q, k, k, statistic, statistic)
+    call = decide(comm, q, k, k, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
+    counted = Counting(call.comm)
+    gather_objects(comm, None)
+    begun = time.perf_counter()
+    backward_transfers(replace(call, comm=counted), given)
+    return max(gather_objects(comm, time.perf_counter() - begun)), counted.received
+
+
+def backward_table(found: dict[str, Any]) -> str:
+    """Return the record of backward's transfers as Markdown."""
+    ranks = found["machine"]["ranks"]
+    lines = [
+        f"{ranks} ranks of {found['tokens']} tokens, head dim {HEAD_DIM}, bfloat16, links of {found['rate']:g} Mbit/s.",
+        "",
+        "| heads | what moves | MB received in backward | seconds | least, by the link |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        least = row["bytes"] * 8 / found["rate"] / 1e6
+        moved = f"{row['bytes'] / 1e6:.2f}"
+        lines.append(f"| {row['heads']} | {row['strategy']} | {moved} | {row['seconds']:.2f} | {least:.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

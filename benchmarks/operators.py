@@ -1,9 +1,16 @@
-"""Measures parts of a training step on one GPU, each in several ways: `python -m benchmarks.step_parts`.
+"""Measures operators of a training step on one GPU: `python -m benchmarks.operators WHAT`.
 
-The first way of each part is the simple one: the head's gradient accumulated a chunk at a time, products and norms as
-separate operations whose gradients autograd adds, BMTrain's AdamW. The others are the code that `bmburst train` runs,
-and alternatives to it. `ms a step` is the time multiplied by the number of calls per step, including recomputation
-under block-keep-attention. Times are medians by CUDA events; caches are flushed between calls by writing 4 GiB.
+Times are medians by CUDA events; caches are flushed between calls by writing 512 MiB, or 4 GiB for step-parts. WHAT is
+one of:
+
+elementwise: norm, activation and rotary embedding, compared with a copy. GB/s are the bytes that an operator must read
+and write (each tensor once) divided by the time. `copy` is `Tensor.copy_` of as many bytes: the speed of memory.
+`plain` is the same operator in plain torch, on few enough tokens that its copies fit in memory (`--plain-tokens`).
+
+step-parts: parts of a step, each in several ways. The first way of each part is the simple one: the head's gradient
+accumulated a chunk at a time, products and norms as separate operations whose gradients autograd adds, BMTrain's AdamW.
+The others are the code that `bmburst train` runs, and alternatives to it. `ms a step` is the time multiplied by the
+number of calls per step, including recomputation under block-keep-attention.
 """
 
 import argparse
@@ -17,18 +24,128 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.elementwise import FLUSH
 from benchmarks.engine.machine import require_gpu, write_record
 from benchmarks.engine.timing import median_seconds
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
+from bmburst_ops import fused, rms_norm, rotary, swiglu
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from bmburst_ops.linears import add_product, linears
-from bmburst_ops.rms_norm import rms_norm, stream_norm
 
+_MODULE = "benchmarks.operators"
+_FLUSH = 1 << 29  # bytes, ten times the L2 of an H200
 Way = Callable[[], Sequence[Tensor]]
 RATES: Mapping[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _EPS = 1e-5
+
+
+class Operator(NamedTuple):
+    """One operator: the call, and the bytes that it must move."""
+
+    name: str
+    call: Callable[[], object]
+    nbytes: int
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(required=True, dest="what", metavar="WHAT")
+    elementwise, step_parts = programs.add_parser("elementwise"), programs.add_parser("step-parts")
+    for each, tokens, repeats in ((elementwise, 131072, 20), (step_parts, 16384, 10)):
+        each.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its widths (default: llama-3-8b)")
+        each.add_argument("--tokens", type=int, default=tokens, help=f"of one rank (default: {tokens})")
+        each.add_argument("--repeats", type=int, default=repeats, help=f"calls that are measured (default: {repeats})")
+        each.add_argument("--output", type=Path, help="JSON file of the results")
+    elementwise.add_argument("--plain-tokens", type=int, default=16384, help="for plain torch; 0: not (default: 16384)")
+    elementwise.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    step_parts.add_argument("--ranks", type=int, default=2, help="that share the weights (default: 2)")
+    options = parser.parse_args()
+    require_gpu(_MODULE)
+    found = _elementwise(options) if options.what == "elementwise" else _step_parts(options)
+    write_record(options.output, _MODULE, options=vars(options) | {"output": None}, results=found)
+    return 0
+
+
+def _elementwise(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the operators by kernels and in plain torch, print a table, and return its numbers."""
+    found = {"ours": _bandwidths(options, options.tokens)}
+    if options.plain_tokens:
+        for module in (rms_norm, rotary, swiglu):
+            module.triton_twin = lambda *_: None  # type: ignore[attr-defined]
+        found["plain"] = _bandwidths(options, options.plain_tokens)
+    _show(found)
+    return found
+
+
+def _bandwidths(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, float]]:
+    dtype = getattr(torch, options.dtype)
+    scratch = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
+    found = {}
+    for operator in _operators(PRESETS[options.model], tokens, dtype):
+        ((seconds, _),) = median_seconds([operator.call], scratch, repeats=options.repeats, warm_up=3)
+        source, target = (torch.empty(operator.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+        ((copied, _),) = median_seconds([partial(target.copy_, source)], scratch, repeats=options.repeats, warm_up=3)
+        found[operator.name] = {
+            "milliseconds": 1e3 * seconds,
+            "gigabytes_per_second": operator.nbytes / seconds / 1e9,
+            "copy_gigabytes_per_second": operator.nbytes / copied / 1e9,
+        }
+    return found
+
+
+def _operators(model: Any, tokens: int, dtype: torch.dtype) -> Iterator[Operator]:
+    """Yield each operator on its own tensors, which are freed before those of the next one are made."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    x, weight = random(1, tokens, model.hidden_size).requires_grad_(), random(model.hidden_size).requires_grad_()
+    yield from _both("norm", lambda x, w: rms_norm.rms_norm(x, w, 1e-5), (x, weight), x.nbytes, 2, 3)
+    gate, up = (random(1, tokens, model.intermediate_size).requires_grad_() for _ in range(2))
+    yield from _both("swiglu", swiglu.swiglu, (gate, up), gate.nbytes, 3, 5)
+    overwriting = lambda gate, up: swiglu.swiglu(gate, up, overwrite_grad=True)  # noqa: E731
+    yield from list(_both("swiglu, overwriting", overwriting, (gate, up), gate.nbytes, 3, 5))[1:]
+    del gate, up
+    angle = torch.rand(1, tokens, model.head_dim // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+    turn = lambda x: rotary.apply_rotary(x, cos, sin)  # noqa: E731
+    query, heads = model.num_heads, model.num_heads + model.num_kv_heads
+    projected = random(1, tokens, heads + model.num_kv_heads, model.head_dim)
+    for name, part in (
+        ("rotary, queries", random(1, tokens, query, model.head_dim)),
+        ("rotary, keys", random(1, tokens, model.num_kv_heads, model.head_dim)),
+        ("rotary, both out of one projection", projected[:, :, :heads]),
+    ):
+        tables = cos.nbytes + sin.nbytes
+        yield from _both(name, turn, (part.requires_grad_(),), part.numel() * part.itemsize, 2, 2, extra=tables)
+
+
+def _both(
+    name: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], nbytes: int, forward: int, backward: int,
+    *, extra: int = 0,
+) -> Iterator[Operator]:  # fmt: skip
+    """Yield forward and backward; the numbers are tensors of `nbytes` bytes that they move, besides `extra` bytes."""
+    yield Operator(f"{name}, forward", lambda: function(*(x.detach() for x in inputs)), forward * nbytes + extra)
+    result = function(*inputs)
+    grad = torch.randn_like(result)
+    yield Operator(
+        f"{name}, backward",
+        lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True),
+        backward * nbytes + extra,
+    )
+
+
+def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:
+    kernels = "Triton" if fused.triton_twin("triton_elementwise", torch.empty(1, device="cuda")) else "plain torch"
+    print(f"ours: {kernels}")
+    print(f"| {'operator':44} | {'ms':>8} | {'GB/s':>6} | {'copy':>6} | share |")
+    print("|---|---|---|---|---|")
+    for who, rows in found.items():
+        for name, row in rows.items():
+            speed, copy = row["gigabytes_per_second"], row["copy_gigabytes_per_second"]
+            label = f"{who}: {name}"
+            print(f"| {label:44} | {row['milliseconds']:8.3f} | {speed:6.0f} | {copy:6.0f} | {speed / copy:5.2f} |")
 
 
 class StepPart(NamedTuple):
@@ -49,22 +166,13 @@ class StepPart(NamedTuple):
     nbytes: float = 0.0
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its widths (default: llama-3-8b)")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one rank (default: 16384)")
-    parser.add_argument("--ranks", type=int, default=2, help="that share the weights (default: 2)")
-    parser.add_argument("--repeats", type=int, default=10, help="calls that are measured (default: 10)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results")
-    options = parser.parse_args()
-    require_gpu("benchmarks.step_parts")
+def _step_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the ways of each part, print a table, and return its numbers."""
     found = {}
     print("| part | way | ms | ms a step | TFLOP/s | GB/s |\n|---|---|---|---|---|---|")
     for part in parts(PRESETS[options.model], options.tokens, options.ranks, torch.device("cuda")):
         found[part.name] = {name: _row(part, name, each) for name, each in _measured(part, options.repeats).items()}
-    write_record(options.output, "benchmarks.step_parts", options=vars(options) | {"output": None}, results=found)
-    return 0
+    return found
 
 
 def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[StepPart]:
@@ -145,10 +253,10 @@ def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart
 
     def apart(with_added: bool) -> tuple[Tensor, Tensor]:
         stream = x + added if with_added else x
-        return stream, rms_norm(stream, weight, _EPS)
+        return stream, rms_norm.rms_norm(stream, weight, _EPS)
 
     def joined(with_added: bool) -> tuple[Tensor, Tensor]:
-        return stream_norm(x, added if with_added else None, weight, _EPS)
+        return rms_norm.stream_norm(x, added if with_added else None, weight, _EPS)
 
     def detached(function: Callable[[bool], tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         with torch.no_grad():
@@ -194,7 +302,7 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
 
 def _measured(part: StepPart, repeats: int) -> dict[str, float]:
     """Return the median of each way's times on the GPU, in seconds."""
-    scratch = torch.empty(8 * FLUSH, dtype=torch.uint8, device="cuda")  # a millisecond: autograd launches within it
+    scratch = torch.empty(8 * _FLUSH, dtype=torch.uint8, device="cuda")  # a millisecond: autograd launches within it
     seconds = median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2)
     return {name: on_gpu for name, (on_gpu, _) in zip(part.ways, seconds, strict=True)}
 

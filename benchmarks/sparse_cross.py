@@ -1,0 +1,297 @@
+"""Measures block-sparse attention and cross-attention: `bmburst launch --nproc N -- -m benchmarks.sparse_cross WHAT`.
+
+Heads are LLaMA-3-8B's, tensors bfloat16. Calls alternate with those that they are compared with; a time is the median
+on the slowest rank. If a method does not support a case, its row gives the reason. `--small` is a tiny case, which also
+runs on a CPU. WHAT is one of:
+
+block-sparse: 128K causal tokens in random blocks of 128 tokens; diagonal blocks are always visible. The density is the
+fraction of causal pairs that is visible. On one rank, calls of each kernel alternate with calls of the fastest kernel
+for dense causal attention, and a ratio of 1 means that the time is proportional to the density. With `--nproc N` the
+sequence is split over N ranks, and calls alternate with calls of one GPU's kernel on all tokens and the same blocks. A
+ratio of 1 then means that N ranks are N times as fast. Of the N x N partitions (the queries of one rank, the keys of
+one rank), those without a visible pair are skipped; the row has their share.
+
+cross: 64K queries and 128K keys. Calls of each strategy and transport alternate with calls of one GPU's kernel on all
+queries and keys. A ratio of 1 means that N ranks are N times as fast as that kernel.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.attention.method import both, forward_without_grad
+from benchmarks.engine.machine import RankGroup, publish, start_ranks, write_record
+from benchmarks.engine.timing import Times, beside_one_gpu, in_turns, quotient
+from bmburst.attention.api import burst_attention
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
+from bmburst.comm.groups import communicator, single_rank_group
+from bmburst.errors import UserError
+from bmburst.schedule.layout import padded_layout
+from bmburst.schedule.mask import BlockSparse
+from bmburst.schedule.tiles import visible_area
+from bmburst_ops.pattern import BLOCK
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+DIRECTIONS = ("forward", "forward and backward")
+TOKENS, SMALL_TOKENS = 131_072, 200
+DENSITIES = (0.1, 0.25, 0.5)
+LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
+LENGTHS, SMALL_LENGTHS = (65_536, 131_072), (96, 160)  # of queries and keys
+METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
+NAMES = ("mask", "layout", "key_layout")
+CASES = (("causal", "zigzag", "zigzag"), ("causal", "striped", "striped"), ("full", "zigzag", "zigzag"))
+"""Values of `NAMES`; without a mask every layout gives each rank the same work."""
+_MODULE = "benchmarks.sparse_cross"
+_BESIDE = ("dense_milliseconds", "one_gpu_milliseconds")  # of one rank, of several
+_SEED = 0
+Calls = dict[str, Callable[[], object]]
+"""Calls of attention by direction."""
+
+
+class Inputs(NamedTuple):
+    """Queries, keys, values and the gradient of the output, each `[1, tokens, heads, head_dim]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @classmethod
+    def random(cls, queries: int, keys: int, device: torch.device) -> "Inputs":
+        """Return random inputs, bfloat16 on a GPU, else float32."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        shapes = [(1, queries, HEADS, HEAD_DIM), *[(1, keys, KV_HEADS, HEAD_DIM)] * 2, (1, queries, HEADS, HEAD_DIM)]
+        q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        return cls(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
+
+    def calls(self, **options: Any) -> Calls:
+        """Return `burst_attention` of them with these options."""
+        attend = partial(burst_attention, **options)
+        calls = partial(forward_without_grad, attend, *self[:3]), partial(both, attend, *self)
+        return dict(zip(DIRECTIONS, calls, strict=True))
+
+
+class Effort(NamedTuple):
+    """Who measures, how many rounds, and about how many seconds: see `in_turns`."""
+
+    group: RankGroup
+    repeats: int
+    seconds: float
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(required=True, metavar="WHAT")
+    sparse, cross = programs.add_parser("block-sparse"), programs.add_parser("cross")
+    for each, run in ((sparse, _block_sparse), (cross, _cross)):
+        each.add_argument("--small", action="store_true", help="short sequences, to see it work")
+        each.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+        each.set_defaults(run=run)
+    sparse.add_argument("--kernels", default="triton,fa4", help="to measure, by name (default: %(default)s)")
+    sparse.add_argument(
+        "--layout", choices=LAYOUTS, default="zigzag", help="of the tokens on several ranks (default: %(default)s)"
+    )
+    cross.add_argument(
+        "--case",
+        action="append",
+        type=_case,
+        dest="cases",
+        metavar="MASK/LAYOUT/KEY_LAYOUT",
+        help=f"what to measure; can be given again (default: {', '.join(map('/'.join, CASES))})",
+    )
+    options = parser.parse_args()
+    group = RankGroup.world(start_ranks())
+    options.run(options, Effort(group, 2, 0.0) if options.small else Effort(group, 5, 3.0))
+    dist.destroy_process_group()
+    return 0
+
+
+def _case(text: str) -> tuple[str, str, str]:
+    mask, layout, key_layout = text.split("/")
+    return mask, layout, key_layout
+
+
+def _record(
+    options: argparse.Namespace,
+    group: RankGroup,
+    found: dict[str, Any],
+    measured: Iterator[dict[str, Any]],
+    line: Callable[[dict[str, Any]], str],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Add the rows to what was found, and write it on the first rank after each row."""
+    rows = found["rows"] = []
+    for row in measured:
+        rows.append(row)
+        if group.rank == 0:
+            write_record(options.output, _MODULE, group.size, **found)
+            print(f"measured: {line(row)}", flush=True)
+    if group.rank == 0:
+        publish(options.output, _MODULE, table(found), group.size, **found)
+
+
+def _block_sparse(options: argparse.Namespace, effort: Effort) -> None:
+    group, tokens = effort.group, SMALL_TOKENS if options.small else TOKENS
+    found: dict[str, Any] = {"tokens": tokens, "block_size": BLOCK, "head_dim": HEAD_DIM}
+    found |= {"heads": HEADS, "kv_heads": KV_HEADS}
+    found |= {"sequence_ranks": group.size, "layout": options.layout} if group.size > 1 else {}
+    kernels = options.kernels.split(",")
+    rows = _split(tokens, kernels, options.layout, effort) if group.size > 1 else _alone(tokens, kernels, effort)
+    _record(options, group, found, rows, partial(_sparse_line, over_ranks=group.size > 1), block_sparse_table)
+
+
+def _cross(options: argparse.Namespace, effort: Effort) -> None:
+    ranks, (queries, keys) = effort.group.size, SMALL_LENGTHS if options.small else LENGTHS
+    found = {"queries": queries, "keys": keys, "heads": HEADS, "kv_heads": KV_HEADS}
+    rows = _over_cases(options.cases or CASES, queries, keys, effort)
+    _record(options, effort.group, found, rows, _cross_name, partial(cross_table, ranks=ranks))
+
+
+def sparse_mask(tokens: int, density: float) -> tuple[BlockSparse, float]:
+    """Return a causal mask of random blocks, the same for the same arguments, and its actual density.
+
+    Args:
+        tokens: Tokens of the sequence.
+        density: Target fraction of causal pairs that are visible.
+    """
+    blocks = -(-tokens // BLOCK)
+    on = np.tri(blocks, dtype=bool) & (np.random.default_rng(_SEED).random((blocks, blocks)) < density)
+    mask = BlockSparse(on | np.eye(blocks, dtype=bool), BLOCK, causal=True)
+    return mask, visible_area(mask, tokens, np.arange(tokens)) / (tokens * (tokens + 1) / 2)
+
+
+def _alone(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+    """Yield a row for each density and kernel, compared with dense attention on one rank."""
+    inputs = Inputs.random(tokens, tokens, effort.group.device)
+    dense = inputs.calls(mask="causal", kernel="auto")
+    for density in DENSITIES:
+        mask, own = sparse_mask(tokens, density)
+        for kernel in kernels:
+            row: dict[str, Any] = {"asked": density, "density": own, "kernel": kernel}
+            try:
+                for direction, call in inputs.calls(mask=mask, kernel=kernel).items():
+                    times = in_turns(call, dense[direction], **effort._asdict())
+                    row[direction] = {
+                        "milliseconds": Times.of(times[0]).median,
+                        "dense_milliseconds": Times.of(times[1]).median,
+                        "ratio": quotient(times[0], times[1]) / own,
+                    }
+            except UserError as error:
+                row["refused"] = str(error).splitlines()[0]
+            yield row
+
+
+def _split(tokens: int, kernels: Sequence[str], layout: str, effort: Effort) -> Iterator[dict[str, Any]]:
+    """Yield a row for each density and kernel, over the ranks and on one; every rank calls it."""
+    comm, size = communicator(None), effort.group.size
+    whole = Inputs.random(tokens, tokens, effort.group.device)
+    for density in DENSITIES:
+        mask, own = sparse_mask(tokens, density)
+        cut = padded_layout(layout, size, tokens, mask)
+        part = Inputs.random(cut.tokens, cut.tokens, effort.group.device)
+        for kernel in kernels:
+            row: dict[str, Any] = {"asked": density, "density": own, "kernel": kernel}
+            try:
+                options = AttentionOptions(mask=mask, kernel=kernel, layout=layout)
+                call = decide(comm, part.q, part.k, part.v, tokens, options)
+                row["skipped"] = sum(not call.tiles(*pair) for pair in product(range(size), repeat=2)) / size**2
+                one = whole.calls(mask=mask, kernel=kernel, layout="contiguous", group=single_rank_group(comm))
+                ours = part.calls(mask=mask, kernel=kernel, layout=layout, length=tokens, group=comm)
+                _compare(row, ours, one, effort)
+            except UserError as error:
+                row["refused"] = str(error).splitlines()[0]
+            yield row
+
+
+def _over_cases(
+    cases: Sequence[tuple[str, str, str]], queries: int, keys: int, effort: Effort
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case of cross-attention, strategy and transport; every rank calls it."""
+    device, size = effort.group.device, effort.group.size
+    single = single_rank_group(communicator(None))
+    whole, part = Inputs.random(queries, keys, device), Inputs.random(queries // size, keys // size, device)
+    for case, (strategy, transport) in product(cases, METHODS):
+        named = dict(zip(NAMES, case, strict=True))
+        one = whole.calls(mask=named["mask"], key_length=keys, layout="contiguous", group=single)
+        ours = part.calls(**named, key_length=keys, strategy=strategy, transport=transport)
+        row: dict[str, Any] = {**named, "strategy": strategy, "transport": transport}
+        try:
+            _compare(row, ours, one, effort)
+        except UserError as error:
+            row["refused"] = str(error).splitlines()[0]
+        yield row
+
+
+def _compare(row: dict[str, Any], ours: Calls, one: Calls, effort: Effort) -> None:
+    """Put into the row how the ranks compare with one GPU, direction by direction."""
+    for direction, call in ours.items():
+        row[direction] = beside_one_gpu(call, one[direction], **effort._asdict())
+
+
+def block_sparse_table(found: Mapping[str, Any]) -> str:
+    """Return the results of block-sparse attention as Markdown."""
+    ranks = found.get("sequence_ranks", 1)
+    shape = (
+        f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads of {found['head_dim']}"
+    )
+    if ranks > 1:
+        title = f"{shape}, {found['layout']} over {ranks} ranks; ms, one GPU's ms, ratio to {ranks} times its speed:"
+        columns = ["density", "kernel", "partitions skipped", *DIRECTIONS]
+    else:
+        title = f"{shape}; ms, dense ms, ms over density x dense ms:"
+        columns = ["density", "kernel", *DIRECTIONS]
+    lines = [title, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return "\n".join([*lines, *(_sparse_line(row, over_ranks=ranks > 1) for row in found["rows"])])
+
+
+def _sparse_line(row: Mapping[str, Any], *, over_ranks: bool) -> str:
+    parts = [f"{row['density']:.1%}", row["kernel"]]
+    if over_ranks:
+        parts.append(f"{row['skipped']:.0%}" if "skipped" in row else "-")
+    for direction in DIRECTIONS:
+        times = row.get(direction)
+        numbers = times and (times["milliseconds"], times[_BESIDE[over_ranks]], times["ratio"])
+        parts.append("{:.1f}, {:.1f}, {:.2f}".format(*numbers) if numbers else row["refused"])
+    return f"| {' | '.join(parts)} |"
+
+
+def _cross_name(row: Mapping[str, Any]) -> str:
+    return f"{'/'.join(row[name] for name in NAMES)}, {row['strategy']} over {row['transport']}"
+
+
+def cross_table(found: Mapping[str, Any], ranks: int) -> str:
+    """Return the results of cross-attention as Markdown."""
+    lines = [
+        f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
+        "",
+        "| mask | layout of queries | of keys | strategy | transport | forward | forward and backward |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        cells = [row[name] for name in (*NAMES, "strategy", "transport")]
+        for direction in DIRECTIONS:
+            times = row.get(direction)
+            cells.append(
+                f"{times['milliseconds']:.1f}, {times['one_gpu_milliseconds']:.1f}, {times['ratio']:.3f}"
+                if times
+                else row["refused"]
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
