@@ -10,9 +10,21 @@ import torch
 
 from bmburst.comm.host_memory import host_shard, host_zeros
 from bmburst.errors import UserError, unknown
-from bmburst.optim import host_adam
-from bmburst.optim.device_adam import step_fused, step_masters, step_wide
-from bmburst.optim.host_adam import MASTER, MEAN, REMAINDER, SQUARE, STEP, HostAdam, LateUpdates, ShardUpdate, Update
+from bmburst.optim.updates import (
+    MASTER,
+    MEAN,
+    REMAINDER,
+    SQUARE,
+    STEP,
+    HostAdam,
+    LateUpdates,
+    ShardUpdate,
+    Update,
+    initial_state,
+    step_fused,
+    step_masters,
+    step_wide,
+)
 from bmburst.train.config import OptimizerConfig
 from bmburst.zero import NamedShard, named_shards, scatter_piece
 from bmburst_ops.fused import triton_twin
@@ -36,7 +48,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
     "bmtrain" and the state is on the GPU. `step` clips the gradient of fp16 weights in fp32.
 
-    With `offload` the state and the fp32 master weights are in host memory, where `bmburst.optim.host_adam` updates
+    With `offload` the state and the fp32 master weights are in host memory, where `bmburst.optim.updates` updates
     them. This frees 12 bytes of GPU memory per 16-bit weight and 8 per fp32 weight. Results may differ in the last
     bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel multiplies
     in another order. Moments agree within one unit in the last place. 16-bit weights are rounded to nearest from their
@@ -44,7 +56,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     updates.
 
     Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. A background thread updates them after `step`
-    returns (`bmburst.optim.host_adam`). `bmburst.zero` and the methods of this class wait for it before they read them
+    returns (`bmburst.optim.updates`). `bmburst.zero` and the methods of this class wait for it before they read them
     or their state. Each bf16 weight then keeps 2 bytes of its master instead of 4, and a master weight exactly halfway
     between two bf16 numbers may lose its last bit.
 
@@ -302,7 +314,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         if kept := host_shard(parameter):
-            return host_adam.initial_state(kept.weights)
+            return initial_state(kept.weights)
         state = _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
         if parameter.dtype == torch.float16 and self._has_scaled_state:
             state[MEAN] = state[MEAN].half()

@@ -63,7 +63,7 @@ def _weights_train_alike(folder, dtype, policy):
 
 def make(dtype, is_offloaded, piece=4096):
     from bmburst.optim import AdamW
-    from bmburst.optim.host_adam import HostAdam
+    from bmburst.optim.updates import HostAdam
 
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]

@@ -29,7 +29,7 @@ def _on_two_ranks(folder):
 
 
 def trainer(folder, name, offload, dtype, level, **changes):
-    from bmburst.optim.host_adam import HostAdam
+    from bmburst.optim.updates import HostAdam
     from bmburst.train.trainer import Trainer
 
     config = program.config(
