@@ -17,7 +17,6 @@ from bmburst.data.batches import Sequences
 from bmburst.data.corpus import find_corpus, has_tokens, require_cache
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
 from bmburst.data.rows import check_arrays
-from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
 from bmburst.evaluation.by_position import LossByPosition, PositionBin
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Adapter
-    from bmburst.inference.sampling import Sampled
-
-_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,58 +294,3 @@ def _nothing() -> None:
 def user_cache() -> Path:
     """Return the folder of this user's cache of tokenized texts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
-
-
-def generate(
-    model: "Llama",
-    mesh: Mesh,
-    prompt: list[int],
-    count: int,
-    tokenizer: Tokenizer,
-    seed: int,
-    show: Callable[[str], object] = lambda _: None,
-) -> list[int]:
-    """Return `count` sampled token ids that follow `prompt`; every rank calls it and gets the same ids.
-
-    Args:
-        model: The model, sharded over all ranks.
-        mesh: The ranks; each sequence group computes the same text.
-        prompt: At least one token.
-        count: Number of tokens to generate.
-        tokenizer: Only ids below its vocab_size are sampled, because a model's vocabulary may be padded.
-        seed: Seed of the sampling.
-        show: Called with each piece of text as soon as it is generated.
-    """
-    from bmburst.inference.batch import Engine, GenerationBatch
-    from bmburst.inference.text import TextStream
-    from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
-
-    weights: ModelWeights = GatheredWeights(model)
-    if weights.device.type == "cpu":  # the model is small, and gathering it takes longer than computing a token
-        weights = ResidentWeights.of(model)
-    engine = Engine.over(weights, mesh.sequence)
-    batch = GenerationBatch(engine, engine.new_cache(1, len(prompt) + count))
-    batch.prefill([prompt])
-    ids, text = [], TextStream(tokenizer)
-    for chosen in batch.decode(_Drawing(tokenizer.vocab_size, seed), count):
-        ids.append(int(chosen.tokens.item()))
-        show(text.push(ids[-1]))
-        beat()
-    show(text.finish())
-    return ids
-
-
-class _Drawing:
-    """Samples tokens at a fixed temperature, on the host."""
-
-    def __init__(self, allowed: int, seed: int) -> None:
-        self._allowed, self._generator = allowed, torch.Generator().manual_seed(seed)
-
-    def step(self, logits: torch.Tensor) -> "Sampled":
-        """Sample the next token of each row; see `bmburst.inference.batch.Chooser`."""
-        from bmburst.inference.sampling import Sampled
-
-        # multinomial raises on NaN; with nan_to_num, a diverged model samples at random.
-        known = logits[:, : self._allowed].float().cpu().nan_to_num()
-        drawn = torch.multinomial(torch.softmax(known / _TEMPERATURE, 1), 1, generator=self._generator)
-        return Sampled(drawn[:, 0].to(logits.device))

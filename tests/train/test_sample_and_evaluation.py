@@ -23,7 +23,7 @@ def _equal_transformers(folder):
     from transformers import LlamaForCausalLM
 
     from bmburst.data import PackedSequences
-    from bmburst.train.evaluate import generate
+    from bmburst.inference.answering import generate
     from bmburst.train.trainer import Trainer
 
     trainer = Trainer(program.config(folder, "run"))
