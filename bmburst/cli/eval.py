@@ -19,8 +19,8 @@ from bmburst.cli.passkey import (
 from bmburst.cli.train import set_environment
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.train.data_paths import check_sources, hold_records
 from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_sources, hold_records
 
 if TYPE_CHECKING:
     from bmburst.evaluation.by_position import PositionBin

@@ -27,7 +27,7 @@ from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWei
 from bmburst.mesh import Mesh
 from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, usable
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst.train.planning import available_bytes
+from bmburst.train.machine import available_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

@@ -206,7 +206,7 @@ def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("bmburst.train.planning.available_bytes", lambda: None)
+    monkeypatch.setattr("bmburst.train.machine.available_bytes", lambda: None)
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     for block in OURS[name]:

@@ -18,7 +18,7 @@ from bmburst.plan.presentation import options
 from bmburst.plan.search import predict, search, with_usable_memory
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.clock import FlopsMeter
-from bmburst.train.planning import planned
+from bmburst.train.machine import planned
 from tests.plan.test_plan import read
 from tests.refusals import refused, says
 
