@@ -225,6 +225,19 @@ class LlamaConfig:
         shape.require_heads(self.num_heads, self.num_kv_heads)
         shape.require_width("intermediate_size", self.intermediate_size)
 
+    def require_packing(self, pack: str) -> None:
+        """Check that the model supports the packing of a run; it may not support documents.
+
+        Raises:
+            UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
+        """
+        if pack == "documents" and self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
+            raise UserError(
+                "pack documents does not support model.rope_scaling.kind dynamic, which depends on the document's "
+                "length\nallowed: linear, yarn, llama3, or none\n"
+                "fix: --pack stream, or another --model.rope_scaling.kind"
+            )
+
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
         """Return the configuration described by the config.json of a Hugging Face model of one of `FAMILIES`.

@@ -28,7 +28,7 @@ def _equal_transformers(folder, pack):
 
     from bmburst.data import PackedSequences, evaluation_batches, open_corpus
     from bmburst.train import evaluate
-    from bmburst.train.eval_config import EvalConfig
+    from bmburst.train.config import EvalConfig
     from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)

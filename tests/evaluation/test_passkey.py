@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from bmburst.cli import main
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
-from bmburst.evaluation.passkey import QUESTION, PasskeyPrompts, PasskeyTest, read_lengths
 from bmburst.inference import generator as generating
+from bmburst.inference.passkey import QUESTION, PasskeyPrompts, PasskeyTest, read_lengths
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.weights import ResidentWeights
 from bmburst.outputs import is_picture

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmburst.data.tokenizer import ByteTokenizer
-from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest
+from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest
 from bmburst.inference.prompts import PromptEncoder
 
 FOLDER = Path(__file__).with_name("passkey")

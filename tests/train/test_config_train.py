@@ -19,11 +19,11 @@ from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
+    EvalConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.eval_config import EvalConfig
 from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
