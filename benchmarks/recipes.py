@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli.recipe import FIRST_LINE, recipe, settings_of
 from bmburst.config import overlay

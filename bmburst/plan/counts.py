@@ -9,8 +9,7 @@ for memory take that into account, those for time do not.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 

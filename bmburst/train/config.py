@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field

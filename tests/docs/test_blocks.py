@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.cli import COMMANDS
 from bmburst.train.config import ParallelConfig

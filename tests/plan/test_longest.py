@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.plan.candidates import Candidate, Offload, Task

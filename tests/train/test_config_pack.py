@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.families import RopeScaling
 from bmburst.cli import eval as eval_command
 from bmburst.cli import train as train_command
 from bmburst.config import given_options

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build_config, read_layer, to_dict

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS, preset
 from bmburst.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import resolve, write_run_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.adapter import adapter_shapes
 from bmburst.checkpoint.files import nbytes
 from bmburst.checkpoint.hugging_face import expected_shapes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.files import newest_complete, read_progress
 from bmburst.errors import RunError
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.amounts import GIB
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.data import open_corpus
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
