@@ -68,7 +68,7 @@ def make(dtype, is_offloaded, piece=4096):
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]
     parameters = [torch.nn.Parameter(w) for w in weights if len(w) or is_offloaded]
-    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
+    with patch("bmburst.optim.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
         optimizer = AdamW(parameters, **RATES, offload=is_offloaded)
     assert host.called == is_offloaded
     return optimizer, [p for p in optimizer.param_groups[0]["params"] if len(p)]

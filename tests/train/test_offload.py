@@ -41,7 +41,7 @@ def trainer(folder, name, offload, dtype, level, **changes):
         **changes,
     )
     # Every storage in several pieces.
-    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
+    with patch("bmburst.optim.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
         made = Trainer(config)
     assert host.called == offload
     return made

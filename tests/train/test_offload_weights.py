@@ -354,8 +354,7 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
 def _memory_and_state_are_prepared(folder):
     from bmburst.blocks.model import Llama
     from bmburst.comm.host_memory import HostMemory
-    from bmburst.optim import updates
-    from bmburst.optim.adamw import AdamW
+    from bmburst.optim import AdamW, updates
 
     memory = HostMemory()
     model = Llama(program.SHAPE, offload_weights=True, host_memory=memory)
