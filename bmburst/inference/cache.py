@@ -4,7 +4,7 @@ The cache is allocated once; prefill and decoding fill it. In prefill, queries a
 group together with their partial outputs, which are merged by their log-sum-exp; keys and values are not sent (pass-Q
 of arXiv:2411.01783).
 
-Decoding over heads: a rank computes queries, keys and values of its heads and attends to their whole cache. With token
+Decoding by heads: a rank computes queries, keys and values of its heads and attends to their whole cache. With token
 groups, the ranks of a head group compute the same queries, attend to their own tokens, all-gather the partial results
 and merge them by their log-sum-exp. Output projection, MLP and head are split over all ranks, so that each weight is
 read by one rank, and their results are summed (Megatron-LM, arXiv:1909.08053) or, for the head, gathered. Sums over

@@ -15,7 +15,7 @@ from tests.distributed.programs import run_program
 from tests.refusals import says
 from tests.train import run_program as program
 
-MODEL = Path(__file__).with_name("passkey")
+MODEL = Path(__file__).parents[1] / "inference" / "passkey"
 
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])

@@ -1,6 +1,6 @@
 """`bmburst eval --passkey`: prompts of exact lengths, a model that copies the key on 1 to 3 ranks, and refusals.
 
-The model in tests/evaluation/passkey was trained by tests/evaluation/train_passkey.py, which takes some minutes.
+The model in tests/inference/passkey was trained by tests/inference/train_passkey.py, which takes some minutes.
 """
 
 import json
