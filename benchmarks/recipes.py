@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli.recipe import FIRST_LINE, recipe, settings_of
 from bmburst.config import overlay
 from bmburst.plan.candidates import Task
 from bmburst.plan.search import search
 from bmburst.schedule.hardware import load_hardware
-from bmburst.train.data_paths import PLACEHOLDER
+from bmburst.train.resolve import PLACEHOLDER
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "recipes", ROOT / "docs" / "recipes.md"

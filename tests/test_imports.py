@@ -67,7 +67,7 @@ BMTRAIN_AT_TOP = {
     "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live.py",
-    "bmburst/optim/adamw.py",
+    "bmburst/optim/__init__.py",
     "bmburst/zero.py",
     "model_center_ext/llama.py",
 }

@@ -21,9 +21,9 @@ from benchmarks.inference.peers import PeerPrefill, Transformers
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
-from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.sampling import Sampled
+from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import ResidentWeights
 from bmburst.runtime import watchdog
 from bmburst.schedule.hardware import hardware_of
@@ -35,7 +35,7 @@ Answer = Callable[[Sequence[Sequence[int]], int], tuple[list[float], Tensor]]
 
 
 class Greedy:
-    """Chooses the most likely token; a `bmburst.inference.batch.Chooser`."""
+    """Chooses the most likely token; a `bmburst.inference.session.Chooser`."""
 
     def step(self, logits: Tensor) -> Sampled:
         """See `Chooser`."""

@@ -1,21 +1,39 @@
-"""Configuration of a LLaMA-family model, read from and written to Hugging Face's config.json. Imports no torch."""
+"""Configuration of a LLaMA-family model, of its adapters, and of the chunks that a block computes. Imports no torch."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, write_settings
+from bmburst.blocks.families import (
+    FAMILIES,
+    SCALES,
+    RopeScaling,
+    family_of,
+    read_rope,
+    read_settings,
+    rope_of,
+    write_rope,
+    write_settings,
+)
 from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError
 from bmburst.schedule.mesh_shape import MeshShape
 
-ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Matrices of a block, by Hugging Face's names."""
+ALL = "all-linear"
+AUTOMATIC_CHUNK = 16384
+"""Tokens. Matmuls run at full rate from a few thousand tokens on. For LLaMA-3-8B the tensors of a chunk take 2.2 GiB.
+Accumulating its weight gradients moves 1.3 GiB, 2 % of the time of its matmuls on an H200."""
+GROUP_ROWS = 1 << 21
+"""Query rows (tokens times heads) of one attention call. Each call reads the residual stream for its projections.
+For llama-3-8b at 128K tokens on an H200, 8 calls cost 1.3 % of a step, and 2 calls need 1 GiB more memory."""
 # Far above any existing model, yet low enough to reject a corrupt number in a file immediately.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
-_MOST_SCALE = 1e6  # upper bound of yarn's mscale, so that the ratio of two is finite
 # Required keys of config.json, mapped to our field names.
 _HF_REQUIRED = {
     "vocab_size": "vocab_size",
@@ -30,57 +48,6 @@ _HF_FIXED: Mapping[str, Any] = MappingProxyType(
 )
 # Hugging Face's own defaults, used where a config.json leaves the key out.
 _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """RoPE scaling: extends rotary positions beyond the context length of the original training.
-
-    "linear" divides positions by the factor (arXiv:2306.15595), "dynamic" grows the base with the length (NTK),
-    "yarn" interpolates per frequency (arXiv:2309.00071), "llama3" is the per-frequency rule of Llama 3.1.
-    """
-
-    kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Scaling method.")
-    factor: float = field(
-        "New length divided by the length of the original training.", unit="times", minimum=1, maximum=1e6
-    )
-    original_max_position_embeddings: int | None = field(
-        "Length of the original training; dynamic uses max_position_embeddings if this is none.",
-        default=None,
-        unit="tokens",
-        minimum=1,
-    )
-    low_freq_factor: float = field(
-        "llama3: wavelengths above original length / this value are divided by the factor.", default=1.0, above=0
-    )
-    high_freq_factor: float = field(
-        "llama3: wavelengths below original length / this value are kept.", default=4.0, above=0
-    )
-    beta_fast: float = field("yarn: dimensions that rotate more often are kept.", default=32.0, unit="turns", above=0)
-    beta_slow: float = field(
-        "yarn: dimensions that rotate less often are divided by the factor.", default=1.0, unit="turns", above=0
-    )
-    attention_factor: float | None = field(
-        "yarn: factor on cosines and sines.", default=None, default_text="0.1 ln(factor) + 1", above=0
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.kind in ("yarn", "llama3") and self.original_max_position_embeddings is None:
-            raise UserError(
-                f"rope_scaling of kind {self.kind} needs original_max_position_embeddings\n"
-                "fix: give the length in tokens that the model was trained on, for example 8192"
-            )
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise UserError(
-                f"rope_scaling.high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor "
-                f"{self.low_freq_factor:g}\nfix: for example low_freq_factor 1 and high_freq_factor 4"
-            )
-        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
-            raise UserError(
-                f"rope_scaling.beta_fast {self.beta_fast:g} is not above beta_slow {self.beta_slow:g}\n"
-                "fix: for example beta_fast 32 and beta_slow 1"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,12 +192,25 @@ class LlamaConfig:
         shape.require_heads(self.num_heads, self.num_kv_heads)
         shape.require_width("intermediate_size", self.intermediate_size)
 
+    def require_packing(self, pack: str) -> None:
+        """Check that the model supports the packing of a run; it may not support documents.
+
+        Raises:
+            UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
+        """
+        if pack == "documents" and self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
+            raise UserError(
+                "pack documents does not support model.rope_scaling.kind dynamic, which depends on the document's "
+                "length\nallowed: linear, yarn, llama3, or none\n"
+                "fix: --pack stream, or another --model.rope_scaling.kind"
+            )
+
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
         """Return the configuration described by the config.json of a Hugging Face model of one of `FAMILIES`.
 
         Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5). If
-        they contradict each other, the precedence is that of transformers: see `_rope_of`.
+        they contradict each other, the precedence is that of transformers: see `rope_of`.
 
         Raises:
             UserError: A key is missing, or the model has a feature that is not supported.
@@ -240,14 +220,14 @@ class LlamaConfig:
         missing = [key for key in _HF_REQUIRED if values.get(key) is None]
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
-        rope = _rope_of(values)
+        rope = rope_of(values)
         max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
         return cls(
             **{name: values[key] for key, name in _HF_REQUIRED.items()},
             num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
             head_dim=values.get("head_dim") or 0,
             rope_theta=_HF_ROPE_THETA if rope.get("rope_theta") is None else rope["rope_theta"],
-            rope_scaling=_read_rope(rope, max_positions),
+            rope_scaling=read_rope(rope, max_positions),
             norm_eps=values.get("rms_norm_eps", _HF_NORM_EPS),
             init_std=values.get("initializer_range", _HF_INIT_STD),
             max_position_embeddings=max_positions,
@@ -256,7 +236,7 @@ class LlamaConfig:
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the config.json of the same model for transformers, versions 4 and 5, or for MiniCPM's own code."""
-        rope = _write_rope(self.rope_scaling)
+        rope = write_rope(self.rope_scaling)
         max_positions = self.max_position_embeddings
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
             # In transformers, dynamic scaling starts at max_position_embeddings.
@@ -289,81 +269,94 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
         raise UserError("the weights are quantized (quantization_config)\nfix: give the unquantized model")
 
 
-def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config.json, as transformers 5 reads them (`convert_rope_params_to_dict`).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters on frozen weights (arXiv:2106.09685), as in PEFT, without dropout."""
 
-    A `rope_scaling` that is not empty replaces all of `rope_parameters`, including the base. `rope_theta` and
-    `partial_rotary_factor` fall back to the top-level keys. A top-level `original_max_position_embeddings` overrides
-    that of the object.
+    rank: int = field("Rank of the adapters; 0: none, all weights are trained.", default=0, minimum=0, maximum=65536)
+    alpha: float = field("Adapters are multiplied by alpha / rank.", default=16.0, above=0)
+    targets: tuple[str, ...] = field(
+        f"Matrices with adapters: {', '.join(TARGETS)}; or {ALL}.", default=("q_proj", "v_proj")
+    )
 
-    Raises:
-        UserError: One of them is not an object, or the settings differ between layers.
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.targets:
+            raise UserError(f"lora.targets is empty\nallowed: {', '.join(TARGETS)}, {ALL}\nfix: q_proj,v_proj")
+        for name in self.targets:
+            if name not in (*TARGETS, ALL):
+                near = difflib.get_close_matches(name, (*TARGETS, ALL), 1)
+                raise UserError(
+                    f"lora.targets: no layer has a matrix '{name}'\nallowed: {', '.join(TARGETS)}, {ALL}\n"
+                    f"fix: {near[0] if near else 'q_proj,v_proj'}"
+                )
+
+        if not self.rank:
+            for leaf in dataclasses.fields(self):
+                if (value := getattr(self, leaf.name)) != leaf.default:
+                    said = ",".join(value) if isinstance(value, tuple) else f"{value:g}"
+                    raise UserError(
+                        f"lora.{leaf.name} {said} has no effect: lora.rank is 0, which trains all weights\n"
+                        f"fix: --lora.rank 16, or leave lora.{leaf.name} out"
+                    )
+
+    def parameters(self, model: LlamaConfig) -> int:
+        """Return the number of adapter parameters of a model; 0 if there are no adapters."""
+        return model.num_layers * self.elements(model)
+
+    def elements(self, model: LlamaConfig, tensor: int = 1) -> int:
+        """Return the number of adapter elements of one block on one tensor rank.
+
+        Tensor parallelism splits the inputs of `o_proj` and `down_proj`, and the outputs of the other matrices.
+        """
+        hidden, query = model.hidden_size, model.num_heads // tensor * model.head_dim
+        kv, inner = max(1, model.num_kv_heads // tensor) * model.head_dim, model.intermediate_size // tensor
+        sides = {"q_proj": query, "o_proj": query, "k_proj": kv, "v_proj": kv}
+        return sum(self.rank * (hidden + sides.get(name, inner)) for name in self.matrices)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapters, alpha / rank."""
+        return self.alpha / self.rank
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices that have an adapter, in the order of `TARGETS`."""
+        return TARGETS if ALL in self.targets else tuple(name for name in TARGETS if name in self.targets)
+
+
+def mlp_chunk(rows: int, wanted: int | None, *, recomputes: bool) -> int:
+    """Return the chunk size of an MLP in rows, such that chunks have nearly equal sizes; `rows`: no chunks.
+
+    Args:
+        rows: Tokens of all sequences of a rank's batch, over its tensor group.
+        wanted: Largest chunk, as set by the user; 0: all rows. None: `AUTOMATIC_CHUNK` if the block is recomputed,
+            because chunks then need no additional matmuls; else all, because backward would recompute gate and up.
+        recomputes: Whether backward recomputes the block.
     """
-    for key in ("rope_scaling", "rope_parameters"):
-        given = values.get(key)
-        if given is not None and not isinstance(given, Mapping):
-            raise UserError(
-                f'{key} {shown(given)} is not an object\nfix: one, for example {{"rope_type": "linear", "factor": 4.0}}'
-            )
-    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        raise UserError(
-            f"different rotary settings for types of layers ({shown(by_layer[0])}) are not supported\n"
-            "fix: one object, the same for all layers"
-        )
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if rope.get(key) is None:
-            rope[key] = values.get(key)
-    if values.get("original_max_position_embeddings") is not None:
-        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    return rope
+    if wanted is None:
+        wanted = AUTOMATIC_CHUNK if recomputes else rows
+    parts = max(1, -(-rows // wanted)) if wanted else 1
+    return max(1, -(-rows // parts))
 
 
-def _read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UserError(
-            f"partial_rotary_factor {shown(rope['partial_rotary_factor'])} is not supported\nfix: a model with 1.0"
-        )
-    if kind == "default":
-        return None
-    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
-    if not rope.get("truncate", True):
-        raise UserError("rope_scaling's truncate false is not supported\nfix: a model with true")
-    known = {declared.name for declared in dataclasses.fields(RopeScaling)} - {"kind"}
-    given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
-    if "factor" not in given:
-        raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
-    if kind in ("yarn", "llama3"):
-        given.setdefault("original_max_position_embeddings", max_positions)
-    else:  # transformers' dynamic scaling starts at max_position_embeddings and ignores this key
-        given.pop("original_max_position_embeddings", None)
-    scaling = RopeScaling(**given)
-    if kind != "yarn" or scaling.attention_factor is not None:
-        return scaling
-    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
-    if not all(scales):
-        return scaling
-    for scale in scales:
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MOST_SCALE:
-            raise UserError(f"mscale {shown(scale)} of yarn does not fit\nfix: a number above 0")
-    up, down = (_yarn_scale(scaling.factor, float(scale)) for scale in scales if scale)
-    return dataclasses.replace(scaling, attention_factor=up / down)
+def kv_heads_at_once(kv_heads: int, query_rows: int, ranks: int = 1) -> int:
+    """Return the number of KV heads (with their query heads) of one attention call in a recomputed block.
 
+    The last call may have fewer heads. The number is a multiple of `ranks`, so that an all-to-all can exchange the
+    heads of each call. If `ranks` does not divide `kv_heads`, one call computes all heads.
 
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return only the keys that transformers expects for the kind: it warns about other keys."""
-    if scaling is None:
-        return None
-    keys = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    }[scaling.kind]
-    values = {key: getattr(scaling, key) for key in keys}
-    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
+    Args:
+        kv_heads: KV heads of the block.
+        query_rows: Tokens of a rank times query heads. Below 2 `GROUP_ROWS`, one call computes all heads. Otherwise
+            each call has at least half of `GROUP_ROWS`, except the last.
+        ranks: Ranks that share a sequence.
+    """
+    shares = 1 if kv_heads % ranks else kv_heads // ranks
+    parts = max(1, min(shares, query_rows // GROUP_ROWS))
+    return kv_heads // shares * (shares // parts)

@@ -1,9 +1,14 @@
-"""Supported model families (LLaMA, Mistral, Qwen2, Qwen3, MiniCPM) in Hugging Face's config.json. Imports no torch."""
+"""What Hugging Face's config.json says of a model's family and of its rotary scaling. Imports no torch.
 
+The families are LLaMA, Mistral, Qwen2, Qwen3 and MiniCPM.
+"""
+
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
+from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
 from bmburst.errors import UserError, require_known
 
@@ -35,6 +40,8 @@ class Family:
     foreign: tuple[str, ...] = ()
 
 
+ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+_MOST_SCALE = 1e6  # upper bound of yarn's mscale, so that the ratio of two is finite
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 """Settings of MiniCPM's three factors, named as in its config.json and in `LlamaConfig`."""
 _ALLOWED = {int: "a whole number", list: "a list of names"}
@@ -177,3 +184,139 @@ def _by_layer(values: Mapping[str, Any]) -> int | None:
             "fix: one type for all; for both, train it in transformers: docs/hugging_face.md"
         )
     return values.get("sliding_window", 4096) if "sliding_attention" in kinds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """RoPE scaling: extends rotary positions beyond the context length of the original training.
+
+    "linear" divides positions by the factor (arXiv:2306.15595), "dynamic" grows the base with the length (NTK),
+    "yarn" interpolates per frequency (arXiv:2309.00071), "llama3" is the per-frequency rule of Llama 3.1.
+    """
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Scaling method.")
+    factor: float = field(
+        "New length divided by the length of the original training.", unit="times", minimum=1, maximum=1e6
+    )
+    original_max_position_embeddings: int | None = field(
+        "Length of the original training; dynamic uses max_position_embeddings if this is none.",
+        default=None,
+        unit="tokens",
+        minimum=1,
+    )
+    low_freq_factor: float = field(
+        "llama3: wavelengths above original length / this value are divided by the factor.", default=1.0, above=0
+    )
+    high_freq_factor: float = field(
+        "llama3: wavelengths below original length / this value are kept.", default=4.0, above=0
+    )
+    beta_fast: float = field("yarn: dimensions that rotate more often are kept.", default=32.0, unit="turns", above=0)
+    beta_slow: float = field(
+        "yarn: dimensions that rotate less often are divided by the factor.", default=1.0, unit="turns", above=0
+    )
+    attention_factor: float | None = field(
+        "yarn: factor on cosines and sines.", default=None, default_text="0.1 ln(factor) + 1", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.kind in ("yarn", "llama3") and self.original_max_position_embeddings is None:
+            raise UserError(
+                f"rope_scaling of kind {self.kind} needs original_max_position_embeddings\n"
+                "fix: give the length in tokens that the model was trained on, for example 8192"
+            )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"rope_scaling.high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor "
+                f"{self.low_freq_factor:g}\nfix: for example low_freq_factor 1 and high_freq_factor 4"
+            )
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise UserError(
+                f"rope_scaling.beta_fast {self.beta_fast:g} is not above beta_slow {self.beta_slow:g}\n"
+                "fix: for example beta_fast 32 and beta_slow 1"
+            )
+
+
+def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a config.json, as transformers 5 reads them (`convert_rope_params_to_dict`).
+
+    A `rope_scaling` that is not empty replaces all of `rope_parameters`, including the base. `rope_theta` and
+    `partial_rotary_factor` fall back to the top-level keys. A top-level `original_max_position_embeddings` overrides
+    that of the object.
+
+    Raises:
+        UserError: One of them is not an object, or the settings differ between layers.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        given = values.get(key)
+        if given is not None and not isinstance(given, Mapping):
+            raise UserError(
+                f'{key} {shown(given)} is not an object\nfix: one, for example {{"rope_type": "linear", "factor": 4.0}}'
+            )
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        raise UserError(
+            f"different rotary settings for types of layers ({shown(by_layer[0])}) are not supported\n"
+            "fix: one object, the same for all layers"
+        )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(key) is None:
+            rope[key] = values.get(key)
+    if values.get("original_max_position_embeddings") is not None:
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return rope
+
+
+def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    """Return the scaling of rotary settings, as `rope_of` returns them; None: positions are not scaled.
+
+    Raises:
+        UserError: The settings are incomplete or not supported.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UserError(
+            f"partial_rotary_factor {shown(rope['partial_rotary_factor'])} is not supported\nfix: a model with 1.0"
+        )
+    if kind == "default":
+        return None
+    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
+    if not rope.get("truncate", True):
+        raise UserError("rope_scaling's truncate false is not supported\nfix: a model with true")
+    known = {declared.name for declared in fields(RopeScaling)} - {"kind"}
+    given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
+    if "factor" not in given:
+        raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
+    if kind in ("yarn", "llama3"):
+        given.setdefault("original_max_position_embeddings", max_positions)
+    else:  # transformers' dynamic scaling starts at max_position_embeddings and ignores this key
+        given.pop("original_max_position_embeddings", None)
+    scaling = RopeScaling(**given)
+    if kind != "yarn" or scaling.attention_factor is not None:
+        return scaling
+    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return scaling
+    for scale in scales:
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MOST_SCALE:
+            raise UserError(f"mscale {shown(scale)} of yarn does not fit\nfix: a number above 0")
+    up, down = (_yarn_scale(scaling.factor, float(scale)) for scale in scales if scale)
+    return replace(scaling, attention_factor=up / down)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return `rope_scaling` with only the keys that transformers expects for the kind: it warns about other keys."""
+    if scaling is None:
+        return None
+    keys = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    }[scaling.kind]
+    values = {key: getattr(scaling, key) for key in keys}
+    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}

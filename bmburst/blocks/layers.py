@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError

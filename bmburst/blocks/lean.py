@@ -26,8 +26,8 @@ from torch import Tensor
 from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
+from bmburst.blocks.config import kv_heads_at_once
 from bmburst.blocks.layers import Linear, RMSNorm
-from bmburst.blocks.parts import kv_heads_at_once
 from bmburst.recompute.checkpointing import Tape, is_keeping, recording
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
-from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.streamed import StreamedBlock

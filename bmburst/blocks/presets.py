@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.errors import require_known
 
 _MINICPM: Mapping[str, Any] = MappingProxyType(

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.errors import UserError
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from bmburst import recompute
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.config import mlp_chunk as choose_chunk
 from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, project
 from bmburst.blocks.lean import Batch
-from bmburst.blocks.lora import LoRAConfig
-from bmburst.blocks.parts import mlp_chunk as choose_chunk
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy

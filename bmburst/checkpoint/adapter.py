@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import TARGETS, LoRAConfig
+from bmburst.blocks.config import TARGETS, LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.sharded_files import Gathered, save_parts, together

@@ -19,12 +19,12 @@ from bmburst.cli.passkey import (
 from bmburst.cli.train import set_environment
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.train.data_paths import check_sources, hold_records
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
+from bmburst.train.resolve import check_sources, hold_records
 
 if TYPE_CHECKING:
-    from bmburst.evaluation.by_position import PositionBin
-    from bmburst.train.evaluate import Measurement
+    from bmburst.train.evaluate import PositionBin
+    from bmburst.train.objective import Measurement
 
 HELP = (
     "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity, also by position; or on whether it "
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_positions(config: EvalConfig, measured: "Measurement", bins: "list[PositionBin]") -> None:
-    from bmburst.evaluation.by_position import draw_positions, table, to_json
-    from bmburst.train.evaluate import perplexity
+    from bmburst.train.evaluate import draw_positions, table, to_json
+    from bmburst.train.objective import perplexity
 
     path, picture = _outputs(config)
     write_evaluation(path, to_json(to_dict(config), dataclasses.asdict(measured), bins))

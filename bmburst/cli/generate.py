@@ -142,10 +142,10 @@ class _Request:
         Raises:
             UserError: An option or a prompt cannot work.
         """
+        from bmburst.inference.answering import TextStream
         from bmburst.inference.generator import Source
         from bmburst.inference.prompts import PromptEncoder, read_prompts
         from bmburst.inference.sampling import generation_options
-        from bmburst.inference.text import TextStream
         from bmburst.plan.inference import chunk_of
         from bmburst.schedule.cache_split import CacheSplit
 

@@ -17,11 +17,11 @@ from bmburst.cli.train import set_environment
 from bmburst.config import build_config, given_options, option_name, read_json, read_layer, write_json
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
 
 if TYPE_CHECKING:
-    from bmburst.evaluation.passkey import PasskeyCell, PasskeyPrompts, PasskeyTest
     from bmburst.inference.generator import Source
+    from bmburst.inference.passkey import PasskeyCell, PasskeyPrompts, PasskeyTest
 
 _SHARED = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", "start_timeout", "output", "nproc")
 _OPTIONS = ("lengths", "depths", "samples", "digits", "seed", "without_key", "cache", "chunk_tokens")
@@ -117,7 +117,7 @@ class _Request:
             UserError: An option cannot work.
         """
         config, values = _shared(args)
-        from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
+        from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
         from bmburst.plan.inference import chunk_of
 
         if args.lengths is None:
@@ -192,8 +192,8 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> int:
     from bmburst.comm.groups import communicator
-    from bmburst.evaluation.passkey import draw_passkeys, measure_passkeys, to_json
     from bmburst.inference.generator import Generator
+    from bmburst.inference.passkey import draw_passkeys, measure_passkeys, to_json
 
     comm = communicator(None)
     is_main = comm.rank == 0
@@ -247,7 +247,7 @@ def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
 
 def table(cells: "Sequence[PasskeyCell]") -> str:
     """Return a table of right answers out of all, one line per length, in blocks of at most 80 columns."""
-    from bmburst.evaluation.passkey import words_of
+    from bmburst.inference.passkey import words_of
 
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     found = {(cell.length, cell.depth): cell for cell in cells}

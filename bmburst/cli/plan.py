@@ -13,7 +13,7 @@ from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file, write_text
 
 if TYPE_CHECKING:
-    from bmburst.blocks.lora import LoRAConfig
+    from bmburst.blocks.config import LoRAConfig
     from bmburst.plan.candidates import Offload, Task
     from bmburst.schedule.hardware import Hardware
 
@@ -323,7 +323,7 @@ def _longest(args: argparse.Namespace, task: "Task") -> int:
 
 
 def _adapters(rank: int | None) -> "LoRAConfig | None":
-    from bmburst.blocks.lora import LoRAConfig
+    from bmburst.blocks.config import LoRAConfig
 
     if rank is None:
         return None

@@ -18,8 +18,7 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.presentation import options
 from bmburst.plan.search import Prediction
 from bmburst.train.config import TrainConfig
-from bmburst.train.data_paths import PLACEHOLDER
-from bmburst.train.resolve import read_hugging_face_config
+from bmburst.train.resolve import PLACEHOLDER, read_hugging_face_config
 
 FIRST_LINE = "# A recipe of bmburst: "
 

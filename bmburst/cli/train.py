@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             config = resolve_options(args)
         nproc = ranks_of(config)
         check_run(config, nproc)
-        from bmburst.train.planning import check_host_memory  # here, because the help does not need the planner
+        from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
 
         check_host_memory(config, nproc)
         environment: dict[str, str] = {}

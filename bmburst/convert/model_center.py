@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
-from bmburst.blocks.families import SCALES
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import SCALES, RopeScaling
 from bmburst.config import build_config, check_fields, field, read_layer, to_dict
 from bmburst.errors import UserError
 

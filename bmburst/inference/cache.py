@@ -1,26 +1,43 @@
-"""The KV cache of one rank, and attention of new tokens to the cached tokens of all token groups.
+"""The sharded KV cache of one rank, attention to the cached tokens, and decoding: one token per sequence and step.
 
-The cache is allocated once; prefill and decoding fill it. Queries are passed from token group to token group together
-with their partial outputs, which are merged by their log-sum-exp; keys and values are not sent (pass-Q of
-arXiv:2411.01783).
+The cache is allocated once; prefill and decoding fill it. In prefill, queries are passed from token group to token
+group together with their partial outputs, which are merged by their log-sum-exp; keys and values are not sent (pass-Q
+of arXiv:2411.01783).
+
+Decoding by heads: a rank computes queries, keys and values of its heads and attends to their whole cache. With token
+groups, the ranks of a head group compute the same queries, attend to their own tokens, all-gather the partial results
+and merge them by their log-sum-exp. Output projection, MLP and head are split over all ranks, so that each weight is
+read by one rank, and their results are summed (Megatron-LM, arXiv:1909.08053) or, for the head, gathered. Sums over
+ranks are bitwise equal on all ranks, so that all ranks choose the same tokens.
+
+A step reads lengths on the device and never waits for the host, so that it can be captured in a CUDA graph.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, linear, pad
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_forward
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.rope import angle_tables, rotary_frequencies
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.errors import UserError
+from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.tiles import Span, Tile, make_tiles
+from bmburst_ops.decode import append_rotated, decode_attention, merge_decode
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
+from bmburst_ops.rms_norm import rms_norm, stream_norm
+from bmburst_ops.swiglu import swiglu
 
 
 class KVCache:
@@ -159,3 +176,224 @@ def merge_earlier(
     merged = into.lse.contiguous()
     merge_partials_(into.out, merged, out, lse)
     into.lse.copy_(merged)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerSlice:
+    """Views of a block's weights that one rank uses for decoding.
+
+    Attributes:
+        whole: Weights of the block; its norms are used whole.
+        qkv: Rows of queries, keys and values of the rank's head group; one tensor if they are adjacent.
+        biases: Biases of these rows; None each if there are none.
+        widths: Number of rows of queries, keys and values.
+        out: This rank's columns of the output projection.
+        features: The same columns, relative to the head group.
+        gate_up: This rank's rows of gate and up; one tensor if they are adjacent.
+        down: This rank's columns of the down projection.
+    """
+
+    whole: LayerWeights
+    qkv: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    widths: tuple[int, int, int]
+    out: Tensor
+    features: slice
+    gate_up: tuple[Tensor, ...]
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: LayerWeights, config: LlamaConfig, split: CacheSplit) -> "LayerSlice":
+        """Return a rank's slice of a block."""
+        dim, group = config.head_dim, split.head_group
+        query, kv = split.own_heads * dim, split.own_kv_heads * dim
+        first = config.num_heads * dim
+        starts = (group * query, first + group * kv, first + config.num_kv_heads * dim + group * kv)
+        widths = (query, kv, kv)
+        qkv: tuple[Tensor, ...] = (layer.qkv,)
+        biases: tuple[Tensor | None, ...] = (layer.qkv_bias,)
+        if split.head_groups > 1:
+            rows = [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
+            qkv = tuple(layer.qkv[each] for each in rows)
+            biases = tuple(None if layer.qkv_bias is None else layer.qkv_bias[each] for each in rows)
+        groups, place = split.token_groups, split.token_group
+        mine = slice(query * place // groups, query * (place + 1) // groups)
+        columns = slice(group * query + mine.start, group * query + mine.stop)
+        inner = split.share(config.intermediate_size).slice
+        gate_up = (layer.gate_up,) if split.ranks == 1 else tuple(each[inner] for each in layer.gate_up.chunk(2))
+        return cls(layer, qkv, biases, widths, layer.out[:, columns], mine, gate_up, layer.down[:, inner])
+
+    def projected(self, normed: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the head group's q, k and v of `[batch, tokens, hidden]`: `[batch, tokens, heads, head_dim]` each."""
+        products = [linear(normed, *each) for each in zip(self.qkv, self.biases, strict=True)]
+        joined = products[0].split(self.widths, -1) if len(products) == 1 else products
+        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
+        if self.whole.q_norm is not None and self.whole.k_norm is not None:
+            q, k = rms_norm(q, self.whole.q_norm, config.norm_eps), rms_norm(k, self.whole.k_norm, config.norm_eps)
+        return q, k, v
+
+
+class Decoder:
+    """Appends one token to each sequence of a cache and computes the next logits. Every rank makes the same calls.
+
+    Args:
+        weights: The model.
+        comm: The ranks that share the cache.
+        cache: The cache; each sequence has at least one token.
+        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.one_shot`.
+    """
+
+    def __init__(
+        self, weights: ModelWeights, comm: CheckedCommunicator, cache: KVCache, add_up: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._weights, self._comm, self._cache, self._split = weights, comm, cache, cache.split
+        self._config = weights.config
+        self._slices = {i: self._slice_of(i) for i in range(self._config.num_layers)} if weights.is_resident else {}
+        scaling = self._config.rope_scaling
+        self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
+        self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
+        self._factor = 1.0
+        self.may_capture = True
+        """Whether steps may be captured in a CUDA graph."""
+        self._set_frequencies()
+        self._added_up = add_up
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `compute` can be captured in a CUDA graph: no part of it may depend on the host.
+
+        With BMTrain's communicators it is not captured, because their collectives are untested in graphs.
+        """
+        moves_in_graphs = self._comm.size == 1 or isinstance(self._comm.base.inner, ProcessGroupCommunicator)
+        is_resident = self._weights.is_resident and self._weights.device.type == "cuda"
+        return self.may_capture and moves_in_graphs and is_resident
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each sequence and return the logits of the next token, on every rank.
+
+        Args:
+            tokens: `[sequences]` int64 on the device.
+
+        Returns:
+            `[sequences, vocab_size]`, fp32 or wider.
+        """
+        self.before_step()
+        logits = self.compute(tokens)
+        self.after_step()
+        return logits
+
+    def before_step(self) -> None:
+        """Host part before a step: check for room; with dynamic scaling, update the frequencies for the new lengths."""
+        for sequence in range(self._cache.sequences):
+            self._cache.require_room(sequence, 1)
+        if self._is_dynamic:
+            self._set_frequencies()
+
+    def after_step(self) -> None:
+        """Host part after a step: add the appended tokens to the host's lengths."""
+        self._cache.lengths = [length + 1 for length in self._cache.lengths]
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Device part of a step; see `step`."""
+        config, cache, split, weights = self._config, self._cache, self._split, self._weights
+        positions = cache.device_lengths
+        cos, sin = angle_tables(self._frequencies, self._factor, positions, weights.dtype)
+        place = _Place.of(positions, split, config.sliding_window)
+        stream = embedding(tokens, weights.table(EMBEDDING))[:, None]
+        if config.embedding_scale != 1:
+            stream = stream * config.embedding_scale
+        factor, added = config.residual_scale, None
+        for index in range(config.num_layers):
+            layer = self._slice(index)
+            stream, normed = stream_norm(stream, added, layer.whole.input_norm, config.norm_eps, factor=factor)
+            attended = self._attention(index, layer, normed, cos, sin, place)
+            stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, config.norm_eps, factor=factor)
+            added = self._mlp(layer, normed)
+        stream = torch.add(stream, added, alpha=factor) if added is not None else stream
+        positions += 1
+        return self.logits(stream[:, 0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
+        config, split = self._config, self._split
+        scale = self._weights.table(NORM)
+        if config.logit_scale != 1:
+            scale = scale.to(accumulation_dtype(scale.dtype)) * config.logit_scale
+        normed, head = rms_norm(hidden, scale, config.norm_eps), self._weights.table(HEAD)
+        if split.ranks == 1:
+            return linear(normed, head).to(accumulation_dtype(normed.dtype))
+        most = -(-config.vocab_size // split.ranks)  # equal sizes for the all-gather
+        mine = linear(normed, head[split.rank * most : (split.rank + 1) * most])
+        (parts,) = self._comm.all_gather(pad(mine, (0, most - mine.shape[1]))).wait()
+        return parts.transpose(0, 1).flatten(1)[:, : config.vocab_size].to(accumulation_dtype(normed.dtype))
+
+    def _attention(
+        self, index: int, layer: LayerSlice, normed: Tensor, cos: Tensor, sin: Tensor, place: "_Place"
+    ) -> Tensor:
+        config, split = self._config, self._split
+        q, k, v = layer.projected(normed, config)
+        keys, values = self._cache.layer(index)
+        q = append_rotated(q[:, 0], k[:, 0], v[:, 0], cos, sin, keys, values, place.row)
+        out, lse = decode_attention(
+            q,
+            keys,
+            values,
+            place.stops,
+            starts=place.starts,
+            scale=config.head_dim**-0.5,
+            out_dtype=None if split.token_groups == 1 else accumulation_dtype(q.dtype),
+        )
+        if split.token_groups > 1:
+            out = self._merged(out, lse).to(normed.dtype)
+        return self._added_up(linear(out.flatten(1)[:, None, layer.features], layer.out))
+
+    def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Merge the partial results of the ranks of this head group, in the same order on each of them."""
+        split = self._split
+        (parts,) = self._comm.all_gather(torch.cat((out, lse[..., None]), -1)).wait()
+        mine = parts[split.head_group :: split.head_groups]
+        merged, _ = merge_decode(mine[..., :-1], mine[..., -1])
+        return merged
+
+    def _mlp(self, layer: LayerSlice, normed: Tensor) -> Tensor:
+        products = [linear(normed, each) for each in layer.gate_up]
+        gate, up = products[0].chunk(2, -1) if len(products) == 1 else products
+        return self._added_up(linear(swiglu(gate, up), layer.down))
+
+    def _slice(self, index: int) -> LayerSlice:
+        return self._slices.get(index) or self._slice_of(index)
+
+    def _slice_of(self, index: int) -> LayerSlice:
+        return LayerSlice.of(self._weights.layer(index), self._config, self._split)
+
+    def _set_frequencies(self) -> None:
+        for sequence, length in enumerate(self._cache.lengths if self._is_dynamic else (None,)):
+            found, self._factor = rotary_frequencies(self._config, None if length is None else length + 1)
+            self._frequencies[sequence if self._is_dynamic else slice(None)] = found.to(self._frequencies.device)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Place:
+    """Cache rows of the new tokens on this rank, and the range of rows they attend to; all `[sequences]`.
+
+    Attributes:
+        row: Row of the new token. A rank that does not own the token writes it too: its next token overwrites the row.
+        starts: First row attended to, int32; None: 0.
+        stops: One past the last row, int32.
+    """
+
+    row: Tensor
+    starts: Tensor | None
+    stops: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, split: CacheSplit, window: int | None) -> "_Place":
+        def before(position: Tensor) -> Tensor:
+            """Count this rank's tokens before a position: `CacheSplit.tokens` on the device."""
+            groups = split.token_groups
+            if groups == 1:
+                return position
+            return (position - split.token_group + groups - 1).div(groups, rounding_mode="floor")
+
+        starts = None if window is None else before((positions + 1 - window).clamp(min=0)).int()
+        return cls(before(positions), starts, before(positions + 1).int())

@@ -19,17 +19,15 @@ from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_merged, open_weights
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
-from bmburst.inference.answering import Answering, Progress
-from bmburst.inference.batch import MOST_SEQUENCES, Engine
+from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder
 from bmburst.inference.sampling import GenerationOptions, generation_options
-from bmburst.inference.session import Ids, Session
-from bmburst.inference.text import TextStream
+from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
 from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, usable
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst.train.planning import available_bytes
+from bmburst.train.machine import available_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

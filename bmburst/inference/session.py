@@ -1,19 +1,241 @@
-"""`Session`: multi-turn generation. Prompts and answers of all turns share one KV cache."""
+"""Runs a model on the sequences of one KV cache: prefill, then decoding, on GPUs with one CUDA graph per token.
+
+`GenerationBatch` is a batch of sequences, `Session` one text that grows in turns.
+"""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from bmburst.comm.checks import contents
+from bmburst.comm.checks import CheckedCommunicator, contents
+from bmburst.comm.one_shot import small_sums
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
-from bmburst.inference.batch import Engine, GenerationBatch
+from bmburst.inference.cache import Decoder, KVCache
+from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
+from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow
+from bmburst.inference.weights import ModelWeights
+from bmburst.plan.inference import chunk_of
+from bmburst.schedule.cache_split import CacheSplit
 
+MOST_SEQUENCES = 64
+"""Maximum number of sequences of a batch."""
 Ids = Sequence[int] | TokenIds
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Engine:
+    """A model that is ready to run, on one rank.
+
+    Attributes:
+        weights: The model.
+        comm: The ranks that share each sequence.
+        split: How the cache is sharded over them.
+        chunk_tokens: Tokens that prefill computes at once, over all ranks.
+        add_up: All-reduce for small tensors.
+        kernel: Attention kernel of prefill; see `burst_attention`.
+        prefill: Replaces `Prefill`, with the same call signature; None: a `Prefill`.
+    """
+
+    weights: ModelWeights
+    comm: CheckedCommunicator
+    split: CacheSplit
+    chunk_tokens: int
+    add_up: Callable[[Tensor], Tensor]
+    kernel: str = "auto"
+    prefill: Callable[..., Tensor] | None = None
+
+    @classmethod
+    def over(
+        cls,
+        weights: ModelWeights,
+        comm: CheckedCommunicator,
+        cache: str = "auto",
+        chunk_tokens: int | None = None,
+        kernel: str = "auto",
+    ) -> "Engine":
+        """Return the engine of a model over a group of ranks.
+
+        Args:
+            weights: The model.
+            comm: The ranks that share each sequence; each has the whole weights.
+            cache: One of `bmburst.schedule.cache_split.CACHES`.
+            chunk_tokens: See the attributes. Default: 64K per rank.
+            kernel: See the attributes.
+
+        Raises:
+            UserError: The cache cannot be sharded this way, or a chunk has no token.
+        """
+        config = weights.config
+        split = CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads)
+        return cls(
+            weights=weights,
+            comm=comm,
+            split=split,
+            chunk_tokens=chunk_of(chunk_tokens, comm.size),
+            add_up=small_sums(comm, MOST_SEQUENCES * config.hidden_size, weights.dtype),
+            kernel=kernel,
+        )
+
+    def new_cache(self, sequences: int, length: int) -> KVCache:
+        """Return an empty cache on this rank's device."""
+        weights = self.weights
+        return KVCache(weights.config, self.split, sequences, length, weights.dtype, weights.device)
+
+
+class GenerationBatch:
+    """Sequences of one cache that are prefilled and decoded together. Every rank calls the same methods.
+
+    Args:
+        engine: The model.
+        cache: The cache.
+    """
+
+    def __init__(self, engine: Engine, cache: KVCache) -> None:
+        self.engine, self.cache = engine, cache
+        self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
+        self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
+        self.logits: Tensor | None = None
+        """Next logits, `[sequences, vocab_size]`, fp32 or wider; None before `prefill` and after `decode`."""
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], object] = lambda _: None) -> None:
+        """Append tokens to every sequence.
+
+        Args:
+            prompts: At least one token for each sequence.
+            on_tokens: See `Prefill`.
+
+        Raises:
+            UserError: The cache has no room for them; raised before any computation.
+        """
+        for sequence, tokens in enumerate(prompts):
+            self.cache.require_room(sequence, len(tokens))
+        prompts = self._aligned(prompts)
+        if not any(len(tokens) for tokens in prompts):
+            return
+        chunk = self.engine.chunk_tokens
+        hidden = self._prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
+        self.logits = self._decoder.logits(hidden)
+
+    def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Decode the first tokens until the length is a multiple of the token groups, where a prefill can start."""
+        groups = self.engine.split.token_groups
+        if not any(length % groups for length in self.cache.lengths):
+            return prompts
+        if len(prompts) > 1:
+            raise UserError(
+                "with a cache split by tokens, several sequences take one prompt each\nfix: one session per sequence"
+            )
+        (tokens,) = prompts
+        early = -self.cache.lengths[0] % groups
+        for token in tokens[:early]:
+            self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
+        return [tokens[early:]]
+
+    def copies(self, count: int) -> "GenerationBatch":
+        """Return a batch of `count` copies of the only sequence of this batch."""
+        other = GenerationBatch(self.engine, self.cache.copied(0, count))
+        other.logits = None if self.logits is None else self.logits.repeat(count, 1)
+        return other
+
+    @torch.no_grad()
+    def decode(self, chooser: "Chooser", steps: int) -> Iterator[Sampled]:
+        """Yield the chosen tokens of all sequences, on the host, at most `steps` times.
+
+        Yielded tokens are in the cache, except those of the last step. The device is one step ahead of the host: while
+        the caller uses a token, the next one is computed. A caller may stop at any token.
+
+        Args:
+            chooser: Chooses tokens.
+            steps: Maximum number of tokens per sequence.
+        """
+        assert self.logits is not None, "prefill comes first"
+        chosen = chooser.step(self.logits)
+        self.logits = None
+        loop = _Loop(self._decoder, chooser)
+        for step in range(1, steps + 1):
+            read = _to_host(chosen)
+            if step < steps:
+                chosen = loop.advance(chosen.tokens)
+            yield read()
+
+
+class Chooser(Protocol):
+    """Interface for choosing tokens, implemented by `Sampler`."""
+
+    def step(self, logits: Tensor) -> Sampled:
+        """Choose the next token of each row of `[rows, vocab_size]`."""
+        ...
+
+
+def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
+    """Start to copy the chosen tokens to the host; return a function that waits for the copy and returns them."""
+    if not chosen.tokens.is_cuda:
+        return lambda: chosen
+    copies = {}
+    for part in dataclasses.fields(chosen):
+        tensor = getattr(chosen, part.name)
+        if tensor is not None:
+            copies[part.name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[part.name].copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Sampled:
+        copied.synchronize()
+        return Sampled(**copies)
+
+    return read
+
+
+class _Loop:
+    """Runs decoding steps: directly, or on GPUs as one CUDA graph, captured in the second step.
+
+    A step has a dozen kernels per layer, each of microseconds. Without a graph, launching them would take longer than
+    running them.
+    """
+
+    def __init__(self, decoder: Decoder, chooser: Chooser) -> None:
+        self._decoder, self._chooser = decoder, chooser
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tokens: Tensor | None = None
+        self._chosen: Sampled | None = None
+        self._has_run = False
+
+    def advance(self, tokens: Tensor) -> Sampled:
+        """Append tokens and return the next ones, in tensors that the next call may overwrite."""
+        self._decoder.before_step()
+        if self._decoder.is_capturable and self._has_run:
+            chosen = self._replay(tokens)
+        else:
+            self._has_run = True
+            chosen = self._compute(tokens)
+        self._decoder.after_step()
+        return chosen
+
+    def _compute(self, tokens: Tensor) -> Sampled:
+        return self._chooser.step(self._decoder.compute(tokens))
+
+    def _replay(self, tokens: Tensor) -> Sampled:
+        if self._graph is None or self._tokens is None or self._chosen is None:
+            self._tokens = tokens.clone()
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._chosen = self._compute(self._tokens)
+                self._tokens.copy_(self._chosen.tokens)
+        elif tokens is not self._chosen.tokens:
+            self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._chosen
 
 
 class Session:

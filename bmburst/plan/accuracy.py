@@ -11,8 +11,7 @@ from statistics import median
 from typing import Any
 
 from bmburst.amounts import GIB
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import FUSED, OPERATORS, attention_flops

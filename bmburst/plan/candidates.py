@@ -10,9 +10,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Literal, cast
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
-from bmburst.blocks.parts import kv_heads_at_once, mlp_chunk
+from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
 from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, adapter_elements
 from bmburst.recompute.policy import POLICIES, Policy
@@ -42,7 +40,7 @@ class Task:
         micro_batch: Sequences that a data parallel group computes at once.
         dtype: dtype of weights and activations.
         loss_chunk: Number of a rank's tokens whose logits are computed at once.
-        mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.parts.mlp_chunk`.
+        mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
         lora: Adapters to train with frozen weights; None trains the weights.
         pairs: Whether it is preference training (DPO), in which each step also runs a reference model forward.
         second_model: Whether the reference is a separate model, not the trained model without its adapters.

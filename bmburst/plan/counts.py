@@ -9,8 +9,7 @@ for memory take that into account, those for time do not.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
@@ -169,7 +168,7 @@ def adam_bytes(itemsize: int) -> int:
 def host_adam_bytes(dtype: str) -> int:
     """Return the bytes of AdamW's state per weight, for weights that are themselves in host memory.
 
-    A bfloat16 weight is the upper half of its master, a float16 weight is not: see `bmburst.optim.host_adam`.
+    A bfloat16 weight is the upper half of its master, a float16 weight is not: see `bmburst.optim.updates`.
     """
     return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from bmburst.amounts import GIB, short
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.errors import UserError
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory

@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bmburst.blocks.lora import TARGETS
+from bmburst.blocks.config import TARGETS
 from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
 from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import (

@@ -1,10 +1,11 @@
-"""Measures training steps: time of each phase, FLOPs utilization (MFU), and traces of torch's profiler."""
+"""Measures training steps: time of each phase, FLOPs utilization (MFU), traces of torch's profiler, and slow ranks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -276,3 +277,54 @@ class Timeline:
         folder.mkdir(parents=True, exist_ok=True)
         self.written = folder / f"steps-{self.steps[0]}-{self.steps[-1]}.rank-{self.rank}.json"
         profiler.export_chrome_trace(str(self.written))
+
+
+WINDOW = 20
+"""Steps in one measurement window."""
+_COLD = 2  # ignored timings: the first exchange has none, the second includes the compilation of kernels
+_RATIO = 1.2  # times the median; clocks, temperatures and uneven masks cause smaller differences
+_LEAST = 0.01  # seconds per step: no warning for a smaller difference
+_CAUSES = (("data", "data loading"), ("compute", "forward and backward"), ("optimizer", "optimizer"))
+
+
+class LagWatch:
+    """Finds slow ranks: compares the ranks' times of data loading, compute and optimizer, without waits for others.
+
+    Args:
+        hosts: Host name of each rank.
+        window: Number of steps that are averaged for each comparison.
+    """
+
+    def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
+        self._hosts = tuple(hosts)
+        self._window = window
+        self._steps: list[tuple[StepTiming, ...]] = []
+        self._cold = _COLD
+
+    def add(self, timings: Sequence[StepTiming]) -> str | None:
+        """Add the timings of all ranks in one step; return a warning if a rank is slow, at most once per window."""
+        if self._cold:
+            self._cold -= 1
+            return None
+        self._steps.append(tuple(timings))
+        if len(self._steps) < self._window:
+            return None
+        said = self._judge()
+        self._steps.clear()
+        return said
+
+    def _judge(self) -> str | None:
+        means = {
+            part: [fmean(getattr(step[rank], part) for step in self._steps) for rank in range(len(self._hosts))]
+            for part, _ in _CAUSES
+        }
+        totals = [sum(of_rank) for of_rank in zip(*means.values(), strict=True)]
+        slowest, middle = max(range(len(totals)), key=totals.__getitem__), median(totals)
+        if totals[slowest] < max(_RATIO * middle, middle + _LEAST):
+            return None
+        part, cause = max(_CAUSES, key=lambda each: means[each[0]][slowest] - median(means[each[0]]))
+        return (
+            f"rank {slowest} (host {self._hosts[slowest]}) was {totals[slowest] / max(middle, 1e-9):.1f} times slower "
+            f"than the median over the last {self._window} steps: its {cause} took {means[part][slowest]:.3g} s a "
+            f"step, the median rank's {median(means[part]):.3g} s"
+        )

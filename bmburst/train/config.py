@@ -1,12 +1,11 @@
-"""`TrainConfig`: the configuration of a training run as a tree of frozen dataclasses. Does not import torch."""
+"""`TrainConfig` and `EvalConfig`: a training run and an evaluation as frozen dataclasses. Does not import torch."""
 
 import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
@@ -15,18 +14,17 @@ from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
-from bmburst.train.defaults import filled
-from bmburst.train.sections import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
+from bmburst.train.sections import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, filled
 
 __all__ = [
     "BYTE_IDS",
     "DPOConfig",
     "DataConfig",
+    "EvalConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ScheduleConfig",
     "TrainConfig",
-    "check_packing",
     "profiled_steps",
 ]
 
@@ -201,7 +199,7 @@ class TrainConfig:
                 "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
                 "fix: --init-from DIR"
             )
-        check_packing(self.pack, self.model)
+        self.model.require_packing(self.pack)
         if profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
@@ -258,7 +256,7 @@ class TrainConfig:
                 f"fix: --nproc {data * tensor * max(1, rest // data)}, or another --data-parallel"
             )
         shape = MeshShape(data, rest // data, tensor)
-        _require_exchange(self.parallel, self.model, shape)
+        self.parallel.require_exchange(self.model, shape)
         return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
@@ -299,31 +297,77 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshShape) -> None:
-    """Check that model, strategy and layout allow the configured Ulysses degree.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """An evaluation of one checkpoint on one held-out text."""
 
-    Raises:
-        UserError: They do not.
-    """
-    degree, ranks = parallel.head_parallel, shape.sequence
-    if degree is None:
-        return
-    heads, kv_heads = shape.require_heads(model.num_heads, model.num_kv_heads)
-    allowed = [part for part in divisors(ranks) if can_share(part, heads, kv_heads)]
-    reason = f"{heads} query heads and {kv_heads} KV heads"
-    if ranks > 1:
-        allowed = [part for part in allowed if STRATEGIES[parallel.strategy].allows(part, ranks)]
-        reason += f", parallel.strategy {parallel.strategy}"
-    if parallel.layout == "striped":
-        allowed = [part for part in allowed if part in (1, ranks)]
-        reason += ", layout striped"
-    if degree not in allowed:
-        named = ", ".join(map(str, allowed)) or "none"
-        other = "" if parallel.strategy == "auto" else ", or --parallel.strategy auto"
-        raise UserError(
-            f"head_parallel {degree} is not possible with {reason} on {ranks} sequence ranks\n"
-            f"allowed: {named}\nfix: another --head-parallel{other}"
-        )
+    checkpoint: Path = field(  # noqa: RUF009
+        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
+    )
+    adapter: Path | None = field("LoRA adapter of the model.", default=None)  # noqa: RUF009
+    data: str = field(
+        "Held-out data, as training takes them: a text file, JSONL file, directory of them, token file, or mixture of "
+        "sources. For records, the loss is that of answers only."
+    )
+    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
+    pack: Literal["stream", "documents"] = field(
+        "What tokens attend to; stream: all text before them in the sequence; documents: only their own document.",
+        default="stream",
+        default_text="documents for records, else stream",
+    )
+    tokenizer: str | None = field(
+        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
+        default=None,
+        default_text="the model's, else bytes",
+    )
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
+    chat_template: Path | None = field(  # noqa: RUF009
+        "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
+    )
+    max_sequences: int | None = field(
+        "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens of a sequence.", default="zigzag"
+    )
+    loss_chunk_tokens: int = field(
+        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
+    )
+    hang_timeout: float = field(
+        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
+        default=DEFAULT_HANG_TIMEOUT,
+        unit="seconds",
+        minimum=0,
+        below=1e9,
+    )
+    start_timeout: float | None = field(
+        "Time from the start of a rank until its first batch; with hang_timeout 0 there is no limit.",
+        default=None,
+        default_text="3600, or hang_timeout if that is more",
+        unit="seconds",
+        above=0,
+        below=1e9,
+    )
+    by_position: bool = field(
+        "Also measure the loss by position, the number of tokens before: bins 0, 1, 2-3, 4-7, 8-15 and so on.",
+        default=False,
+    )
+    output: Path | None = field(  # noqa: RUF009
+        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
+        default=None,
+        default_text="by_position.json or passkey.json",
+    )
+    nproc: int | None = field(
+        "Number of ranks to start on this machine; all of them share each sequence.",
+        default=None,
+        default_text="all GPUs, else 2",
+        unit="processes",
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def profiled_steps(text: str | None) -> range:
@@ -339,16 +383,3 @@ def profiled_steps(text: str | None) -> range:
     if not 1 <= first <= last:
         raise UserError(f"profile '{text}'\nallowed: a step or a range, counted from 1\nfix: --profile 3 or 3-5")
     return range(first, last + 1)
-
-
-def check_packing(pack: str, model: LlamaConfig) -> None:
-    """Check that a model supports packed documents.
-
-    Raises:
-        UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
-    """
-    if pack == "documents" and model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
-        raise UserError(
-            "pack documents does not support model.rope_scaling.kind dynamic, which depends on the document's length\n"
-            "allowed: linear, yarn, llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
-        )

@@ -1,108 +1,137 @@
-"""Evaluates a model: loss, bits per byte and perplexity of held-out text, and a generated sample."""
+"""Loss of a checkpoint on held-out text, and by position: how much a longer context helps to predict a token."""
 
-import math
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
-from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
+from bmburst.data import TokenFile, evaluation_batches, open_corpus
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import find_corpus, has_tokens, require_cache
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
 from bmburst.data.rows import check_arrays
-from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
-from bmburst.evaluation.by_position import LossByPosition, PositionBin
 from bmburst.mesh import Mesh
+from bmburst.outputs import blank_picture, save_picture
 from bmburst.runtime import start
-from bmburst.runtime.watchdog import beat
-from bmburst.sequence import SequenceShard
-from bmburst.train.config import check_packing
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.loading import LocalBatch, causal_cut, token_losses
+from bmburst.train.config import EvalConfig
+from bmburst.train.loading import causal_cut
+from bmburst.train.objective import Measurement, measure
 from bmburst.train.text import say_left_out, say_too_long
+from bmburst_ops.constants import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
-    from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Adapter
-    from bmburst.inference.sampling import Sampled
 
-_TEMPERATURE = 0.7
+FORMAT = "bmburst-loss-by-position-1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """Result of an evaluation.
+class PositionBin:
+    """Losses of the tokens in a range of positions. A position is the number of tokens before the input token.
 
     Attributes:
-        loss: Mean over the labels, in nats per token; for preference pairs the mean over pairs, in nats.
-        tokens: Number of evaluated labels.
-        bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
-        perplexity: exp(loss); None for pairs.
-        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; None without pairs.
-        reward_accuracy: Fraction of the pairs with a positive margin; None without pairs.
+        first: First position.
+        last: Last position.
+        nats: Sum of the losses, in nats.
+        tokens: Number of labels.
+        loss: Mean loss, in nats per token.
     """
 
-    loss: float
+    first: int
+    last: int
+    nats: float
     tokens: int
-    bits_per_byte: float | None = None
-    perplexity: float | None = None
-    reward_margin: float | None = None
-    reward_accuracy: float | None = None
+    loss: float
 
 
-def measure(
-    model: "Llama",
-    mesh: Mesh,
-    cut: SequenceShard,
-    batches: Iterable[Samples],
-    device: torch.device,
-    positions: LossByPosition | None = None,
-) -> Measurement:
-    """Evaluate the model on batches; every rank calls it with its part of the same batches.
+class LossByPosition:
+    """Sums token losses in bins of positions: 0, 1, 2 to 3, 4 to 7, and so on in powers of two.
 
     Args:
-        model: The model, sharded over all ranks.
-        mesh: The ranks.
-        cut: This rank's shard of a sequence.
-        batches: The text.
-        device: Device of this rank.
-        positions: Collects the losses of this rank's tokens by position; None: not collected.
+        length: Number of tokens in a sequence; positions are below it.
+        device: Device of the losses.
     """
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = text_bytes = 0
-    with torch.no_grad():
-        for batch in batches:
-            part = LocalBatch.read(cut, batch)
-            part = part.on(part.ids.to(device))
-            losses = token_losses(model, part, per_token=positions is not None)
-            nats += losses.sum(dtype=torch.float64)
-            if positions is not None:
-                positions.add(losses, part.ids[2], part.labels)
-            tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
-            beat()
-    total = mesh.sum(nats.item())
-    loss = total / max(tokens, 1)
-    return Measurement(
-        loss=loss,
-        bits_per_byte=total / math.log(2) / max(text_bytes, 1),
-        perplexity=perplexity(loss),
-        tokens=tokens,
-    )
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        bins = (length - 1).bit_length() + 1
+        self._length = length
+        self._borders = torch.tensor([1 << index for index in range(bins - 1)], dtype=torch.int64, device=device)
+        self._nats = torch.zeros(bins, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(bins, dtype=torch.float64, device=device)  # exact up to 2**53
+
+    def add(self, losses: Tensor, positions: Tensor, labels: Tensor) -> None:
+        """Add this rank's tokens: losses in nats, positions and labels, all `[rows, tokens]`.
+
+        Tokens with the label `IGNORE_INDEX` do not count.
+        """
+        counted = labels != IGNORE_INDEX
+        index = torch.bucketize(positions[counted], self._borders, right=True)
+        self._nats.index_add_(0, index, losses[counted].double())
+        self._counts.index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+
+    def bins(self, mesh: Mesh) -> list[PositionBin]:
+        """Return the bins with at least one label, summed over all ranks. Every rank must call it."""
+        found = []
+        for index in range(len(self._nats)):
+            nats, count = mesh.sum(float(self._nats[index])), round(mesh.sum(float(self._counts[index])))
+            if count:
+                first, last = (1 << index) >> 1, min((1 << index) - 1, self._length - 1)
+                found.append(PositionBin(first=first, last=last, nats=nats, tokens=count, loss=nats / count))
+        return found
 
 
-def perplexity(loss: float) -> float:
-    """Return exp of a loss in nats."""
-    return math.exp(min(loss, 700.0))  # a larger argument overflows a float
+def to_json(settings: Mapping[str, Any], measured: Mapping[str, Any], bins: Sequence[PositionBin]) -> dict[str, Any]:
+    """Return the contents of an evaluation's JSON file.
+
+    Args:
+        settings: Settings of the evaluation, including `checkpoint`.
+        measured: Metrics on the whole text.
+        bins: Losses by position.
+    """
+    return {
+        "format": FORMAT,
+        "model": settings["checkpoint"],
+        "settings": dict(settings),
+        "measured": dict(measured),
+        "bins": [asdict(each) for each in bins],
+    }
+
+
+def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> str:
+    """Return the bins as a table of at most 80 columns."""
+    lines = [f"{'position':>16}  {'tokens':>14}  {'loss':>9}  {'perplexity':>12}"]
+    for each in bins:
+        span = str(each.first) if each.first == each.last else f"{each.first}-{each.last}"
+        lines.append(f"{span:>16}  {each.tokens:>14,}  {each.loss:>9.4f}  {perplexity(each.loss):>12.4f}")
+    return "\n".join(lines)
+
+
+def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
+    """Plot the mean loss of each bin over the positions.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    figure = blank_picture(7.5, 4.5)
+    axes = figure.subplots()
+    edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
+    axes.stairs([each.loss for each in bins], edges, color="#1f77b4", linewidth=2, baseline=None)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens that the model has seen")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(f"loss by position, {Path(model).name}", fontsize=10)
+    axes.grid(alpha=0.3)
+    save_picture(figure, path)
 
 
 def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionBin]]:
@@ -272,7 +301,7 @@ def read_model(
     if tuned is not None:
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(adapter.Base.open(directory, shape))
-    check_packing(config.pack, shape)
+    shape.require_packing(config.pack)
     return directory, tokenizer, shape
 
 
@@ -298,58 +327,3 @@ def _nothing() -> None:
 def user_cache() -> Path:
     """Return the folder of this user's cache of tokenized texts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
-
-
-def generate(
-    model: "Llama",
-    mesh: Mesh,
-    prompt: list[int],
-    count: int,
-    tokenizer: Tokenizer,
-    seed: int,
-    show: Callable[[str], object] = lambda _: None,
-) -> list[int]:
-    """Return `count` sampled token ids that follow `prompt`; every rank calls it and gets the same ids.
-
-    Args:
-        model: The model, sharded over all ranks.
-        mesh: The ranks; each sequence group computes the same text.
-        prompt: At least one token.
-        count: Number of tokens to generate.
-        tokenizer: Only ids below its vocab_size are sampled, because a model's vocabulary may be padded.
-        seed: Seed of the sampling.
-        show: Called with each piece of text as soon as it is generated.
-    """
-    from bmburst.inference.batch import Engine, GenerationBatch
-    from bmburst.inference.text import TextStream
-    from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
-
-    weights: ModelWeights = GatheredWeights(model)
-    if weights.device.type == "cpu":  # the model is small, and gathering it takes longer than computing a token
-        weights = ResidentWeights.of(model)
-    engine = Engine.over(weights, mesh.sequence)
-    batch = GenerationBatch(engine, engine.new_cache(1, len(prompt) + count))
-    batch.prefill([prompt])
-    ids, text = [], TextStream(tokenizer)
-    for chosen in batch.decode(_Drawing(tokenizer.vocab_size, seed), count):
-        ids.append(int(chosen.tokens.item()))
-        show(text.push(ids[-1]))
-        beat()
-    show(text.finish())
-    return ids
-
-
-class _Drawing:
-    """Samples tokens at a fixed temperature, on the host."""
-
-    def __init__(self, allowed: int, seed: int) -> None:
-        self._allowed, self._generator = allowed, torch.Generator().manual_seed(seed)
-
-    def step(self, logits: torch.Tensor) -> "Sampled":
-        """Sample the next token of each row; see `bmburst.inference.batch.Chooser`."""
-        from bmburst.inference.sampling import Sampled
-
-        # multinomial raises on NaN; with nan_to_num, a diverged model samples at random.
-        known = logits[:, : self._allowed].float().cpu().nan_to_num()
-        drawn = torch.multinomial(torch.softmax(known / _TEMPERATURE, 1), 1, generator=self._generator)
-        return Sampled(drawn[:, 0].to(logits.device))

@@ -23,8 +23,8 @@ from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
+from bmburst.train.machine import HostMemory, available_bytes, planned
 from bmburst.train.metrics import peak_bytes
-from bmburst.train.planning import HostMemory, available_bytes, planned
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:

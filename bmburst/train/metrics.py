@@ -1,19 +1,23 @@
-"""Writes metrics of a run on rank 0: metrics.jsonl and evals.jsonl, flushed per line, and TensorBoard events."""
+"""Writes metrics of a run on rank 0: metrics.jsonl and evals.jsonl, flushed per line, TensorBoard, W&B, loss.png."""
 
 import dataclasses
+import importlib
+import importlib.util
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from bmburst.amounts import finite
 from bmburst.config import parse_json
 from bmburst.errors import UserError
-from bmburst.outputs import replacing
+from bmburst.outputs import blank_picture, replacing, save_picture
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
+PLOT_FILE = "loss.png"
+_TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
 _NOT_ALWAYS = ("reward_", "loss_scale")
 
 
@@ -233,3 +237,113 @@ def _open_events(folder: Path, first_step: int) -> Any:
         return None
     # purge_step: TensorBoard drops earlier events from this step on.
     return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+
+
+def plot_losses(folder: Path) -> Path | None:
+    """Plot bits per byte over the steps from metrics.jsonl and evals.jsonl, and write loss.png atomically.
+
+    Returns:
+        The path of the picture; None if no step has a finite loss in bits per byte.
+    """
+    steps = [line for line in read_lines(folder / METRICS_FILE) if line.get("bits_per_byte") is not None]
+    evals = [line for line in read_lines(folder / EVALS_FILE) if line.get("bits_per_byte") is not None]
+    if not steps:
+        return None
+    figure = blank_picture(4.8, 4.2)
+    axes: Any = figure.subplots()
+    _draw_losses(axes, steps, evals)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+    path = folder / PLOT_FILE
+    save_picture(figure, path)
+    return path
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """Return the centered moving average over `width` (odd) values; at the ends the window shrinks symmetrically."""
+    result = []
+    for index in range(len(values)):
+        reach = min(width // 2, index, len(values) - 1 - index)
+        around = values[index - reach : index + reach + 1]
+        result.append(sum(around) / len(around))
+    return result
+
+
+def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
+    numbers, bits = [line["step"] for line in steps], [line["bits_per_byte"] for line in steps]
+    # A window of a tenth of the run: the curve is smooth, but still follows the loss.
+    width = len(bits) // 20 * 2 + 1
+    axes.plot(
+        numbers,
+        bits,
+        color=_TRAIN,
+        alpha=0.3 if width > 1 else 1,
+        linewidth=1,
+        marker="." if len(bits) < 10 else "",
+        label="training, each step",
+    )
+    if width > 1:
+        # Not up to the end: there the window shrinks, and the curve would end in the noise of the last step.
+        drawn = slice(0, len(bits) - width // 2)
+        means = smoothed(bits, width)
+        axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
+    recent = bits[-width:]
+    title = f"Loss after {numbers[-1]:,} steps: training {sum(recent) / len(recent):.3f}"
+    if evals:
+        points = [line["step"] for line in evals], [line["bits_per_byte"] for line in evals]
+        axes.plot(*points, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.2, label="held-out text")
+        title += f", held-out {points[1][-1]:.3f}"
+    axes.set_ylabel("loss (bits per byte)")
+    ratio = _nats_per_token(steps)
+    if ratio is not None:
+        right = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
+        right.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right", fontsize=9)
+    axes.set_title(f"{title}\nbits per byte", fontsize=10)
+
+
+def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Return the ratio of nats per token to bits per byte if it is constant over steps, as with byte tokens."""
+    ratios = [line["loss"] / line["bits_per_byte"] for line in steps if line["bits_per_byte"] and line.get("loss")]
+    if not ratios or max(ratios) > 1.01 * min(ratios):
+        return None
+    return float(ratios[-1])
+
+
+def require_wandb() -> None:
+    """Check that the package wandb is installed, before ranks start.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "--wandb needs the package wandb, which is not installed\nfix: pip install wandb, or leave --wandb out"
+        )
+
+
+class Wandb:
+    """A Weights & Biases run. A resumed training run continues it.
+
+    Args:
+        project: Name of the project.
+        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
+        config: All fields of the configuration, for the page of the run.
+    """
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        name = folder.resolve().name
+        self._run = wandb.init(
+            project=project, name=name, id=name, dir=str(folder), config=dict(config), resume="allow"
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """See `MetricsLogger.log`."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """See `MetricsLogger.close`."""
+        self._run.finish()

@@ -1,5 +1,6 @@
-"""Training objectives: the mean loss over tokens, or the preference loss (DPO) over pairs of answers."""
+"""Training objectives and their value on held-out data: the mean loss over tokens, or the preference loss (DPO)."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,11 +17,77 @@ from bmburst.mesh import Mesh
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
-from bmburst.train.evaluate import Measurement, measure
 from bmburst.train.loading import LocalBatch, token_losses
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
+    from bmburst.train.evaluate import LossByPosition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Result of an evaluation.
+
+    Attributes:
+        loss: Mean over the labels, in nats per token; for preference pairs the mean over pairs, in nats.
+        tokens: Number of evaluated labels.
+        bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
+        perplexity: exp(loss); None for pairs.
+        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; None without pairs.
+        reward_accuracy: Fraction of the pairs with a positive margin; None without pairs.
+    """
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None = None
+    perplexity: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+
+
+def measure(
+    model: "Llama",
+    mesh: Mesh,
+    cut: SequenceShard,
+    batches: Iterable[Samples],
+    device: torch.device,
+    positions: "LossByPosition | None" = None,
+) -> Measurement:
+    """Evaluate the model on batches; every rank calls it with its part of the same batches.
+
+    Args:
+        model: The model, sharded over all ranks.
+        mesh: The ranks.
+        cut: This rank's shard of a sequence.
+        batches: The text.
+        device: Device of this rank.
+        positions: Collects the losses of this rank's tokens by position; None: not collected.
+    """
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = text_bytes = 0
+    with torch.no_grad():
+        for batch in batches:
+            part = LocalBatch.read(cut, batch)
+            part = part.on(part.ids.to(device))
+            losses = token_losses(model, part, per_token=positions is not None)
+            nats += losses.sum(dtype=torch.float64)
+            if positions is not None:
+                positions.add(losses, part.ids[2], part.labels)
+            tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
+            beat()
+    total = mesh.sum(nats.item())
+    loss = total / max(tokens, 1)
+    return Measurement(
+        loss=loss,
+        bits_per_byte=total / math.log(2) / max(text_bytes, 1),
+        perplexity=perplexity(loss),
+        tokens=tokens,
+    )
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats."""
+    return math.exp(min(loss, 700.0))  # a larger argument overflows a float
 
 
 class StepObjective(Protocol):

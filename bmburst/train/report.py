@@ -1,140 +1,25 @@
-"""Output of a run: metrics files, progress bar, plot and summary. Only rank 0 writes."""
+"""Output of a run: lines at the start, progress bar and table at the end, 80 columns wide, and files by `metrics`."""
 
 import contextlib
-import importlib
-import importlib.util
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+from bmburst.amounts import GIB, short
 from bmburst.config import to_dict
-from bmburst.errors import UserError
-from bmburst.outputs import blank_picture, save_picture
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train.config import TrainConfig
-from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, EvalMetrics, MetricsWriter, StepMetrics, read_lines
-from bmburst.train.terminal import ProgressBar, beginning, ending
+from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, Wandb, plot_losses
 
 if TYPE_CHECKING:
     from bmburst.plan.memory import Memory  # imports numpy, which --help does not need
 
-PLOT_FILE = "loss.png"
-_TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
-
-
-def plot_losses(folder: Path) -> Path | None:
-    """Plot bits per byte over the steps from metrics.jsonl and evals.jsonl, and write loss.png atomically.
-
-    Returns:
-        The path of the picture; None if no step has a finite loss in bits per byte.
-    """
-    steps = [line for line in read_lines(folder / METRICS_FILE) if line.get("bits_per_byte") is not None]
-    evals = [line for line in read_lines(folder / EVALS_FILE) if line.get("bits_per_byte") is not None]
-    if not steps:
-        return None
-    figure = blank_picture(4.8, 4.2)
-    axes: Any = figure.subplots()
-    _draw_losses(axes, steps, evals)
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-
-    path = folder / PLOT_FILE
-    save_picture(figure, path)
-    return path
-
-
-def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return the centered moving average over `width` (odd) values; at the ends the window shrinks symmetrically."""
-    result = []
-    for index in range(len(values)):
-        reach = min(width // 2, index, len(values) - 1 - index)
-        around = values[index - reach : index + reach + 1]
-        result.append(sum(around) / len(around))
-    return result
-
-
-def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
-    numbers, bits = [line["step"] for line in steps], [line["bits_per_byte"] for line in steps]
-    # A window of a tenth of the run: the curve is smooth, but still follows the loss.
-    width = len(bits) // 20 * 2 + 1
-    axes.plot(
-        numbers,
-        bits,
-        color=_TRAIN,
-        alpha=0.3 if width > 1 else 1,
-        linewidth=1,
-        marker="." if len(bits) < 10 else "",
-        label="training, each step",
-    )
-    if width > 1:
-        # Not up to the end: there the window shrinks, and the curve would end in the noise of the last step.
-        drawn = slice(0, len(bits) - width // 2)
-        means = smoothed(bits, width)
-        axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
-    recent = bits[-width:]
-    title = f"Loss after {numbers[-1]:,} steps: training {sum(recent) / len(recent):.3f}"
-    if evals:
-        points = [line["step"] for line in evals], [line["bits_per_byte"] for line in evals]
-        axes.plot(*points, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.2, label="held-out text")
-        title += f", held-out {points[1][-1]:.3f}"
-    axes.set_ylabel("loss (bits per byte)")
-    ratio = _nats_per_token(steps)
-    if ratio is not None:
-        right = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
-        right.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize=9)
-    axes.set_title(f"{title}\nbits per byte", fontsize=10)
-
-
-def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return the ratio of nats per token to bits per byte if it is constant over steps, as with byte tokens."""
-    ratios = [line["loss"] / line["bits_per_byte"] for line in steps if line["bits_per_byte"] and line.get("loss")]
-    if not ratios or max(ratios) > 1.01 * min(ratios):
-        return None
-    return float(ratios[-1])
-
-
-def require_wandb() -> None:
-    """Check that the package wandb is installed, before ranks start.
-
-    Raises:
-        UserError: It is not installed.
-    """
-    if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "--wandb needs the package wandb, which is not installed\nfix: pip install wandb, or leave --wandb out"
-        )
-
-
-class Wandb:
-    """A Weights & Biases run. A resumed training run continues it.
-
-    Args:
-        project: Name of the project.
-        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
-        config: All fields of the configuration, for the page of the run.
-    """
-
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        name = folder.resolve().name
-        self._run = wandb.init(
-            project=project, name=name, id=name, dir=str(folder), config=dict(config), resume="allow"
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `MetricsLogger.log`."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """See `MetricsLogger.close`."""
-        self._run.finish()
-
-
+Row = tuple[str, str]
 SUMMARY_FILE = "summary.json"
 _WARM_UP = 1  # steps in which kernels are compiled and memory is allocated
 _MEDIANS = (
@@ -148,6 +33,235 @@ _MEDIANS = (
     "data_seconds",
 )
 _PEAKS = ("memory_gib", "reserved_gib")
+
+
+def beginning(
+    config: TrainConfig, shape: MeshShape, sequences: tuple[int, int], tokenizer: str, memory: "Memory | None"
+) -> str:
+    """Return the lines at the start of a run: model, data, ranks, step, learning rate, memory and folder.
+
+    Args:
+        config: The run, with a recompute policy and `output`.
+        shape: The mesh.
+        sequences: Number of sequences of an epoch, and number of held-out sequences.
+        tokenizer: Name of the tokenizer.
+        memory: Estimate of the planner; None if it has none.
+    """
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    name = config.preset or (config.init_from.name if config.init_from else "model")
+    adapters = config.lora.parameters(model)
+    trained = f", {counted(adapters)} of adapters trained" if adapters else ""
+    tokens = config.batch_size * config.sequence_length
+    axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
+    epochs = config.steps * config.batch_size / max(sequences[0], 1)
+    rows = [
+        ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {config.dtype}"),
+        ("data", f"{config.data.source} ({tokenizer}): {sequences[0]:,} sequences, {sequences[1]:,} held out"),
+        ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
+        ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
+        ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup_steps} steps of warm-up"),
+    ]
+    if memory is not None:
+        host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""
+        rows.append(("memory", f"{bytes_text(memory.total)} of each rank expected{host}"))
+    return table([*rows, ("folder", str(config.output))])
+
+
+def ending(found: Mapping[str, float]) -> str:
+    """Return the table at the end of a run.
+
+    Args:
+        found: Result of `Summary.values`.
+    """
+    skipped = f", {found['skipped_steps']:.0f} skipped" if found["skipped_steps"] else ""
+    rows: list[Row] = [("steps", f"{found['steps']:,.0f}{skipped}; medians of all but the first:")]
+    rows.append(("time a step", seconds_text(found["seconds"])))
+    rows += _one(found, "data_seconds", "waiting for data", seconds_text)
+    rows += _one(found, "exposed_seconds", "exposed communication", seconds_text)
+    rank = found.get("tokens_per_second_per_gpu")
+    of_rank = "" if rank is None else f", {_digits(rank)} a rank"
+    rows.append(("tokens/s", f"{_digits(found['tokens_per_second'])}{of_rank}"))
+    rows += _one(found, "mfu", "MFU", "{:.1%}".format)
+    rows += _one(found, "mfu_kernel", "MFU of kernels", "{:.1%}, attention's backward counted 2.5 times".format)
+    rows += _one(found, "hardware_tflops", "FLOP/s a rank", lambda value: prefixed(1e12 * value, "FLOP/s"))
+    reserved = found.get("reserved_gib")
+    held = "" if reserved is None else f", {bytes_text(reserved * GIB)} reserved"
+    rows += _one(found, "memory_gib", "peak memory", lambda value: f"{bytes_text(value * GIB)}{held}")
+    return table(rows)
+
+
+def _one(found: Mapping[str, float], name: str, title: str, show: Callable[[float], str]) -> list[Row]:
+    return [(title, show(found[name]))] if name in found else []
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a line per row, with aligned values."""
+    width = max(len(title) for title, _ in rows)
+    return "\n".join(f"  {title:<{width}}  {value}" for title, value in rows)
+
+
+def counted(number: float) -> str:
+    """Return a count in three digits: 8.03B, 1.07M, 819K, 50."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{_digits(number / size)}{unit}"
+    return f"{number:.0f}"
+
+
+def prefixed(value: float, unit: str) -> str:
+    """Return a rate in three digits with its prefix: 412 TFLOP/s, 6.44 GFLOP/s."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{_digits(value / size)} {prefix}{unit}"
+    return f"{_digits(value)} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in three digits: 1,969 s, 2.43 s, 375 ms, 336 us."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return an amount of memory in GiB, or in MiB below one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.0f} MiB"
+
+
+def _digits(number: float) -> str:
+    """Return a number with three digits, or all digits before the decimal point: 12,346, 98.7, 4.61."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+_PLAIN_INTERVAL = 10.0  # seconds between lines in a log
+_FIRST = "the first step takes longest"
+_WIDE = 100  # minimum columns of a terminal for a bar with all numbers
+_NARROW = 79  # assumed columns if the terminal does not report them
+
+
+class ProgressBar:
+    """A progress bar on a terminal; in a log or a pipe, a line at the first and the last step and every 10 seconds.
+
+    Args:
+        total_steps: Number of steps of the whole run.
+        first_step: First step of this process, 1 unless resumed.
+        stream: Output stream. Default: stderr.
+        interval: Seconds between lines in a log.
+    """
+
+    def __init__(
+        self, total_steps: int, first_step: int = 1, stream: TextIO | None = None, interval: float = _PLAIN_INTERVAL
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._total, self._first, self._interval = total_steps, first_step, interval
+        self._start = time.monotonic()
+        self._last_line = -float("inf")
+        self._bar = self._open_bar() if self._stream.isatty() else None
+
+    def begin(self) -> None:
+        """Print in a log that the first step takes longest; the bar shows it as its description."""
+        if self._bar is None:
+            self._print(_FIRST)
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        if self._bar is not None:
+            self._bar.set_description_str(_numbers(metrics, is_short=self._columns() < _WIDE), refresh=False)
+            self._bar.update(1)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self._interval and metrics.step < self._total:
+            return
+        self._last_line = now
+        done = metrics.step - self._first + 1
+        left = (now - self._start) / done * (self._total - metrics.step)
+        self._print(f"step {metrics.step}/{self._total}  {_numbers(metrics)}  {_clock(left)} left")
+
+    def update_eval(self, metrics: EvalMetrics) -> None:
+        """Print a line about an evaluation."""
+        rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
+        unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
+        numbers = ", ".join(_quality(metrics))
+        self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+
+    @contextlib.contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        """Show `text` beside the bar during the block; no output in a log."""
+        if self._bar is None:
+            yield
+            return
+        before = self._bar.desc
+        self._bar.set_description_str(text)
+        yield
+        self._bar.set_description_str(before)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def piece(self, text: str) -> None:
+        """Print text without a newline, below a closed bar."""
+        self._stream.write(text)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the bar in its current state; later lines are below it."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self._total,
+            initial=self._first - 1,
+            file=self._stream,
+            dynamic_ncols=self._columns() > 0,
+            ncols=None if self._columns() else _NARROW,
+            desc=_FIRST,
+            bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}  {remaining} left",
+        )
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:  # the size is unknown
+            return 0
+
+    def _print(self, text: str) -> None:
+        self.piece(text + "\n")
+
+
+def _numbers(metrics: StepMetrics, *, is_short: bool = False) -> str:
+    quality = [] if is_short else _quality(metrics)
+    return "  ".join((f"loss {metrics.loss:.4f}", *quality, f"{metrics.tokens_per_second:,.0f} tokens/s"))
+
+
+def _quality(metrics: StepMetrics | EvalMetrics) -> list[str]:
+    """Return the metrics beside a loss as text: bits per byte of text, or margin and accuracy of pairs."""
+    words = [] if metrics.bits_per_byte is None else [f"{metrics.bits_per_byte:.3f} bits/byte"]
+    if metrics.reward_margin is not None and metrics.reward_accuracy is not None:
+        words += [f"margin {metrics.reward_margin:.4f}", f"accuracy {metrics.reward_accuracy:.3f}"]
+    return words
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
 class Summary:
@@ -203,7 +317,7 @@ class RunReport(contextlib.ExitStack):
             self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 
     def begin(self, shape: MeshShape, sequences: tuple[int, int], tokenizer: str, memory: "Memory | None") -> None:
-        """Show the lines at the start; see `bmburst.train.terminal.beginning`."""
+        """Show the lines at the start; see `beginning`."""
         if self._bar:
             self._bar.note(beginning(self._config, shape, sequences, tokenizer, memory))
             self._bar.begin()

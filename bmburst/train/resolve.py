@@ -1,10 +1,10 @@
-"""Builds `TrainConfig` from presets, files and options, and checks it against the data files and this machine."""
+"""Builds `TrainConfig` from presets, files, options and data, and checks its files. Imports no torch at its top."""
 
 import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
@@ -21,13 +21,12 @@ from bmburst.config import (
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_data
-from bmburst.train.report import require_wandb
-
-if TYPE_CHECKING:
-    import torch
+from bmburst.train.metrics import require_wandb
+from bmburst.train.sections import STANDARD_LIBRARY
 
 CONFIG_FILE = "config.json"
+PLACEHOLDER = "PATH/TO/"
+"""Prefix of paths in recipes that the user must replace."""
 # Not part of a run's config.json, so that it can start another run.
 _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
@@ -74,6 +73,9 @@ def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None
     Raises:
         UserError: A check fails.
     """
+    # Imported here, because it imports the planner and numpy, which --help does not need.
+    from bmburst.train.machine import require_machine
+
     config.validate(world_size)
     require_machine(config, world_size, local_rank)
     check_paths(config)
@@ -251,79 +253,130 @@ def _at(values: Any, name: str) -> Any:
     return values
 
 
-def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
-    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+def require_filled(name: str, value: object, option: str) -> None:
+    """Check that a path is not a recipe's placeholder.
 
     Args:
-        config: The run, valid for `world_size` ranks.
-        world_size: Number of ranks.
-        local_rank: Rank whose GPU is checked, if there are GPUs.
+        name: Name of the field.
+        value: Its value.
+        option: Command line option of the field.
 
     Raises:
-        UserError: They cannot.
+        UserError: The path is a placeholder.
     """
-    import torch  # imported here, because --help does not need it
-
-    has_gpus = torch.cuda.is_available()
-    if config.parallel.strategy != "auto":  # "auto" always finds one
-        _require_strategy(config, world_size)
-    _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
-    if config.parallel.kernel != "auto":  # "auto" always finds one, without a query of the GPU
-        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
-
-
-def _require_strategy(config: TrainConfig, world_size: int) -> None:
-    """Check the attention strategy now. Otherwise the error comes in the first step, after the data were read."""
-    import torch
-
-    from bmburst.attention.call import head_shapes
-    from bmburst.comm.transports import NODE_SWITCH
-    from bmburst.schedule.cost import Placement
-    from bmburst.schedule.hardware import HOST, hardware_like
-    from bmburst.schedule.layout import padded_layout
-    from bmburst.schedule.mask import Causal
-    from bmburst.schedule.strategy import choose_strategy
-
-    shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
-    on_one_node = here == world_size and NODE_SWITCH not in os.environ
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
-    q, k = (
-        torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
-        for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
-    )
-    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
-    try:  # whether a strategy works depends on neither transport nor machine
-        placement, machine = Placement("gloo", nodes), hardware_like(HOST)
-        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
-    except UserError as error:
-        reason, *_ = str(error).splitlines()
-        raise UserError(f"{reason}\nfix: --strategy auto") from None
-
-
-def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
-    allowed = ("auto", "peer", "nccl") if has_gpus else ("auto", "gloo")
-    if sequence > 1 and transport not in allowed:  # a single rank does not communicate
-        where = "the GPUs here" if has_gpus else "a machine without GPUs"
+    if str(value).startswith(PLACEHOLDER):
         raise UserError(
-            f"transport {transport} does not work on {where}\nallowed: {', '.join(allowed)}\nfix: --transport auto"
+            f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
+            f"fix: add {option} to the command, or change it in the recipe"
         )
 
 
-def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
-    import torch
+def check_sources(source: str, text_field: str) -> None:
+    """Call `check_data_path` for a source, or for all sources of a mixture."""
+    for each in _sources(source):
+        check_data_path(each, text_field)
 
-    from bmburst_ops.errors import KernelError
-    from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
 
-    name, deterministic = config.parallel.kernel, config.parallel.deterministic
-    segments: frozenset[Need] = frozenset({"segments"} if config.pack == "documents" else ())
-    window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
-    q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
+def check_data_path(source: str, text_field: str) -> None:
+    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+
+    Raises:
+        UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
+            first line has no such field.
+    """
+    if source == STANDARD_LIBRARY:
+        return
+    require_filled("data.source", source, "--data FILE")
+    path = Path(source)
     try:
-        select_kernel(name, q, q, deterministic, segments | window)
-    except KernelError as error:
-        reason, *_ = str(error).splitlines()
-        able = ", ".join(able_kernels(q, q, deterministic, segments | window))
-        raise UserError(f"{reason}\nallowed here: auto, {able}\nfix: --kernel auto") from None
+        if not path.exists():
+            raise UserError(
+                f"data {source}: no such file or directory\n"
+                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
+                "fix: correct the path"
+            )
+        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+        is_readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
+    if not is_readable:
+        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(
+            f"data {source}: is a device, a pipe or a socket\n"
+            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
+        )
+    if empty:
+        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data import records
+    from bmburst.data.sources import check_beginnings, find_sources
+    from bmburst.data.token_file import is_token_file
+
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
+        check_beginnings(files, text_field=text_field)
+
+
+def set_defaults_of_data(given: dict[str, Any]) -> None:
+    """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
+
+    With dpo.beta the default is always pack "documents", so that data without pairs are rejected for that reason and
+    not for their packing. A token file of text keeps its tokenizer.
+    """
+    if (given.get("dpo") or {}).get("beta") is not None:
+        given.setdefault("pack", "documents")
+    values = given.get("data") or {}
+    source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
+    if not isinstance(source, str | Path):
+        return  # the check of the fields raises
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data.token_file import is_token_file
+
+    try:
+        sources = _sources(str(source))
+        are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
+    except (OSError, UserError):
+        return  # the check of the paths raises
+    text_field = str(values.get("text_field", "text"))
+    have_records = hold_records(str(source), text_field)
+    if have_records:
+        given.setdefault("pack", "documents")
+    if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
+        return
+    from bmburst.checkpoint.files import own_tokenizer
+
+    try:
+        own = own_tokenizer(Path(folder))
+    except UserError:
+        return  # refused where the weights are checked
+    if own is not None:
+        given["data"] = {**values, "tokenizer": own}
+
+
+def hold_records(source: str, text_field: str) -> bool:
+    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+    """
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data.corpus import are_records
+
+    try:
+        return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
+    except (OSError, UserError):
+        return False  # the check of the paths raises
+
+
+def _sources(source: str) -> list[str]:
+    """Return the sources of a mixture, or the one source itself."""
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data.mixture import read_mixture
+
+    found = None if source == STANDARD_LIBRARY else read_mixture(source)
+    return [source] if found is None else [each.path for each in found]

@@ -1,6 +1,12 @@
-"""Parts of an optimizer step outside the model: learning rate, exchange of facts, slow ranks, stop signals, skips.
+"""Parts of an optimizer step outside the model: learning rate, loss scale, exchange of facts, stop signals, skips.
 
 `exchange` is the only all-gather of these facts in a step, and the only point at which the host waits for the device.
+
+The largest fp16 number is 65504, and numbers below 6e-5 are subnormal and lose digits. So BMTrain multiplies the loss,
+and thereby all gradients, by a scale, and the optimizer divides by it in fp32. The rules are those of
+`bmtrain.optim.OptimManager`: a step whose gradient is not finite is skipped and halves the scale, down to 1; after a
+number of steps without a skip the scale doubles. All ranks have the same gradient norm, so they compute the same scale
+without communication.
 """
 
 import contextlib
@@ -9,7 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
-from statistics import fmean, median
+from statistics import fmean
 from types import FrameType
 
 import torch
@@ -19,8 +25,10 @@ from bmburst.comm.protocol import Communicator
 from bmburst.errors import RunError
 from bmburst.runtime.watchdog import polite
 from bmburst.train.clock import StepTiming
-from bmburst.train.config import ScheduleConfig
-from bmburst.train.precision import LossScale
+from bmburst.train.config import ScheduleConfig, TrainConfig
+from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS
+
+_FACTOR, _LEAST = 2.0, 1.0  # factor of changes and minimum of the loss scale
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
@@ -158,55 +166,56 @@ def exchange(
     )
 
 
-WINDOW = 20
-"""Steps in one measurement window."""
-_COLD = 2  # ignored timings: the first exchange has none, the second includes the compilation of kernels
-_RATIO = 1.2  # times the median; clocks, temperatures and uneven masks cause smaller differences
-_LEAST = 0.01  # seconds per step: no warning for a smaller difference
-_CAUSES = (("data", "data loading"), ("compute", "forward and backward"), ("optimizer", "optimizer"))
+@dataclass(slots=True)
+class LossScale:
+    """The loss scale and its state.
 
-
-class LagWatch:
-    """Finds slow ranks: compares the ranks' times of data loading, compute and optimizer, without waits for others.
-
-    Args:
-        hosts: Host name of each rank.
-        window: Number of steps that are averaged for each comparison.
+    Attributes:
+        value: The scale of the next step.
+        interval: Number of steps without a skip after which it doubles; None: it is constant.
+        taken: Number of steps since its last change.
     """
 
-    def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
-        self._hosts = tuple(hosts)
-        self._window = window
-        self._steps: list[tuple[StepTiming, ...]] = []
-        self._cold = _COLD
+    value: float = 1.0
+    interval: int | None = None
+    taken: int = 0
 
-    def add(self, timings: Sequence[StepTiming]) -> str | None:
-        """Add the timings of all ranks in one step; return a warning if a rank is slow, at most once per window."""
-        if self._cold:
-            self._cold -= 1
-            return None
-        self._steps.append(tuple(timings))
-        if len(self._steps) < self._window:
-            return None
-        said = self._judge()
-        self._steps.clear()
-        return said
+    @classmethod
+    def of(cls, config: TrainConfig) -> "LossScale":
+        """Return the initial scale of a run: constant 1 unless the dtype is fp16."""
+        if config.dtype != "float16":
+            return cls()
+        optimizer = config.optimizer
+        return cls(optimizer.loss_scale or LOSS_SCALE, optimizer.loss_scale_steps or LOSS_SCALE_STEPS)
 
-    def _judge(self) -> str | None:
-        means = {
-            part: [fmean(getattr(step[rank], part) for step in self._steps) for rank in range(len(self._hosts))]
-            for part, _ in _CAUSES
-        }
-        totals = [sum(of_rank) for of_rank in zip(*means.values(), strict=True)]
-        slowest, middle = max(range(len(totals)), key=totals.__getitem__), median(totals)
-        if totals[slowest] < max(_RATIO * middle, middle + _LEAST):
-            return None
-        part, cause = max(_CAUSES, key=lambda each: means[each[0]][slowest] - median(means[each[0]]))
-        return (
-            f"rank {slowest} (host {self._hosts[slowest]}) was {totals[slowest] / max(middle, 1e-9):.1f} times slower "
-            f"than the median over the last {self._window} steps: its {cause} took {means[part][slowest]:.3g} s a "
-            f"step, the median rank's {median(means[part]):.3g} s"
-        )
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale can change."""
+        return self.interval is not None
+
+    def count(self, *, is_finite: bool) -> None:
+        """Update the scale after a step.
+
+        Args:
+            is_finite: Whether loss and gradient were finite, so that the step was taken.
+        """
+        if self.interval is None:
+            return
+        if not is_finite:
+            self.value, self.taken = max(self.value / _FACTOR, _LEAST), 0
+            return
+        self.taken += 1
+        if self.taken >= self.interval:
+            self.value, self.taken = self.value * _FACTOR, 0
+
+    def state(self) -> tuple[float, int] | None:
+        """Return the state for a checkpoint: the scale and the steps since its last change; None if it is constant."""
+        return (self.value, self.taken) if self.is_dynamic else None
+
+    def restore(self, state: tuple[float, int] | None) -> None:
+        """Restore a result of `state`."""
+        if state is not None and self.is_dynamic:
+            self.value, self.taken = state
 
 
 class StopRequest:

@@ -20,24 +20,24 @@ from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.meter import traced
 from bmburst.comm.protocol import gather_objects
 from bmburst.errors import UserError
+from bmburst.inference.answering import generate
 from bmburst.mesh import Mesh
 from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.train.clock import StepClock, StepTiming, Timeline, flops_meter, measure_waits
+from bmburst.train.clock import LagWatch, StepClock, StepTiming, Timeline, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
-from bmburst.train.evaluate import generate
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
+from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.objective import make_objective
-from bmburst.train.precision import LossScale, require_dtype
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.step import (
     HostFacts,
-    LagWatch,
+    LossScale,
     SkippedSteps,
     StepFacts,
     StopRequest,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.errors import UserError
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh

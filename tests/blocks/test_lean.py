@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import bmburst
-from bmburst.blocks import parts
-from bmburst.blocks.parts import kv_heads_at_once
+from bmburst.blocks import config as block_config
+from bmburst.blocks.config import kv_heads_at_once
 from bmburst.schedule.documents import Documents
 from tests import tiny
 from tests.attention.counting import count_forward, watch_forward
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_blocks_that_keep_everything(size, rows):
 
 def _gradients_are_those_of_blocks_that_keep_everything(rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "GROUP_ROWS", rows)
+        patch.setattr(block_config, "GROUP_ROWS", rows)
         for config in models():
             for dtype in EXACT:
                 wanted = step(config, "none", dtype)
@@ -115,7 +115,7 @@ def test_segments_of_blocks_store_one_input(size, zero):
 def _segments_of_blocks_store_one_input(zero):
     config = tiny.config("qwen3", num_layers=5, num_heads=12, num_kv_heads=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "GROUP_ROWS", 1)
+        patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64)
         for policy in SEGMENTS:
             got = step(config, policy, torch.float64, chunk=11, zero=zero)
@@ -210,7 +210,7 @@ def test_masks_of_a_batch(size, mask):
 def _masks_of_a_batch(mask):
     config = tiny.config(num_heads=12, num_kv_heads=6, head_dim=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "GROUP_ROWS", 1)
+        patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64, mask=mask)
         for policy in POLICIES:
             if ":0.5" not in policy:
@@ -233,7 +233,7 @@ def _every_strategy_attends_with_some_heads_at_a_time(size):
     wanted = step(config, "none", torch.float64, attention=attention)
     times = {"block": 3 + 3 + 3, "block-keep-attention": 3 + 3, "block+every-2+keep-attention-last-2": 3 + 3 + 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "GROUP_ROWS", 1)
+        patch.setattr(block_config, "GROUP_ROWS", 1)
         watch_forward(patch, lambda call, inputs, _: seen.append((call.strategy.ulysses_degree, inputs[1].shape[2])))
         for strategy in ("heads", "gather", "kv", "burst") if size == 2 else ("heads", "heads+ring"):
             attention = partial(BurstAttention, group=group, softcap=5.0, strategy=strategy)

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmburst
-from bmburst.blocks import parts
-from bmburst.blocks.lora import TARGETS, LoRAConfig
+from bmburst.blocks import config as block_config
+from bmburst.blocks.config import TARGETS, LoRAConfig
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says
@@ -100,7 +100,7 @@ def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
 
 def _losses_and_gradients_are_pefts(folder, config, lora):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "GROUP_ROWS", 1)  # head by head
+        patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
         for policy in POLICIES:
             for chunk in (None, 7) if policy != "none" else (None,):
                 require_equal(folder, config, lora, policy, mlp_chunk=chunk)

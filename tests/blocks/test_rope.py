@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig as TheirConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import preset
 from bmburst.blocks.rope import rotary_frequencies, rotary_tables
 from tests.refusals import refused

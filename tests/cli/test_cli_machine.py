@@ -9,8 +9,8 @@ import torch
 from bmburst.cli import main
 from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
-from bmburst.train.precision import require_dtype
-from bmburst.train.resolve import require_machine, resolve
+from bmburst.train.machine import require_dtype, require_machine
+from bmburst.train.resolve import resolve
 from bmburst_ops.flash import limits
 from tests.cli.commands import refused
 from tests.refusals import says

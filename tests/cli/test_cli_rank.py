@@ -16,7 +16,7 @@ from bmburst.cli import main
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started
 from tests.refusals import says

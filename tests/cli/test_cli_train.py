@@ -9,8 +9,7 @@ import pytest
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.config import leaves
-from bmburst.train.config import TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started
 from tests.refusals import says

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.checkpoint.training import FORMAT

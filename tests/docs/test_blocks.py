@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.cli import COMMANDS
 from bmburst.train.config import ParallelConfig
@@ -206,7 +206,7 @@ def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("bmburst.train.planning.available_bytes", lambda: None)
+    monkeypatch.setattr("bmburst.train.machine.available_bytes", lambda: None)
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     for block in OURS[name]:

@@ -6,8 +6,8 @@ import torch
 from bmburst.comm.groups import communicator
 from bmburst.comm.one_shot import small_sums
 from bmburst.convert.weights import open_weights
-from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
+from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import ResidentWeights
 from tests.gpu.test_gpus import run_nccl
 from tests.inference.models import Greedy, directory, greedy, prompt

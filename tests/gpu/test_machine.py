@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 ASK = """
 import torch
 from bmburst.errors import UserError
-from bmburst.train.resolve import require_machine
+from bmburst.train.machine import require_machine
 from bmburst.train.resolve import resolve
 for name in {names!r}:
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.blocks.parts import mlp_chunk
+from bmburst.blocks.config import mlp_chunk
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of

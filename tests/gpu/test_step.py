@@ -99,7 +99,7 @@ def test_adamws_kernel_is_bmtrains():
 
 
 def _adamws_kernel_is_bmtrains():
-    from bmburst.optim import adamw as optim
+    from bmburst import optim
 
     made = {}
     for kernel in optim.KERNELS:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.convert.weights import open_weights
-from bmburst.inference.batch import Engine
 from bmburst.inference.sampling import Sampled
+from bmburst.inference.session import Engine
 from bmburst.inference.weights import ResidentWeights
 from tests import tiny
 
@@ -99,5 +99,5 @@ class Greedy:
     """Chooses the most likely token."""
 
     def step(self, logits: Tensor) -> Sampled:
-        """See `bmburst.inference.batch.Chooser`."""
+        """See `bmburst.inference.session.Chooser`."""
         return Sampled(logits.argmax(-1))

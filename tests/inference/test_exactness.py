@@ -7,7 +7,7 @@ import torch
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
-from bmburst.inference.batch import GenerationBatch
+from bmburst.inference.session import GenerationBatch
 from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
 
 UNEVEN = (13, 5, 1, 30)

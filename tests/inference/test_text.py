@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from bmburst.data import ByteTokenizer
 from bmburst.data.tokenizer import HuggingFaceTokenizer
-from bmburst.inference.text import TextStream
+from bmburst.inference.answering import TextStream
 from tests.data.test_tokenizer import train_bpe
 from tests.refusals import refused
 

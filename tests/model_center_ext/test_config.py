@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.blocks.config import LlamaConfig as Shape
-from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import CommandParser

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from bmburst.blocks.parts import AUTOMATIC_CHUNK, mlp_chunk
+from bmburst.blocks.config import AUTOMATIC_CHUNK, mlp_chunk
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.linears import LowRank
 from tests.live_bytes import LiveBytes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.blocks import parts
+from bmburst.blocks import config as block_config
 from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst.loss import global_mean
@@ -45,7 +45,7 @@ class WithGathered(LiveBytes):
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """Return the bytes alive at the peak of a second step, beyond those before it, and what ZeRO gathers of a block."""
     from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.lora import LoRAConfig
+    from bmburst.blocks.config import LoRAConfig
     from bmburst.blocks.model import Llama
 
     config = tiny.config(**case["model"])
@@ -149,7 +149,7 @@ def measure_heads(cases: list[dict[str, Any]], file: Path) -> None:
         patch.setattr(MessageMover, "_exchange", _own_blocks_alone)
         found = []
         for case in cases:
-            patch.setattr(parts, "GROUP_ROWS", case["group_rows"])
+            patch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
             found.append(measure(case))
     if not Mesh.over_bmtrain().sequence_rank:
         file.write_text(json.dumps(found))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.plan.candidates import Candidate, Offload, Task
@@ -18,7 +18,7 @@ from bmburst.plan.presentation import options
 from bmburst.plan.search import predict, search, with_usable_memory
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.clock import FlopsMeter
-from bmburst.train.planning import planned
+from bmburst.train.machine import planned
 from tests.plan.test_plan import read
 from tests.refusals import refused, says
 

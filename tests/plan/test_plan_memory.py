@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from bmburst.blocks import parts
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks import config as block_config
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
@@ -168,7 +168,7 @@ def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
     run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes")
     measured = json.loads((tmp_path / "bytes").read_text())
     for case, found in zip(HEAD_CASES, measured, strict=True):
-        monkeypatch.setattr(parts, "GROUP_ROWS", case["group_rows"])
+        monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
         one = predicted_way(case)
         task = replace(one.task, sequence=case["tokens"] * size, gpus=size)
         way = replace(one, task=task, ulysses_degree=size, transport="gloo")
@@ -186,7 +186,7 @@ def test_norms_of_heads_are_those_of_the_model(tmp_path, monkeypatch):
     ]
     run_program(1, measure_heads, cases, tmp_path / "bytes")
     for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
-        monkeypatch.setattr(parts, "GROUP_ROWS", case["group_rows"])
+        monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
         memory = predicted(case)
         assert memory.moment == "head norms backward"
         assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)

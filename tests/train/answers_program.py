@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import DataConfig, EvalConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests import chat, tiny
 from tests.train import run_program
 

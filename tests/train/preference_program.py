@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests import chat, tiny
 from tests.train import run_program

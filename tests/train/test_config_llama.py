@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS, preset
 from bmburst.config import build_config, read_layer, to_dict
 from tests import tiny

@@ -5,13 +5,12 @@ import dataclasses
 
 import pytest
 
-from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.families import RopeScaling
 from bmburst.cli import eval as eval_command
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.data.packing import PACKS
-from bmburst.train.config import ParallelConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig, ParallelConfig, TrainConfig
 from bmburst.train.resolve import check_resumable, resolve
 from tests.refusals import refusal_of, says
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build_config, read_layer, to_dict
@@ -19,11 +19,11 @@ from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
+    EvalConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.eval_config import EvalConfig
 from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS, preset
 from bmburst.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
-from bmburst.train.defaults import PUBLISHED, published, rate_by_size, warmup_by_size
 from bmburst.train.resolve import resolve, write_run_config
+from bmburst.train.sections import PUBLISHED, published, rate_by_size, warmup_by_size
 
 
 @pytest.mark.parametrize(

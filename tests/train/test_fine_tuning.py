@@ -17,10 +17,9 @@ from bmburst.cli import main
 from bmburst.data import open_corpus
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.train.data_paths import set_defaults_of_data
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
 from bmburst.train.evaluate import find_model
-from bmburst.train.resolve import resolve
+from bmburst.train.resolve import resolve, set_defaults_of_data
 from bmburst.train.text import check_text, kept_by_rank_0, kept_tokenizer, kept_with_model, open_text
 from tests import chat, tiny
 from tests.distributed.programs import run_program

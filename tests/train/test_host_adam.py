@@ -39,7 +39,7 @@ def _check():
 
 
 def host_adam(piece, depth):
-    from bmburst.optim.host_adam import HostAdam
+    from bmburst.optim.updates import HostAdam
 
     return HostAdam(piece=piece, depth=depth)
 
@@ -50,7 +50,7 @@ def state_of(weights):
 
 
 def update(weights, gradient, state, **changes):
-    from bmburst.optim.host_adam import Update
+    from bmburst.optim.updates import Update
 
     return Update(weights=weights, gradient=gradient, state=state, **{"weight_decay": 0.0, **RATES, **changes})
 

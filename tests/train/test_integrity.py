@@ -19,8 +19,7 @@ from bmburst.cli import main
 from bmburst.convert.conversion import convert
 from bmburst.errors import RunError
 from bmburst.outputs import require_space
-from bmburst.train.config import DataConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
 from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.cli import main
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
 from tests import tiny

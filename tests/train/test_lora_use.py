@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.adapter import adapter_shapes
 from bmburst.checkpoint.files import nbytes
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
 from bmburst.train.clock import FlopsMeter
-from bmburst.train.config import OptimizerConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig, OptimizerConfig, TrainConfig
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says

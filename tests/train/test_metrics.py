@@ -17,9 +17,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
-from bmburst.train.report import plot_losses, smoothed
-from bmburst.train.terminal import ProgressBar
+from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, plot_losses, read_lines, smoothed
+from bmburst.train.report import ProgressBar
 from tests.refusals import refused
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
@@ -257,7 +256,7 @@ def test_evaluations_and_notes_stay():
 PROGRAM = """
 import time
 from bmburst.train.metrics import StepMetrics
-from bmburst.train.terminal import ProgressBar
+from bmburst.train.report import ProgressBar
 with ProgressBar(5, first_step=3) as progress:
     for n in (3, 4, 5):
         time.sleep(0.15)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from bmburst.train.step import LagWatch
+from bmburst.train.clock import LagWatch
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

@@ -10,7 +10,7 @@ import torch
 
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
-from bmburst.train import memory_plan, planning
+from bmburst.train import machine, memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -29,7 +29,7 @@ def _on_two_ranks(folder):
 
 
 def trainer(folder, name, offload, dtype, level, **changes):
-    from bmburst.optim.host_adam import HostAdam
+    from bmburst.optim.updates import HostAdam
     from bmburst.train.trainer import Trainer
 
     config = program.config(
@@ -41,7 +41,7 @@ def trainer(folder, name, offload, dtype, level, **changes):
         **changes,
     )
     # Every storage in several pieces.
-    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
+    with patch("bmburst.optim.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
         made = Trainer(config)
     assert host.called == offload
     return made
@@ -137,7 +137,7 @@ def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
 
     def needed(ranks, nodes, **changes):
         asked = replace(config, parallel=ParallelConfig(data_parallel=1), **changes)
-        return memory_of(planning.planned(asked, ranks, nodes, hardware), hardware).in_host
+        return memory_of(machine.planned(asked, ranks, nodes, hardware), hardware).in_host
 
     every, narrow = config.model.num_parameters, {"dtype": "bfloat16"}
     blocks = every - 2 * config.model.vocab_size * 16 - 16  # embedding, head, last norm
@@ -149,15 +149,15 @@ def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
     files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(planning, name, tmp_path / name)
-    assert planning.available_bytes() == 5 * 1024
+        monkeypatch.setattr(machine, name, tmp_path / name)
+    assert machine.available_bytes() == 5 * 1024
     for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
         (tmp_path / "_LIMIT").write_text(limit)
-        assert planning.available_bytes() == free
+        assert machine.available_bytes() == free
     (tmp_path / "_LIMIT").unlink()
-    assert planning.available_bytes() == 5 * 1024
-    assert planning.total_bytes() == 9 * 1024
-    monkeypatch.setattr(planning, "_GROWS", (f"{tmp_path}/_MEM*",))
-    assert planning.total_bytes() is None  # there may come more
+    assert machine.available_bytes() == 5 * 1024
+    assert machine.total_bytes() == 9 * 1024
+    monkeypatch.setattr(machine, "_GROWS", (f"{tmp_path}/_MEM*",))
+    assert machine.total_bytes() is None  # there may come more
     (tmp_path / "_MEMORY").unlink()
-    assert planning.available_bytes() is None
+    assert machine.available_bytes() is None

@@ -132,9 +132,9 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
 def _reads_after_a_step_wait_for_the_update(folder):
     import time
 
-    from bmburst.optim import host_adam
+    from bmburst.optim import updates
 
-    update, made = host_adam._update, {}
+    update, made = updates._update, {}
     for is_late in (False, True):
         made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
 
@@ -143,7 +143,7 @@ def _reads_after_a_step_wait_for_the_update(folder):
             order.append(args[0].shard.order)
             update(*args)
 
-        host_adam._update = late
+        updates._update = late
         losses(made[is_late], 2)
         made[is_late].evaluate()
         assert order == 2 * [0, 0, 1, 1]  # as forward needs them
@@ -160,7 +160,7 @@ def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
 
 def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
     """Both at once would share the host's memory bandwidth, and only the first hold up the GPU."""
-    from bmburst.optim.host_adam import HostAdam, LateUpdates
+    from bmburst.optim.updates import HostAdam, LateUpdates
 
     made, order = trainer(folder, "run", True, "bfloat16"), []
 
@@ -181,13 +181,13 @@ def test_an_error_in_an_update_ends_the_run(tmp_path):
 
 
 def _an_error_in_an_update_ends_the_run(folder):
-    from bmburst.optim import host_adam
+    from bmburst.optim import updates
 
     def fails(*_):
         raise MemoryError("no room")
 
     made = trainer(folder, "run", True, "bfloat16")
-    host_adam._update = fails
+    updates._update = fails
     losses(made, 1)
     with pytest.raises(MemoryError, match="no room"):
         made.evaluate()
@@ -220,8 +220,8 @@ def _copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
     from bmburst.comm.host_memory import HostShard, ShardCopies
-    from bmburst.optim import host_adam
-    from bmburst.optim.host_adam import ShardUpdate
+    from bmburst.optim import updates
+    from bmburst.optim.updates import ShardUpdate
     from tests.train.lazy_streams import late_copies
 
     with late_copies():
@@ -274,9 +274,9 @@ def _copies_that_come_late_are_waited_for():
             shard.parameter.grad = torch.zeros_like(shard.weights)
             reader.add(lambda made=shard.parameter.grad: made.fill_(2.0))
         copies.send_gradients(blocks[0], reader)
-        state = host_adam.initial_state(shard.weights)
+        state = updates.initial_state(shard.weights)
         rates = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
-        late = host_adam.LateUpdates()
+        late = updates.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
         shard.settle()
         assert state["exp_avg"].unique().item() == 0.5
@@ -354,8 +354,7 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
 def _memory_and_state_are_prepared(folder):
     from bmburst.blocks.model import Llama
     from bmburst.comm.host_memory import HostMemory
-    from bmburst.optim import host_adam
-    from bmburst.optim.adamw import AdamW
+    from bmburst.optim import AdamW, updates
 
     memory = HostMemory()
     model = Llama(program.SHAPE, offload_weights=True, host_memory=memory)
@@ -371,10 +370,10 @@ def _memory_and_state_are_prepared(folder):
     ready, lazy = (trainer(folder, f"run-{number}", True, "bfloat16") for number in range(2))
     order = []
     ready.optimizer.prepare(after=lambda: order.append("memory"))
-    prepared = {id(future.result()[host_adam.MEAN]) for future in ready.optimizer._coming.values()}
+    prepared = {id(future.result()[updates.MEAN]) for future in ready.optimizer._coming.values()}
     assert order == ["memory"]
     assert losses(ready, 2) == losses(lazy, 2)
     require_equal(held(ready), held(lazy))
-    assert {id(state[host_adam.MEAN]) for state in ready.optimizer.state.values()} == prepared
+    assert {id(state[updates.MEAN]) for state in ready.optimizer.state.values()} == prepared
     ready.optimizer.prepare()  # nothing is missing
     AdamW(torch.nn.Linear(2, 2).parameters()).prepare()  # nothing is in host memory

@@ -11,11 +11,10 @@ import pytest
 from bmburst.blocks.presets import preset
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.schedule.hardware import hardware_of
-from bmburst.train.clock import FlopsMeter, StepTiming, known_peak
+from bmburst.train.clock import FlopsMeter, LagWatch, StepTiming, known_peak
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.report import Summary
-from bmburst.train.step import LagWatch
 from tests.refusals import refused
 
 MODEL = preset("llama-3-8b")
@@ -178,7 +177,7 @@ USE = """
 import sys
 from pathlib import Path
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics
-from bmburst.train.report import Wandb, require_wandb
+from bmburst.train.metrics import Wandb, require_wandb
 require_wandb()
 with MetricsWriter(Path("run7"), 1, Wandb("longer", Path("run7"), {"steps": 3})) as writer:
     writer.write(StepMetrics(step=1, loss=2.0, bits_per_byte=float("nan"), lr=1, grad_norm=1, tokens_per_second=1,

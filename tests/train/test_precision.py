@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.files import newest_complete, read_progress
 from bmburst.errors import RunError
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
-from bmburst.train.precision import LossScale
-from bmburst.train.step import HostFacts, SkippedSteps, StepFacts
+from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused

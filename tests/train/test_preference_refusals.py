@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bmburst.schedule.hardware import HOST, hardware_like
-from bmburst.train.planning import planned
+from bmburst.train.machine import planned
 from bmburst.train.resolve import check_paths, resolve
 from bmburst.train.text import check_text
 from tests import chat, tiny

@@ -23,7 +23,7 @@ def _equal_transformers(folder):
     from transformers import LlamaForCausalLM
 
     from bmburst.data import PackedSequences
-    from bmburst.train.evaluate import generate
+    from bmburst.inference.answering import generate
     from bmburst.train.trainer import Trainer
 
     trainer = Trainer(program.config(folder, "run"))
@@ -62,7 +62,7 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 
 def _longer_than_the_text(folder):
     from bmburst.train import evaluate
-    from bmburst.train.eval_config import EvalConfig
+    from bmburst.train.config import EvalConfig
     from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)

@@ -1,8 +1,13 @@
-"""Converts a run to a `Candidate` of the planner, and checks its host memory. Does not import torch."""
+"""Checks a run against this machine: kernel, transport, strategy, dtype, and host memory as the planner counts it.
 
+Imports no torch at its top. The launcher does not open a GPU, so each rank checks its GPU after BMTrain has started.
+"""
+
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
@@ -14,6 +19,10 @@ from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.sections import OptimizerConfig
 
+if TYPE_CHECKING:
+    import torch
+
+_AMPERE = (8, 0)
 _MEMORY = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
@@ -176,3 +185,104 @@ def _least(nbytes: int | None) -> int | None:
         return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
     except (OSError, ValueError):  # no container, or no limit
         return nbytes
+
+
+def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
+    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+
+    Args:
+        config: The run, valid for `world_size` ranks.
+        world_size: Number of ranks.
+        local_rank: Rank whose GPU is checked, if there are GPUs.
+
+    Raises:
+        UserError: They cannot.
+    """
+    import torch  # imported here, because --help does not need it
+
+    has_gpus = torch.cuda.is_available()
+    if config.parallel.strategy != "auto":  # "auto" always finds one
+        _require_strategy(config, world_size)
+    _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
+    if config.parallel.kernel != "auto":  # "auto" always finds one, without a query of the GPU
+        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
+
+
+def _require_strategy(config: TrainConfig, world_size: int) -> None:
+    """Check the attention strategy now. Otherwise the error comes in the first step, after the data were read."""
+    import torch
+
+    from bmburst.attention.call import head_shapes
+    from bmburst.comm.transports import NODE_SWITCH
+    from bmburst.schedule.cost import Placement
+    from bmburst.schedule.hardware import HOST, hardware_like
+    from bmburst.schedule.layout import padded_layout
+    from bmburst.schedule.mask import Causal
+    from bmburst.schedule.strategy import choose_strategy
+
+    shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
+    on_one_node = here == world_size and NODE_SWITCH not in os.environ
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
+    q, k = (
+        torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
+        for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
+    )
+    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
+    try:  # whether a strategy works depends on neither transport nor machine
+        placement, machine = Placement("gloo", nodes), hardware_like(HOST)
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
+    except UserError as error:
+        reason, *_ = str(error).splitlines()
+        raise UserError(f"{reason}\nfix: --strategy auto") from None
+
+
+def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
+    allowed = ("auto", "peer", "nccl") if has_gpus else ("auto", "gloo")
+    if sequence > 1 and transport not in allowed:  # a single rank does not communicate
+        where = "the GPUs here" if has_gpus else "a machine without GPUs"
+        raise UserError(
+            f"transport {transport} does not work on {where}\nallowed: {', '.join(allowed)}\nfix: --transport auto"
+        )
+
+
+def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
+    import torch
+
+    from bmburst_ops.errors import KernelError
+    from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
+
+    name, deterministic = config.parallel.kernel, config.parallel.deterministic
+    segments: frozenset[Need] = frozenset({"segments"} if config.pack == "documents" else ())
+    window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
+    q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
+    try:
+        select_kernel(name, q, q, deterministic, segments | window)
+    except KernelError as error:
+        reason, *_ = str(error).splitlines()
+        able = ", ".join(able_kernels(q, q, deterministic, segments | window))
+        raise UserError(f"{reason}\nallowed here: auto, {able}\nfix: --kernel auto") from None
+
+
+def require_dtype(dtype: str, device: "torch.device") -> None:
+    """Check that a rank's device supports a dtype.
+
+    Args:
+        dtype: dtype of weights and activations, as in `TrainConfig`.
+        device: Device of this rank.
+
+    Raises:
+        UserError: The GPU does not support bfloat16: BMTrain's kernels and tensor cores need Ampere or later.
+    """
+    if dtype != "bfloat16" or device.type != "cuda":
+        return
+    import torch  # imported here, because --help does not need it
+
+    found = torch.cuda.get_device_capability(device)
+    if found < _AMPERE:
+        raise UserError(
+            f"dtype bfloat16 does not work on {torch.cuda.get_device_name(device)} (compute capability "
+            f"{'.'.join(map(str, found))})\nallowed: float16, float32\n"
+            "fix: --dtype float16, which keeps gradients in range with a loss scale"
+        )

@@ -15,7 +15,7 @@ from tests.distributed.programs import run_program
 from tests.refusals import says
 from tests.train import run_program as program
 
-MODEL = Path(__file__).with_name("passkey")
+MODEL = Path(__file__).parents[1] / "inference" / "passkey"
 
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])
@@ -28,7 +28,7 @@ def _equal_transformers(folder, pack):
 
     from bmburst.data import PackedSequences, evaluation_batches, open_corpus
     from bmburst.train import evaluate
-    from bmburst.train.eval_config import EvalConfig
+    from bmburst.train.config import EvalConfig
     from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)

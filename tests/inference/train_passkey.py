@@ -1,6 +1,6 @@
-"""Trains the tiny model of tests/evaluation/passkey, which copies a pass key out of a text of bytes.
+"""Trains the tiny model of tests/inference/passkey, which copies a pass key out of a text of bytes.
 
-    python -m tests.evaluation.train_passkey        # some minutes on 2 cores; writes tests/evaluation/passkey
+    python -m tests.inference.train_passkey        # some minutes on 2 cores; writes tests/inference/passkey
 
 It is too slow for every run of the tests, so its result is kept beside it: config.json and fp16 weights. The
 seed and the number of threads are fixed; another version of torch may round otherwise and give other weights, which
@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmburst.data.tokenizer import ByteTokenizer
-from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest
+from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest
 from bmburst.inference.prompts import PromptEncoder
 
 FOLDER = Path(__file__).with_name("passkey")

@@ -1,6 +1,6 @@
 """`bmburst eval --passkey`: prompts of exact lengths, a model that copies the key on 1 to 3 ranks, and refusals.
 
-The model in tests/evaluation/passkey was trained by tests/evaluation/train_passkey.py, which takes some minutes.
+The model in tests/inference/passkey was trained by tests/inference/train_passkey.py, which takes some minutes.
 """
 
 import json
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from bmburst.cli import main
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
-from bmburst.evaluation.passkey import QUESTION, PasskeyPrompts, PasskeyTest, read_lengths
 from bmburst.inference import generator as generating
+from bmburst.inference.passkey import QUESTION, PasskeyPrompts, PasskeyTest, read_lengths
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.weights import ResidentWeights
 from bmburst.outputs import is_picture

@@ -1,1 +1,0 @@
-"""Long-context evaluation: passkey retrieval, and loss by position."""
