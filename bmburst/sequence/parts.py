@@ -103,6 +103,23 @@ def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Te
     return labels
 
 
+def document_positions(positions: Tensor, masks: tuple[Mask, ...], batch: int) -> Tensor:
+    """Return the position of each local token in its document, `[batch, local_tokens]`.
+
+    Positions of padding continue those of the last document. `masks` has one entry for all rows, one per row, or none.
+
+    Args:
+        positions: The position of each local token in the sequence, int64 `[local_tokens]`.
+        masks: The masks.
+        batch: Number of rows.
+    """
+    rows = []
+    for mask in masks:
+        starts = torch.tensor(mask.starts or (0,), dtype=torch.int64, device=positions.device)
+        rows.append(positions - starts[torch.searchsorted(starts, positions, right=True) - 1])
+    return torch.stack(rows or [positions]).expand(batch, -1)
+
+
 def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
     """Return labels with `IGNORE_INDEX` from the given lengths on: one length for all rows, or one per row."""
     if all(length == labels.shape[1] for length in lengths):
