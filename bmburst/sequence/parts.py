@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import brief
-from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import contents, describe_tensors, require_numbers, require_own_memory
+from bmburst.attention.options import no_autocast, require_numbers, require_own_memory
+from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
