@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks import netns
 from bmburst.attention.api import burst_attention
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.attention.graphs import CALLS
+from bmburst.comm.collectives import ALL_GATHER, REDUCE_SCATTER, named_verb
 from bmburst.comm.memory import bytes_of
-from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

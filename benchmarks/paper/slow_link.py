@@ -27,7 +27,7 @@ from benchmarks.paper.variants import Counting, backward_transfers
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst_ops.flash import BackwardInputs
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
 from bmburst.comm.local import LocalCommunicator, MessageQueue
-from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, device_of
 from bmburst.errors import UserError
 
@@ -155,8 +155,6 @@ def _over_process_group(reference: "weakref.ref[dist.ProcessGroup]") -> CheckedC
 
 @lru_cache(maxsize=64)
 def _over_bmtrain(handle: object) -> CheckedCommunicator:
-    from bmburst.comm.bmtrain_nccl import BMTrainCommunicator
-
     return _checked(BMTrainCommunicator(handle, on_host=not torch.cuda.is_available()))
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear, pad
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import angle_tables, rotary_frequencies
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
