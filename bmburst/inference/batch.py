@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.one_shot import small_sums
+from bmburst.comm.transports import small_sums
 from bmburst.errors import UserError
 from bmburst.inference.cache import KVCache
 from bmburst.inference.decode import Decoder

@@ -91,7 +91,7 @@ class Decoder:
         weights: The model.
         comm: The ranks that share the cache.
         cache: The cache; each sequence has at least one token.
-        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.one_shot`.
+        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.transports.small_sums`.
     """
 
     def __init__(
