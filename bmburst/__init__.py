@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         burst_attention,
         burst_attn_func,
         burst_attn_func_striped,
+        empty_cache,
     )
-    from bmburst.attention.graphs import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
@@ -78,7 +78,7 @@ _HOMES = {
     "burst_attn_func": "attention.api",
     "burst_attn_func_striped": "attention.api",
     "communicator": "comm.groups",
-    "empty_cache": "attention.graphs",
+    "empty_cache": "attention.api",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",

@@ -19,7 +19,7 @@ from benchmarks.engine.kind import FAILED, OK, REFUSED, C, Row, load_kind
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import row_line
 from benchmarks.engine.timing import start_ranks
-from bmburst.attention.graphs import empty_cache
+from bmburst.attention.api import empty_cache
 from bmburst.errors import UserError, one_line
 from bmburst.runtime import start, watchdog
 from bmburst_ops.errors import KernelError

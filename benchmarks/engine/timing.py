@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.attention.graphs import CALLS
 from bmburst.comm.collectives import ALL_GATHER, REDUCE_SCATTER, named_verb
 from bmburst.comm.memory import bytes_of
+from bmburst.comm.streams import CALLS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

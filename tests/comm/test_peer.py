@@ -14,7 +14,6 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.attention.graphs import UnitStreams
 from bmburst.comm import cuda_driver, peer
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.local import run_ranks
@@ -22,6 +21,7 @@ from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
+from bmburst.comm.streams import UnitStreams
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
