@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import decide
-from bmburst.attention.function import SequenceAttention
+from bmburst.attention.function import SequenceAttention, check_sink, with_sink
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
-from bmburst.attention.sink import check_sink, with_sink
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.comm.streams import RECORDINGS
