@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import BlockMover, Communicator, Transfer, gather_objects

@@ -16,7 +16,6 @@ import bmburst
 from bmburst.attention import call, heads
 from bmburst.comm import cuda_driver, peer
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.local import run_ranks
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import gather_objects
@@ -26,6 +25,7 @@ from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import random_exchanges, verbs
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 from tests.stand_in_driver import BATCHED_COPY, as_tensor, install
 

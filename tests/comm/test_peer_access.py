@@ -13,7 +13,7 @@ import torch
 
 from bmburst.comm import shared_memory, transports
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
 from tests.refusals import refused, says
 

@@ -14,8 +14,7 @@ import torch
 import bmburst
 from bmburst.comm import cuda_driver
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import communicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, MessageQueue, communicator
 from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
