@@ -26,7 +26,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
 from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import describe_tensors
-from bmburst.comm.meter import traced
+from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end

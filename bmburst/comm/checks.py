@@ -17,8 +17,8 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.comm.meter import WaitMeter, traced
 from bmburst.comm.protocol import Communicator, CompletedTransfer, Transfer
+from bmburst.comm.waits import WaitMeter, traced
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
 

@@ -14,12 +14,11 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.comm import cuda_driver, peer
-from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
+from bmburst.comm import peer, shared_memory
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import gather_objects
-from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
+from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, SharedMemoryError, Signals
 from bmburst.comm.streams import UnitStreams
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
@@ -108,7 +107,7 @@ def test_signals_write_all_then_wait_in_cyclic_order(driver, value):
 def test_a_refusal_names_the_call(driver):
     driver.refuses = lambda name: name == "cuMemAlloc_v2"
     with pytest.raises(DriverError, match=r"cuMemAlloc_v2: operation not supported \(801\)"):
-        cuda_driver.allocate(10)
+        shared_memory.allocate(10)
     assert driver.calls["cuMemAlloc_v2"] == 2  # once more after torch's cache has given way
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
-from bmburst.comm.meter import WaitMeter
+from bmburst.comm.waits import WaitMeter
 
 
 class Stream:
