@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bmburst.runtime import start
     from bmburst.schedule.documents import Documents, PrefixLM
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
-    from bmburst.schedule.mesh_shape import MeshShape
+    from bmburst.schedule.parallelism import MeshShape
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _HOMES = {
     "Generator": "inference.generator",
     "Mask": "schedule.mask",
     "Mesh": "mesh",
-    "MeshShape": "schedule.mesh_shape",
+    "MeshShape": "schedule.parallelism",
     "OpBurstAttn": "attention.api",
     "PrefixLM": "schedule.documents",
     "OpBurstAttnStrip": "attention.api",

@@ -12,7 +12,7 @@ from bmburst.plan.search import Prediction, predict
 from bmburst.plan.ways import candidates, with_attention_choice
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"

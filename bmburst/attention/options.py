@@ -15,7 +15,7 @@ from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, Need, select_kernel
 

@@ -10,7 +10,7 @@ from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, 
 from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
 from bmburst.errors import UserError, require_known
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 # Far above any existing model, yet low enough to reject a corrupt number in a file immediately.

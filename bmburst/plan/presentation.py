@@ -16,7 +16,7 @@ from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.strategy_names import name_of
+from bmburst.schedule.parallelism import name_of
 
 
 def options(candidate: Candidate) -> list[str]:

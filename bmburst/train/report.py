@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bmburst.config import to_dict
 from bmburst.errors import UserError
 from bmburst.outputs import blank_picture, save_picture
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, EvalMetrics, MetricsWriter, StepMetrics, read_lines
 from bmburst.train.terminal import ProgressBar, beginning, ending

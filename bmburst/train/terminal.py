@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bmburst.amounts import GIB, short
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 

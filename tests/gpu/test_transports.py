@@ -18,7 +18,7 @@ from bmburst.comm.groups import LocalCommunicator, MessageQueue, communicator
 from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.cross_oracle import problem
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs

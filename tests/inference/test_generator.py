@@ -19,7 +19,7 @@ from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer
 from bmburst.mesh import Mesh
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from tests.distributed.threads import run_ranks
 from tests.inference.models import VOCAB, directory, greedy, logits, prompt
 from tests.refusals import refusal_of, says
