@@ -36,7 +36,7 @@ from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst_ops.flash import BackwardInputs
 

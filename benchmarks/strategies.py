@@ -26,8 +26,8 @@ from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Mask
+from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import Strategy
 
 HEAD_DIM, WINDOW = 128, 4096
 LENGTHS = (1024, 4096, 16384, 700, 9000)  # of documents, again and again

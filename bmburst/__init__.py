@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         burst_attention,
         burst_attn_func,
         burst_attn_func_striped,
+        empty_cache,
     )
-    from bmburst.attention.graphs import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bmburst.runtime import start
     from bmburst.schedule.documents import Documents, PrefixLM
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
-    from bmburst.schedule.mesh_shape import MeshShape
+    from bmburst.schedule.parallelism import MeshShape
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _HOMES = {
     "Generator": "inference.generator",
     "Mask": "schedule.mask",
     "Mesh": "mesh",
-    "MeshShape": "schedule.mesh_shape",
+    "MeshShape": "schedule.parallelism",
     "OpBurstAttn": "attention.api",
     "PrefixLM": "schedule.documents",
     "OpBurstAttnStrip": "attention.api",
@@ -78,7 +78,7 @@ _HOMES = {
     "burst_attn_func": "attention.api",
     "burst_attn_func_striped": "attention.api",
     "communicator": "comm.groups",
-    "empty_cache": "attention.graphs",
+    "empty_cache": "attention.api",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",

@@ -1,6 +1,6 @@
 """The device mesh: ranks as a grid of data x sequence x tensor, with a communicator for each group.
 
-`Mesh` holds the communicators; `bmburst.schedule.mesh_shape` computes the position of each rank in the grid.
+`Mesh` holds the communicators; `bmburst.schedule.parallelism` computes the position of each rank in the grid.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import torch
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import Split, bmtrain_groups, bmtrain_tensor_degree, process_groups, single_rank_group
 from bmburst.errors import UserError
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 
 __all__ = ["Mesh", "MeshShape", "current_mesh", "require_mesh", "using_mesh"]
 

@@ -20,7 +20,7 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.comm.bmtrain_nccl import FlatStorage, launched_together
+from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst.comm.host_memory import host_shard
 
 

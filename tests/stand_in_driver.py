@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from bmburst.comm import cuda_driver, peer
+from bmburst.comm import peer, shared_memory
 
 # cuda.h of CUDA 13: CUstreamBatchMemOpParams, CUDA_MEMCPY3D_BATCH_OP, CUDA_MEMCPY2D
 MEMORY_OPERATION = struct.Struct("<I4xQQI4xQQ")
@@ -143,10 +143,10 @@ def as_tensor(address, nbytes, _=None):
 def install(monkeypatch, *, batches):
     """Return the stand-in, in the driver's place for one test; of torch.cuda what the transport asks for is too."""
     found, threads = Driver(), threading.local()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    monkeypatch.setattr(shared_memory, "_driver", lambda: found)
     monkeypatch.setattr(peer.atexit, "register", lambda _: None)  # at exit the stand-in is gone
-    monkeypatch.setattr(cuda_driver, "_has_batches", lambda: batches)
-    monkeypatch.setattr(cuda_driver, "as_tensor", as_tensor)
+    monkeypatch.setattr(shared_memory, "_has_batches", lambda: batches)
+    monkeypatch.setattr(shared_memory, "as_tensor", as_tensor)
 
     def current_stream(*_):
         if not hasattr(threads, "stream"):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.schedule.documents import edges_of
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.ring_schedule import make_double_schedule
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
 from bmburst_ops.flash import mask_corrections, triton_launch, varlen
 from bmburst_ops.pattern import Band, Cells, Segments
+from tests.distributed.threads import run_ranks
 
 KIB = 1 << 10
 PLANNERS = (

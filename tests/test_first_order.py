@@ -9,13 +9,13 @@ import torch
 
 import bmburst
 from bmburst.attention.biased import BiasedSequence, biased_attention
-from bmburst.comm.local import run_ranks
 from bmburst.loss import token_logprobs, token_loss_sum
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.linears import linears
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
+from tests.distributed.threads import run_ranks
 from tests.ops.biased_oracle import draw, draw_ant
 from tests.ops.test_biased import ours
 from tests.refusals import refused

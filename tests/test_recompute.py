@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from bmburst.recompute import checkpoint, is_recomputing
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, BlockBytes, Policy
 from tests.attention.counting import count_forward
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 

@@ -25,8 +25,8 @@ from bmburst.attention.options import AttentionOptions
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.schedule.gather_plan import Visibility, pulled
 from bmburst.schedule.layout import Balanced
+from bmburst.schedule.parallelism import STRATEGIES
 from bmburst.schedule.ring_schedule import distances
-from bmburst.schedule.strategy_names import STRATEGIES
 
 _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.engine.kind import FAILED, OK, REFUSED, BaseCell, C, Kind, Results, Row, load_kind
 from benchmarks.engine.machine import Gauge, start_ranks
 from benchmarks.engine.report import row_line
-from bmburst.attention.graphs import empty_cache
+from bmburst.attention.api import empty_cache
 from bmburst.errors import UserError, one_line
 from bmburst.runtime import start, watchdog
 from bmburst.runtime.launch import LaunchSpec, launch

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmburst import __version__
+from bmburst.comm.collectives import ALL_GATHER, REDUCE_SCATTER, named_verb
 from bmburst.comm.memory import bytes_of
-from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
 from bmburst.outputs import replacing
 
 _USABLE = 0.92  # fraction of a device; the rest is for context, communicators and fragmentation

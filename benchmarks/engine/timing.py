@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.report import WIDTH, save_figure, set_title
-from bmburst.attention.graphs import CALLS
+from bmburst.comm.streams import CALLS
 from bmburst.outputs import blank_picture, is_picture, require_own
 
 LEAST = 3  # rounds that are measured however long they take

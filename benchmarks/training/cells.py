@@ -18,7 +18,7 @@ from bmburst.plan.step import model_flops
 from bmburst.plan.ways import candidates, with_attention_choice
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 from bmburst_ops.constants import ATTENTION_BACKWARD
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import decide
-from bmburst.attention.function import SequenceAttention
+from bmburst.attention.function import SequenceAttention, check_sink, with_sink
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
-from bmburst.attention.sink import check_sink, with_sink
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
+from bmburst.comm.streams import RECORDINGS
+from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
 from bmburst.schedule.mask import make_mask
@@ -235,6 +236,21 @@ def resolve_group(group: object) -> CheckedCommunicator:
     """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world."""
     mesh = current_mesh()
     return mesh.sequence if group is None and mesh is not None else communicator(group)
+
+
+def empty_cache() -> None:
+    """Free the GPU memory that `burst_attention` keeps between calls, and torch's cache.
+
+    Attention keeps the buffers of transport "peer", which are outside of torch's cache and as large as the largest call
+    so far needed, and the memory of its CUDA graphs. Call this between phases of a program when the next phase has
+    shorter sequences or fewer ranks per group. Call it before the old groups are destroyed: buffers of a destroyed
+    group stay until the process ends. Later calls allocate new memory.
+
+    Every rank must call it, at the same point of the program. It waits for the GPU.
+    """
+    PEER_GROUPS.release()
+    RECORDINGS.clear()
+    torch.cuda.empty_cache()
 
 
 _FLASH = ("cuda", "triton")

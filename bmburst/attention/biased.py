@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, StrategyRequest, head_shapes
 from bmburst.attention.function import SequenceAttention
-from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
+from bmburst.attention.options import gradient_signature, require_numbers, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
-from bmburst.comm.checks import CheckedCommunicator, describe_tensors, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import Contiguous

@@ -32,9 +32,9 @@ from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, kernel_needs
 from bmburst.schedule.mask import Mask, make_mask
+from bmburst.schedule.parallelism import STRATEGIES, RingTensors, Strategy
 from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import STRATEGIES, RingTensors, Strategy
 from bmburst.schedule.tiles import Tile
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.bounded_cache import bounded_cache
@@ -288,7 +288,7 @@ class StrategyRequest:
 
     Attributes:
         comm: The group.
-        name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
+        name: One of `bmburst.schedule.parallelism.STRATEGIES`.
         transport: One of `bmburst.comm.transports.TRANSPORTS`.
         hardware: The hardware of the ranks, the same for all of them.
         ulysses_degree: How many neighbouring ranks must exchange heads; None: the cheapest degree.

@@ -7,7 +7,7 @@ unit arrives and the previous results return to their owners. Tensors move witho
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
 unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
-captured as CUDA graphs (`bmburst.attention.graphs`), which keep the temporary memory of backward: sums in fp32, at most
+captured as CUDA graphs (`bmburst.comm.streams`), which keep the temporary memory of backward: sums in fp32, at most
 512 MiB; with GQA also those of keys and values; under a mask of several tiles the gradients of each and their sums.
 """
 
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.attention.graphs import RECORDINGS, UnitStreams
 from bmburst.attention.local import empty_partial, local_backward, local_forward
 from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
-from bmburst.comm.streams import current_stream
+from bmburst.comm.streams import RECORDINGS, UnitStreams, current_stream
+from bmburst.comm.waits import working
 from bmburst.schedule.heads_plan import HeadsPlan, StridedView
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import records_kernels

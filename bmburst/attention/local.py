@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.comm.meter import traced
+from bmburst.comm.waits import traced
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients

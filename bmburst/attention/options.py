@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import brief, require_flag
-from bmburst.comm.checks import CheckedCommunicator, require_numbers, require_own_memory
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, Need, select_kernel
 
@@ -112,6 +112,32 @@ def _is_positive(value: object) -> bool:
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores of queries `[..., head_dim]`: `scale`, or the default for None."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def require_own_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor subclass that wraps other tensors, such as torch's DTensor: it does not own its memory.
+
+    Raises:
+        UserError: The tensor wraps other tensors.
+    """
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        raise UserError(
+            f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
+            "fix: pass the tensor that this rank holds; of a DTensor, its to_local()"
+        )
+
+
+def require_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on torch's meta device, which has a shape and no data.
+
+    Raises:
+        UserError: The tensor is on the meta device.
+    """
+    if tensor.is_meta:
+        raise UserError(
+            f"{name} must hold numbers, got a meta tensor {list(tensor.shape)}\n"
+            "fix: make it on this rank's device; of a model, model.to_empty(device=...) and load its weights"
+        )
 
 
 def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) -> None:

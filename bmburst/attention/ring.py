@@ -17,8 +17,8 @@ from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
 from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
 from bmburst.comm.transports import DoubleRingGroups
+from bmburst.schedule.parallelism import RingTensors
 from bmburst.schedule.ring_schedule import DoubleRingOrder, Schedule, Step
-from bmburst.schedule.strategy_names import RingTensors
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_

@@ -21,7 +21,7 @@ from bmburst.blocks.families import (
 from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
 from bmburst.errors import UserError
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a block, by Hugging Face's names."""

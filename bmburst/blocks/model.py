@@ -23,7 +23,7 @@ from bmburst.mesh import current_mesh
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.zero import named_shards, scatter
 from bmburst_ops.errors import KernelError
 from bmburst_ops.rms_norm import choose_norm

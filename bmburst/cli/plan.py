@@ -220,13 +220,8 @@ def _require_question(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     from bmburst.cli.recipe import named_model
-    from bmburst.plan.generation import (
-        GenerationTask,
-        counts,
-        generation_json,
-        generation_report,
-        predict_generation,
-    )
+    from bmburst.plan.inference import GenerationTask, counts, predict_generation
+    from bmburst.plan.presentation import generation_json, generation_report
     from bmburst.schedule.hardware import load_hardware
 
     _require_question(args)

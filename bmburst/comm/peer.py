@@ -17,12 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.memory import copy_own, ring_by_pull
-from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, Transfer, gather_objects
-from bmburst.comm.shared_memory import PeerWatch, SharedMemory, SharedMemoryError, agreed, host_identity
+from bmburst.comm.shared_memory import (
+    Copies,
+    Copy,
+    DriverError,
+    SharedMemory,
+    SharedMemoryError,
+    Signals,
+    agreed,
+    host_identity,
+)
 from bmburst.comm.streams import FIRST, CurrentStream, SideStreamTransfer, StreamOrder, current_stream
+from bmburst.comm.waits import PeerWatch
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache

@@ -27,7 +27,7 @@ from bmburst.attention.local import local_forward
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import angle_tables, rotary_frequencies
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.errors import UserError
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
@@ -240,7 +240,7 @@ class Decoder:
         weights: The model.
         comm: The ranks that share the cache.
         cache: The cache; each sequence has at least one token.
-        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.one_shot`.
+        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.transports.small_sums`.
     """
 
     def __init__(

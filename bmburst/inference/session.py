@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator, contents
-from bmburst.comm.one_shot import small_sums
+from bmburst.comm.transports import small_sums
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
 from bmburst.inference.cache import Decoder, KVCache

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import require_numbers
+from bmburst.attention.options import require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst_ops.constants import IGNORE_INDEX

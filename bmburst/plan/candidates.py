@@ -1,7 +1,7 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
 A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
-placed as in `bmburst.schedule.mesh_shape`, node by node: from the innermost dimension to the outermost, tensor ranks,
+placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost, tensor ranks,
 ranks that exchange heads (Ulysses), the ring or gather between such groups, and data parallel ranks.
 """
 
@@ -18,7 +18,7 @@ from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
-from bmburst.schedule.strategy_names import Outer, RingTensors, Strategy
+from bmburst.schedule.parallelism import Outer, RingTensors, Strategy
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, most_kv_heads
 from bmburst_ops.bounded_cache import bounded_cache
 

@@ -1,6 +1,6 @@
 """Bytes of a training step at the moments at which memory can peak, for blocks computed by autograd: `StepMoments`.
 
-`bmburst.plan.lean_moments` is for the memory-saving blocks of `bmburst.blocks.lean`.
+`LeanMoments` of `bmburst.plan.memory` is for the memory-saving blocks of `bmburst.blocks.lean`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shows predictions: as text with the command that runs the best one, as JSON, and as a picture."""
+"""Shows predictions of training and generation: as text with the command, as JSON, and as a picture."""
 
 import shlex
 import textwrap
@@ -11,11 +11,12 @@ from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.plan.candidates import Candidate, Offload, Task
+from bmburst.plan.inference import Generation, GenerationTask
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.strategy_names import name_of
+from bmburst.schedule.parallelism import name_of
 
 
 def options(candidate: Candidate) -> list[str]:
@@ -114,8 +115,16 @@ def comparison(shown: Sequence[Prediction]) -> list[str]:
         )
         for each in shown
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return ["  ".join([*(f"{row[i]:>{widths[i]}}" for i in range(4)), row[4]]).rstrip() for row in rows]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines: the last column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([*(f"{word:>{width}}" for word, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
 
 
 def time_lines(prediction: Prediction) -> list[str]:
@@ -183,6 +192,66 @@ def _way(prediction: Prediction) -> dict[str, Any]:
         },
         "command": command(way),
     }
+
+
+def generation_report(task: GenerationTask, hardware: Hardware, found: Sequence[Generation], gpus: int) -> str:
+    """Return the report: the task, a table by number of GPUs, and time, memory and command for `gpus` GPUs.
+
+    Args:
+        task: The task.
+        hardware: The machine.
+        found: The predictions, by number of GPUs.
+        gpus: The requested number of GPUs.
+    """
+    asked = next(each for each in found if each.gpus == gpus)
+    prompts = f"{short(task.prompt, commas=True)} tokens x {task.batch}"
+    lines = [
+        f"{task.preset}, prompts of {prompts}, {task.new_tokens:,} new tokens, {task.dtype}, {hardware.name}",
+        "",
+        *_generation_table(found),
+        "",
+        f"{gpus} GPU{'s' if gpus > 1 else ''}, cache by {asked.split.name}: first token {asked.first_token:.3g} s, "
+        f"bound {asked.first_token_bound:.3g}; {asked.token * 1e3:.3g} ms a token, bound {asked.token_bound * 1e3:.3g}",
+        f"memory of a GPU: {asked.memory / GIB:.1f} of {asked.available / GIB:.1f} GiB",
+    ]
+    for name, nbytes in (("weights", asked.weights), ("cache", asked.cache), ("working", asked.working)):
+        lines.append(f"  {name:8} {nbytes / GIB:8.2f} GiB")
+    longest = f"the longest prompt and answer that fit: {asked.longest:,} tokens"
+    lines += [longest if asked.longest else "the model does not fit", ""]
+    if asked.fits:
+        return "\n".join([*lines, asked.command])
+    return "\n".join([*lines, "It does not fit into memory: use more GPUs, a shorter prompt or a smaller model."])
+
+
+def _generation_table(found: Sequence[Generation]) -> list[str]:
+    head = ("GPUs", "first token s", "ms a token", "tokens/s", "GiB", "longest", "cache")
+    rows = [head] + [
+        (
+            str(each.gpus),
+            f"{each.first_token:.3g}" if each.first_token < 1000 else f"{each.first_token:,.0f}",
+            f"{each.token * 1e3:.3g}",
+            f"{each.task.batch / each.token:,.0f}",
+            f"{each.memory / GIB:.1f}",
+            f"{each.longest:,}",
+            f"{each.split.name if each.gpus > 1 else 'whole'}" + ("" if each.fits else "   does not fit"),
+        )
+        for each in found
+    ]
+    return _aligned(rows)
+
+
+def generation_json(task: GenerationTask, hardware: Hardware, found: Sequence[Generation]) -> dict[str, Any]:
+    """Return the predictions as plain data for JSON, in bytes and seconds."""
+    question = {name: getattr(task, name) for name in ("preset", "prompt", "new_tokens", "batch", "dtype")}
+    return {"task": question, "hardware": hardware.name, "ways": [_generation_way(each) for each in found]}
+
+
+def _generation_way(each: Generation) -> dict[str, Any]:
+    names = ("gpus", "first_token", "first_token_bound", "token", "token_bound", "fits", "longest", "command")
+    memory = {name: getattr(each, name) for name in ("weights", "cache", "working", "available")}
+    way = {name: getattr(each, name) for name in names}
+    split = {"name": each.split.name, "head_groups": each.split.head_groups, "token_groups": each.split.token_groups}
+    return way | {"tokens_per_second": each.task.batch / each.token, "cache": split, "memory": memory}
 
 
 _COLOURS = {

@@ -8,9 +8,8 @@ from bmburst.errors import UserError
 from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Task
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.mesh_shape import can_share, divisors
+from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
-from bmburst.schedule.strategy_names import STRATEGIES
 
 
 def candidates(
@@ -71,7 +70,7 @@ def with_attention_choice(
 
     Args:
         candidate: The candidate; its strategy is ignored.
-        strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
+        strategy: One of `bmburst.schedule.parallelism.STRATEGIES`.
         ulysses_degree: Ulysses degree; None for the fastest degree.
         hardware: The machine for which "auto" selects the fastest strategy.
     """

@@ -43,7 +43,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from bmburst.errors import UserError, unknown
 
@@ -258,7 +258,7 @@ class Policy:
                 raise UserError(
                     f"recompute policy '{name}' has '{text}' layers behind {option}\nfix: {self.name}+{option}-4"
                 )
-        given = {option: int(text) for option, text in options}
+        given: dict[str, Any] = {option: int(text) for option, text in options}
         if not self.recomputes:
             raise UserError(
                 f"recompute policy '{name}' keeps everything\nfix: block{name.removeprefix('none')}, or none"

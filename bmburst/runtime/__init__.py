@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.errors import UserError
 from bmburst.runtime import stores
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.schedule.layout import key_areas, most_keys, narrowed_queries, rank_areas
 from bmburst.schedule.mask import Mask
+from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
-from bmburst.schedule.strategy_names import Strategy
 from bmburst.schedule.units import (
     HeadShapes,
     Sizes,

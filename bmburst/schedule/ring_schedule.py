@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from bmburst.schedule.layout import Layout, real_positions
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.strategy_names import RingTensors
+from bmburst.schedule.parallelism import RingTensors
 from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
 from bmburst_ops.bounded_cache import bounded_cache
 

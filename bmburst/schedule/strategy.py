@@ -8,7 +8,7 @@ from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, StrategySpec
+from bmburst.schedule.parallelism import STRATEGIES, Outer, Strategy, StrategySpec
 from bmburst.schedule.units import HeadShapes, choose_ring_tensors
 from bmburst_ops.bounded_cache import bounded_cache
 
@@ -30,7 +30,7 @@ def choose_strategy(
     """Return the strategy of that name, or for "auto" the one with the lowest cost.
 
     Args:
-        name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
+        name: One of `bmburst.schedule.parallelism.STRATEGIES`.
         shapes: Sizes; `degree` is ignored.
         length: Real tokens of the sequence.
         mask: The mask.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bmburst.schedule.layout import Layout, rank_areas
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.strategy_names import RingTensors, Strategy
+from bmburst.schedule.parallelism import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import brief
-from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import contents, describe_tensors, require_numbers, require_own_memory
+from bmburst.attention.options import no_autocast, require_numbers, require_own_memory
+from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
@@ -101,6 +101,23 @@ def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Te
         last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
         labels[row if len(masks) > 1 else slice(None), last] = IGNORE_INDEX
     return labels
+
+
+def document_positions(positions: Tensor, masks: tuple[Mask, ...], batch: int) -> Tensor:
+    """Return the position of each local token in its document, `[batch, local_tokens]`.
+
+    Positions of padding continue those of the last document. `masks` has one entry for all rows, one per row, or none.
+
+    Args:
+        positions: The position of each local token in the sequence, int64 `[local_tokens]`.
+        masks: The masks.
+        batch: Number of rows.
+    """
+    rows = []
+    for mask in masks:
+        starts = torch.tensor(mask.starts or (0,), dtype=torch.int64, device=positions.device)
+        rows.append(positions - starts[torch.searchsorted(starts, positions, right=True) - 1])
+    return torch.stack(rows or [positions]).expand(batch, -1)
 
 
 def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.comm.meter import WaitMeter
+from bmburst.comm.waits import WaitMeter
 from bmburst.mesh import Mesh
 from bmburst.plan.counts import forward_flops, frozen_flops, hardware_flops, step_flops, table
 from bmburst.runtime import host

@@ -12,8 +12,7 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
-from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.train.sections import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, filled
 
 __all__ = [

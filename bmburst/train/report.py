@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bmburst.amounts import GIB, short
 from bmburst.config import to_dict
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, Wandb, plot_losses
 

@@ -26,8 +26,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 
 STANDARD_LIBRARY = "stdlib"
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024

@@ -7,9 +7,9 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Contiguous, Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
+from bmburst.schedule.parallelism import RingTensors, Strategy
 from bmburst.schedule.ring_schedule import DoubleRingOrder, layout_ring_order, make_schedule
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import RingTensors, Strategy
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
 from docs.tools.svg import Drawing
 

@@ -8,10 +8,10 @@ import torch
 
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.ops.biased_oracle import draw, draw_ant, draw_bee, reference
 from tests.ops.test_biased import ours
 from tests.refusals import refused

@@ -16,11 +16,11 @@ from bmburst.attention import biased
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.attention.ring import visiting_kv
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
 from bmburst.integrations.cpm_live_batch import SplitTokens
 from bmburst.recompute import checkpoint
 from bmburst_ops.biased import Tokens
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.ops.biased_oracle import draw, draw_bee, reference
 from tests.ops.test_biased import DEVICE, ours
 from tests.refusals import refused

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.schedule.mask import make_mask
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 

@@ -7,8 +7,8 @@ import torch
 
 from bmburst import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped, shard
 from bmburst.attention import api
-from bmburst.comm.local import run_ranks
 from tests.attention.oracle import draw, reference
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 

@@ -11,7 +11,6 @@ import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.local import run_ranks
 from bmburst.comm.transports import double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.cross import CrossMask
@@ -19,6 +18,7 @@ from bmburst.schedule.tiles import make_tiles
 from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 LAYOUTS = ("contiguous", "zigzag", "striped")

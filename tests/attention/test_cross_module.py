@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
 from tests.attention.counting import watch_forward
 from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.distributed.programs import run_program
+from tests.distributed.threads import run_ranks
 from tests.stand_in_driver import install
 
 QUERIES, KEYS = 13, 29

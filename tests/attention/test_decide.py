@@ -9,12 +9,13 @@ from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm import transports
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue, run_ranks
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.schedule.mask import Causal
+from bmburst.schedule.parallelism import STRATEGIES
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import STRATEGIES
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 OPTIONS = AttentionOptions()

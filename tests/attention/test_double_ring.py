@@ -11,7 +11,6 @@ import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import double_ring_carry_home, double_ring_visits, ring_backward, ring_forward
-from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
@@ -19,6 +18,7 @@ from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 

@@ -10,12 +10,12 @@ import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 
 CASES = [

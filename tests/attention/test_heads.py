@@ -10,7 +10,6 @@ import torch
 import bmburst
 from bmburst.attention import heads as executor
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.schedule import cost, heads_plan, strategy
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout
@@ -21,6 +20,7 @@ from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
 from tests.attention.test_ring_traffic import Counting
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 CASES = [

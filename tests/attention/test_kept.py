@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from bmburst.attention.graphs import RECORDINGS
 from bmburst.comm import transports
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
+from bmburst.comm.streams import RECORDINGS
 from tests.attention.oracle import draw, reference
+from tests.distributed.threads import run_ranks
 from tests.stand_in_driver import install
 
 

@@ -11,11 +11,11 @@ from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindo
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.mask_oracle import random_mask
 from tests.refusals import refused
 

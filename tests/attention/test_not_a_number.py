@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
+from tests.distributed.threads import run_ranks
 
 LENGTHS = (5, 1, 9, 6)
 DOCUMENTS = bmburst.Documents(LENGTHS)

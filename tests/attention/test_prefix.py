@@ -6,11 +6,11 @@ import torch
 import bmburst
 from bmburst.attention.function import Prefix
 from bmburst.attention.heads import executor_of
-from bmburst.comm.local import run_ranks
 from bmburst.recompute import checkpoint
 from bmburst.schedule.layout import rank_areas
 from tests.attention.counting import watch_forward
 from tests.attention.oracle import draw, reference
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 DOCUMENTS = bmburst.Documents([9, 3, 14, 1, 2])  # 29 tokens: one lies across the half

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from tests.attention.test_burst_attention import zeros
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused, says
 
 

@@ -7,12 +7,12 @@ import torch
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.units import HeadShapes, backward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.test_burst_attention import LAYOUTS, zeros
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 
 

@@ -9,10 +9,10 @@ import torch
 
 import bmburst
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.sequence import SequenceShard
 from bmburst_ops.constants import IGNORE_INDEX
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 LAYOUTS = ["contiguous", "zigzag", "striped", "balanced"]

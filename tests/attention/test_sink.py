@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.local import run_ranks
 from bmburst.recompute import checkpoint
 from tests.attention.cross_oracle import visible
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

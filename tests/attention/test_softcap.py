@@ -11,11 +11,11 @@ import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst.comm.local import run_ranks
 from bmburst.comm.transports import double_ring_groups
 from bmburst.recompute import checkpoint
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.cross_oracle import visible
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

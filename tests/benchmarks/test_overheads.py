@@ -31,9 +31,9 @@ from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.local import run_ranks
 from bmburst_ops.flash import FULL, BackwardInputs
 from bmburst_ops.merge import row_dots
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 
 STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses) over NCCL"}

@@ -11,10 +11,10 @@ from benchmarks.paper.overheads import METHODS, Shape
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst.comm.local import run_ranks
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.pattern import Band
+from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 
 

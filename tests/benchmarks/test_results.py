@@ -17,7 +17,7 @@ from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
 from bmburst.amounts import short
-from bmburst.attention.graphs import CALLS
+from bmburst.comm.streams import CALLS
 from bmburst.errors import UserError
 
 HEADER = {

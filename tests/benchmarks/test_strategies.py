@@ -12,7 +12,7 @@ from benchmarks.strategies import predicted
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.strategy_names import Strategy
+from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.units import HeadShapes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -14,7 +14,7 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.hugging_face import check_weights, expected_shapes, read_config
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, open_tensors
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from tests import tiny
 from tests.refusals import refused
 

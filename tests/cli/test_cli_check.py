@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import bmburst
 from bmburst.cli import main
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train import check
 from bmburst.train.check import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps, compare_runs
 from bmburst.train.resolve import resolve

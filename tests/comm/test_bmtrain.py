@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.bmtrain_nccl import launched_together
+from bmburst.comm.collectives import launched_together
 from bmburst.comm.groups import communicator
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, reference

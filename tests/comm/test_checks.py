@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator, Mismatch, contents
-from bmburst.comm.local import LocalCommunicator, MessageQueue, run_ranks
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 DIFFER = "disagree | fix: | rank 0: | rank 1: "

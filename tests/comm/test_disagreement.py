@@ -2,7 +2,7 @@
 
 import pytest
 
-from bmburst.comm.disagreement import NBYTES, decoded, disagreement, encoded
+from bmburst.comm.checks import NBYTES, decoded, disagreement, encoded
 from tests.refusals import says
 
 CALL = "burst_attention\nq float32[1, 6, 2, 8]\nmask causal\nlayout zigzag\nscale 0.5"

@@ -14,18 +14,17 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.attention.graphs import UnitStreams
-from bmburst.comm import cuda_driver, peer
-from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.local import run_ranks
+from bmburst.comm import peer, shared_memory
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import gather_objects
-from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
+from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, SharedMemoryError, Signals
+from bmburst.comm.streams import UnitStreams
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import random_exchanges, verbs
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 from tests.stand_in_driver import BATCHED_COPY, as_tensor, install
 
@@ -108,7 +107,7 @@ def test_signals_write_all_then_wait_in_cyclic_order(driver, value):
 def test_a_refusal_names_the_call(driver):
     driver.refuses = lambda name: name == "cuMemAlloc_v2"
     with pytest.raises(DriverError, match=r"cuMemAlloc_v2: operation not supported \(801\)"):
-        cuda_driver.allocate(10)
+        shared_memory.allocate(10)
     assert driver.calls["cuMemAlloc_v2"] == 2  # once more after torch's cache has given way
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmburst.comm import shared_memory, transports
+from bmburst.comm import transports, waits
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
 from tests.refusals import refused, says
 
@@ -71,19 +71,19 @@ RENAMED = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (1 2'); print
 
 
 def test_birth_of_real_processes():
-    ours = shared_memory.birth(os.getpid())
-    assert ours is not None and ours == shared_memory.birth(os.getpid())
+    ours = waits.birth(os.getpid())
+    assert ours is not None and ours == waits.birth(os.getpid())
     time.sleep(0.05)  # some clock ticks
     other = subprocess.Popen([sys.executable, "-c", RENAMED], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline()  # its name is "a) Z (1 2" now
-        born = shared_memory.birth(other.pid)
+        born = waits.birth(other.pid)
         assert born is not None and int(born) > int(ours)
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         assert 0 <= uptime - int(born) / os.sysconf("SC_CLK_TCK") < 60
         other.send_signal(signal.SIGKILL)
         end = time.monotonic() + 30
-        while shared_memory.birth(other.pid) is not None:  # a zombie until somebody waits for it
+        while waits.birth(other.pid) is not None:  # a zombie until somebody waits for it
             assert time.monotonic() < end
             time.sleep(0.01)
         assert Path(f"/proc/{other.pid}").exists()
@@ -91,20 +91,20 @@ def test_birth_of_real_processes():
         other.kill()
         other.wait()
         other.stdout.close()
-    assert shared_memory.birth(other.pid) is None
+    assert waits.birth(other.pid) is None
 
 
 WATCHING = """
 import sys, time, torch
 from types import SimpleNamespace
-from bmburst.comm import shared_memory
+from bmburst.comm import waits
 pid, is_done = int(sys.argv[1]), sys.argv[2] == "done"
-shared_memory._LOOK_EVERY, shared_memory._PATIENCE = 0.02, 0.1
+waits._LOOK_EVERY, waits._PATIENCE = 0.02, 0.1
 elsewhere = ["pid:[1]", 2**22 + 1, "1"]  # in a namespace of its own: not watched
-shared_memory.gather_objects = lambda inner, mine: [[mine[0], pid, shared_memory.birth(pid)], mine, elsewhere]
+waits.gather_objects = lambda inner, mine: [[mine[0], pid, waits.birth(pid)], mine, elsewhere]
 torch.cuda.set_device = lambda device: None
-shared_memory.cuda_driver.look_during_captures = lambda: None
-watch = shared_memory.PeerWatch(SimpleNamespace(rank=1), None)
+waits.look_during_captures = lambda: None
+watch = waits.PeerWatch(SimpleNamespace(rank=1), None)
 watch.expect(SimpleNamespace(query=lambda: is_done))
 print(1, flush=True)
 sys.stdin.readline()

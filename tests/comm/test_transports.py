@@ -8,11 +8,11 @@ import torch
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
 from bmburst.comm.transports import NODE_SWITCH, NodeGrouping, Subgroup, double_ring_groups, find_nodes
 from tests.attention.test_burst_attention import compare
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst.comm.groups import communicator
-from bmburst.comm.one_shot import small_sums
+from bmburst.comm.transports import small_sums
 from bmburst.convert.weights import open_weights
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch
@@ -27,7 +27,7 @@ def _sums() -> None:
     comm = communicator(None)
     for dtype, numbers in ((torch.bfloat16, 4096), (torch.float32, 300_000), (torch.float16, 7)):
         add_up = small_sums(comm, numbers, dtype)
-        assert small_sums.__module__ == "bmburst.comm.one_shot"
+        assert small_sums.__module__ == "bmburst.comm.transports"
         draws = torch.Generator().manual_seed(numbers)
         parts = torch.randn(50, comm.size, numbers, generator=draws).to(dtype)
         mine = parts[:, comm.rank].cuda()

@@ -7,7 +7,7 @@ import bmburst
 from bmburst import BlockSparse, Documents, PrefixLM, SlidingWindow
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
 from tests.gpu.test_transports import GPUS, errors, run
 from tests.refusals import says

@@ -6,8 +6,8 @@ import torch
 import bmburst
 from benchmarks.engine.machine import kept_by_graphs
 from bmburst.attention import heads
-from bmburst.attention.graphs import CALLS, RECORDINGS
 from bmburst.comm.groups import communicator
+from bmburst.comm.streams import CALLS, RECORDINGS
 from bmburst_ops.flash import mask_corrections, varlen
 from tests.gpu.test_transports import GPUS, run
 

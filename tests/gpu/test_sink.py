@@ -8,7 +8,7 @@ import torch
 import bmburst
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
 from tests.gpu.test_softcap import ADDED, LENGTH, SOFTCAP
 from tests.gpu.test_softcap import MASKS as CAUSAL_MASKS

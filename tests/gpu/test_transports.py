@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm import cuda_driver
+from bmburst.comm import shared_memory
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import communicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, MessageQueue, communicator
 from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.cross_oracle import problem
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs
@@ -62,15 +61,15 @@ def _the_memory_of_peers():
 
 def check_refusals():
     """Without access to a peer, "auto" says so once and goes over NCCL, on every rank; "peer" is refused."""
-    real = cuda_driver.open_exported
+    real = shared_memory.open_exported
     comm = communicator(None)
 
     def refuse(handle):
-        raise cuda_driver.DriverError("peer access is not supported between these devices")
+        raise shared_memory.DriverError("peer access is not supported between these devices")
 
     PEER_GROUPS.clear()
     if comm.rank == comm.size - 1:
-        cuda_driver.open_exported = refuse
+        shared_memory.open_exported = refuse
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -80,7 +79,7 @@ def check_refusals():
         with refused(f"rank {comm.size - 1} | memory of rank 0"):
             over_transport(comm, "peer")
     finally:
-        cuda_driver.open_exported = real
+        shared_memory.open_exported = real
         PEER_GROUPS.clear()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.inference.session import GenerationBatch
+from tests.distributed.threads import run_ranks
 from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
 
 UNEVEN = (13, 5, 1, 30)

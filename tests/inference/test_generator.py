@@ -13,14 +13,14 @@ import torch
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.inference import generator as generating
 from bmburst.inference.answering import Progress
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.mesh import Mesh
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
+from tests.distributed.threads import run_ranks
 from tests.inference.models import VOCAB, directory, greedy, logits, prompt
 from tests.refusals import refusal_of, says
 

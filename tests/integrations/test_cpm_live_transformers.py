@@ -6,9 +6,9 @@ from transformers.models.cpmant.configuration_cpmant import CpmAntConfig
 from transformers.models.cpmant.modeling_cpmant import CpmAntAttention, CpmAntModel
 
 from bmburst.attention.biased import BiasedSequence, biased_attention
-from bmburst.comm.local import run_ranks
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens, ant_bias, ant_relations, ant_tokens
+from tests.distributed.threads import run_ranks
 
 HEADS, DIM_HEAD, PROMPTS, LENGTH = 2, 8, 4, 33
 CONFIG = CpmAntConfig(

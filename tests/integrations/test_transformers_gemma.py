@@ -13,10 +13,10 @@ from torch import Tensor
 from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
-from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 IDS = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,6 @@ import torch
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers_attention import SequenceMask
 from bmburst.integrations.transformers_cache import SplitLayer
 from bmburst.schedule.cache_split import CacheSplit
@@ -17,6 +16,7 @@ from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.limits import unless_able
 from bmburst_ops.pattern import Need, Pattern
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_generate_program as program
 from tests.integrations.transformers_program import FAMILIES, make_model
 from tests.refusals import says

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
-from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
 from tests import tiny
+from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_program as program
 from tests.refusals import refused
 

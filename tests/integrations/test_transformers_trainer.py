@@ -12,10 +12,10 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
-from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_trainer import SplitBatches, share_batches
 from tests import tiny
+from tests.distributed.threads import run_ranks
 from tests.refusals import refusal_of, refused, says
 
 ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4

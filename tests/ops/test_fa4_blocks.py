@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bmburst import BlockSparse, SlidingWindow
-from bmburst.comm.local import run_ranks
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
@@ -19,6 +18,7 @@ from bmburst_ops.flash.memory import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
 from tests.attention.oracle import problem
 from tests.attention.test_burst_attention import split_attention
+from tests.distributed.threads import run_ranks
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import attention_under, blocks, visible
 from tests.ops.package_stand_ins import check_statistic_memory, install

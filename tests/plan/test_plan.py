@@ -21,7 +21,7 @@ from bmburst.plan.ways import candidates
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import resolve
 from tests.refusals import refused, says

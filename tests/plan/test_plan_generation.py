@@ -8,8 +8,7 @@ import pytest
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import generate as generate_command
-from bmburst.plan.generation import GenerationTask, counts, predict_generation
-from bmburst.plan.inference import InferenceMemory, InferenceWork
+from bmburst.plan.inference import GenerationTask, InferenceMemory, InferenceWork, counts, predict_generation
 from bmburst.schedule.hardware import load_hardware
 from tests.refusals import says
 

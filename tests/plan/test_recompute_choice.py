@@ -10,7 +10,6 @@ import torch
 
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import PRESETS
-from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
@@ -25,6 +24,7 @@ from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
+from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
 H200 = load_hardware("h200")

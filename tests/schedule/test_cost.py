@@ -11,7 +11,7 @@ from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import DEFAULT, HOST, Hardware, hardware_like, load_hardware
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
-from bmburst.schedule.strategy_names import Strategy
+from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.units import HeadShapes
 
 CAUSAL = Causal()

@@ -8,8 +8,8 @@ from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import Contiguous, make_layout
 from bmburst.schedule.mask import Causal
+from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import Strategy
 from bmburst.schedule.units import HeadShapes, backward_bytes
 from tests.refusals import refused
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.mesh_shape import MeshShape, divisors
+from bmburst.schedule.parallelism import MeshShape, divisors
 from bmburst.schedule.units import HeadShapes
 from tests.refusals import refusal_of, refused, says
 

@@ -12,8 +12,8 @@ from bmburst.schedule.hardware import HOST, load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout, narrowed_queries, padded_layout, rank_areas
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.parallelism import STRATEGIES, Strategy
 from bmburst.schedule.strategy import choose_strategy, gather_refusal
-from bmburst.schedule.strategy_names import STRATEGIES, Strategy
 from bmburst.schedule.units import HeadShapes
 from tests.refusals import refused
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from bmburst.schedule.strategy_names import STRATEGIES, name_of
+from bmburst.schedule.parallelism import STRATEGIES, name_of
 
 EVERYTHING = {"ring", "gather", "double-ring"}
 # By hand: for 4 ranks, which numbers may exchange heads, what may go on between groups, what travels in backward.

@@ -15,8 +15,7 @@ from bmburst.config import build_config, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
-from bmburst.schedule.mesh_shape import MeshShape
-from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES, MeshShape
 from bmburst.train.config import (
     BYTE_IDS,
     EvalConfig,

@@ -11,7 +11,7 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.data import open_corpus
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
-from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import planned
 from bmburst.train.report import ProgressBar, beginning, bytes_text, counted, ending, prefixed, seconds_text

@@ -1,15 +1,23 @@
-"""Measures exposed communication (time in which work waits for transfers), and names work in profiler timelines."""
+"""Waits for other ranks: how long work waits for transfers (exposed communication), and whether the ranks are alive.
 
+Also names work in profiler timelines.
+"""
+
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bmburst.comm.protocol import Transfer
+from bmburst.comm.protocol import Communicator, Transfer, gather_objects
+from bmburst.comm.shared_memory import look_during_captures
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
@@ -188,3 +196,81 @@ def metered_stream(stream: Any, meter: WaitMeter) -> Any:
 
     place = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
     return Watched(**place)  # type: ignore[no-untyped-call]
+
+
+_LOOK_EVERY = 1.0  # seconds
+_PATIENCE = 10.0  # seconds: a peer that ended normally has sent all its signals before
+
+
+class PeerWatch:
+    """A thread that checks whether the other processes of a group are alive while this process waits for them.
+
+    If a peer has ended and the work of this rank does not finish, it prints one line and exits with status 1. Peers in
+    another PID namespace are not visible and not watched.
+
+    Args:
+        inner: The group; construction is collective.
+        device: This rank's GPU.
+    """
+
+    def __init__(self, inner: Communicator, device: torch.device) -> None:
+        self._device = device
+        mine = (os.readlink("/proc/self/ns/pid"), os.getpid(), birth(os.getpid()))
+        self._peers = {
+            rank: (pid, born)
+            for rank, (namespace, pid, born) in enumerate(gather_objects(inner, mine))
+            if rank != inner.rank and namespace == mine[0]
+        }
+        self._expected: Any = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="bmburst-peer-watch", daemon=True)
+        self._thread.start()
+
+    def expect(self, event: Any) -> None:
+        """Watch the work before a CUDA event, which needs the other ranks."""
+        self._expected = event
+
+    def close(self) -> None:
+        """End the thread: one that is inside a CUDA call when Python exits would abort the process."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        torch.cuda.set_device(self._device)
+        look_during_captures()
+        missed = 0.0
+        while not self._over.wait(_LOOK_EVERY):
+            gone = self._gone() if self._is_waiting() else None
+            missed = missed + _LOOK_EVERY if gone else 0.0
+            if gone and missed >= _PATIENCE:
+                rank, pid = gone
+                sys.stderr.write(
+                    f"bmburst: rank {rank} (process {pid}) of this host has ended, and this rank waits for its memory: "
+                    "this rank ends too; the cause is in that rank's output\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _is_waiting(self) -> bool:
+        """Return whether the watched work is unfinished."""
+        expected = self._expected
+        if expected is not None and expected.query() and self._expected is expected:
+            self._expected = None
+        return self._expected is not None
+
+    def _gone(self) -> tuple[int, int] | None:
+        """Return rank and process id of the first peer that has ended."""
+        for rank, (pid, born) in self._peers.items():
+            if birth(pid) != born:
+                return rank, pid
+        return None
+
+
+def birth(pid: int) -> str | None:
+    """Return the start time of a process in clock ticks since boot; None if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
+    return None if state in "ZX" else fields[18]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.local import LocalCommunicator, MessageQueue
-from bmburst.comm.meter import WaitMeter
+from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.waits import WaitMeter
 
 
 class Stream:

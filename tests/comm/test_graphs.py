@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst.attention import graphs as module
-from bmburst.attention.graphs import Recording, Recordings
+from bmburst.comm import streams as module
+from bmburst.comm.streams import Recording, Recordings
 from bmburst_ops.flash.memory import DeviceVectors, collect_vectors, copy_to_device
 
 CPU = torch.device("cpu")

@@ -1,0 +1,36 @@
+"""Runs a function on several ranks, each a thread of this process."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import LocalCommunicator, LostRank, MessageQueue
+
+T = TypeVar("T")
+
+
+def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
+    """Call `body(communicator, *args)` on `size` ranks, one thread each, and return all results.
+
+    Raises:
+        Exception: The failure of the lowest failed rank, after all ranks have ended. `LostRank` is raised only if no
+            rank failed in another way.
+    """
+    queues = [[MessageQueue() for _ in range(size)] for _ in range(size)]
+
+    def run(rank: int) -> T:
+        try:
+            return body(CheckedCommunicator(LocalCommunicator(rank, queues), torch.device("cpu")), *args)
+        finally:
+            for queue in queues[rank]:
+                queue.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    failed = [future for future in futures if future.exception() is not None]
+    for future in sorted(failed, key=lambda future: isinstance(future.exception(), LostRank)):
+        future.result()
+    return [future.result() for future in futures]
