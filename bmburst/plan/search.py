@@ -1,11 +1,6 @@
-"""Predicts and orders all ways to train, and chooses the recompute policy of `--recompute auto`.
+"""Predicts and orders all ways to train, and chooses the recompute policy of `--recompute auto`."""
 
-Between recomputing no layer and recomputing all layers are policies for the first N layers. For each kind only the
-smallest N that fits is tried. It is the fastest, because every further layer is recomputed too.
-"""
-
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,17 +8,16 @@ from bmburst.amounts import GIB
 from bmburst.errors import UserError
 from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
-from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
+from bmburst.plan.memory import Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
-from bmburst.plan.ways import candidates, with_attention_choice
-from bmburst.recompute.policy import FIRST, MIXED, POLICIES, Policy, require_end
+from bmburst.plan.ways import ALL_ATTENTION, candidates, require_possible, with_attention_choice, with_policies
+from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""
-_ALL_ATTENTION = "block-keep-attention"
 MARGIN = 0.05
 """Fraction of the free memory that is reserved for fragmentation and errors of the formulas."""
 
@@ -98,7 +92,7 @@ def search(
     """
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     ways: list[Candidate] = []
-    enough = [_ALL_ATTENTION] if _ALL_ATTENTION in recompute else recompute
+    enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
     spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor)  # mesh, strategy and stage
     for way in spreads:
         for moved in (each for each in offload if each is not Offload.WEIGHTS or way.zero == 3):
@@ -174,146 +168,6 @@ def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:
     return replace(hardware, memory=free * (1 - MARGIN) + reserved_memory(task, hardware))
 
 
-def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None:
-    """Check that at least one way supports one of the policies.
-
-    Raises:
-        UserError: No way supports any of them.
-    """
-    if not any(way.tensor == 1 or Policy.parse(name).every == 1 for way in ways for name in policies):
-        Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
-
-
-def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> Iterator[Candidate]:
-    """Yield a candidate with each policy, and with policies for some layers: the first ones, or by segments.
-
-    Policies that do not support the tensor parallelism of `way` are skipped.
-
-    Args:
-        way: The candidate without its policy.
-        room: The machine in which policies for some layers must fit, from `with_usable_memory`.
-        policies: The policies.
-    """
-    yield from (replace(way, recompute=name) for name in policies if way.tensor == 1 or Policy.parse(name).every == 1)
-    yield from first_layer_candidates(way, room, policies)
-    yield from segment_candidates(way, room, policies)
-
-
-def first_layer_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
-    """Return candidates that recompute only the first layers, with policies of `MIXED`; empty if "none" fits.
-
-    Args:
-        way: The candidate without its policy.
-        room: The machine in which they must fit, from `with_usable_memory`.
-        policies: The policies to try.
-    """
-    whole = replace(way, recompute="none")
-    if "none" not in policies or way.task.model.num_layers == 1:
-        return []
-    memory = memory_of(whole, room)
-    if memory.fits:
-        return []
-    found: list[Candidate] = []
-    for row in MIXED:
-        ways = [_fewest(whole, name, memory.total, room) if name in policies else None for name in row]
-        resident, *hosted = ways
-        found += [one for one in ([resident] if resident else hosted) if one]
-    return found
-
-
-def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candidate | None:
-    """Return the candidate that recomputes the fewest layers with a policy and fits, or None.
-
-    Args:
-        whole: The candidate that recomputes no layer.
-        name: The policy.
-        total: Peak bytes of `whole`.
-        room: See `first_layer_candidates`.
-    """
-    each = replace(whole, recompute=name)
-    # Memory peaks after the forward of all layers: each recomputed layer lowers the peak by the same bytes.
-    fewest = max(1, math.ceil((total - room.memory) / (_kept(whole) - _kept(each))))
-    counts = range(fewest, min(fewest + 2, whole.task.model.num_layers))
-    tried = (replace(whole, recompute=f"{name}{FIRST}{count}") for count in counts)
-    return next((one for one in tried if memory_of(one, room).fits), None)
-
-
-SEGMENT_LAYERS = (1, 2, 3, 4, 5, 6, 8)
-"""Numbers of layers per segment to try. One input is kept per segment, and in backward the inputs of one segment."""
-
-
-def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
-    """Return candidates that save few inputs and keep attention of as many last layers as fit; see `Policy`.
-
-    The result is empty if attention and inputs of all layers fit.
-
-    Args:
-        way: The candidate without its policy.
-        room: The machine in which they must fit, from `with_usable_memory`.
-        policies: The policies to try. Both "block" and "block-keep-attention" must be among them.
-    """
-    layers = way.task.model.num_layers
-    if layers == 1 or not {"block", _ALL_ATTENTION} <= set(policies):
-        return []
-    if memory_of(replace(way, recompute=_ALL_ATTENTION), room).fits:
-        return []
-    found = []
-    most = layers if way.tensor == 1 else 2  # +every-K does not support tensor parallelism
-    for every in (each for each in SEGMENT_LAYERS if each < most):
-        for is_hosted in (False, True) if "block+offload" in policies else (False,):
-            hosted = _hosted_layers(way, every, room) if is_hosted else 0
-            if hosted or not is_hosted:
-                found += _most_attention(way, every, hosted, room)
-    return [each for each in found if each.recompute not in policies]
-
-
-def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
-    """Return the number of first layers whose saved inputs fit in host memory."""
-    layers = way.task.model.num_layers
-    used = memory_of(replace(way, recompute="block"), room).in_host
-    each = block_bytes(way).input * way.task.gpus_per_node
-    most = int((HOST_SHARE * room.host_memory - used) // each)
-    return min(layers, (most - 1) * every + 1) if most > 0 else 0
-
-
-def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> list[Candidate]:
-    """Return the candidate that fits and keeps attention of the most last layers on the GPU; empty if none fits.
-
-    If all inputs are in host memory, a second candidate keeps attention of more layers there, of as many as fit.
-    """
-    layers = way.task.model.num_layers
-
-    def keeping(last: int, *, on_gpu: int = layers) -> Candidate:
-        policy = Policy(
-            attention=1.0 if last == layers else 0.0,
-            every=every,
-            keeps_last=0 if last == layers else last,
-            offloads_first=hosted,
-            offloads_attention=layers - on_gpu,
-        )
-        return replace(way, recompute=policy.name)
-
-    none = memory_of(keeping(0), room)
-    if not none.fits:
-        return []
-    attended = block_bytes(way).attended
-    most = min(layers, int((room.memory - none.total) // attended) + every)
-    on_gpu = next(last for last in range(most, -1, -1) if memory_of(keeping(last), room).fits)
-    found = [keeping(on_gpu)]
-    if hosted < layers:
-        return found
-    memory = memory_of(found[0], room)
-    more = int((memory.host_capacity - memory.in_host) // (attended * way.task.gpus_per_node))
-    tried = (keeping(last, on_gpu=on_gpu) for last in range(min(layers, on_gpu + more), on_gpu, -1))
-    second = next((each for each in tried if memory_of(each, room).fits), None)
-    return found if second is None else [*found, second]
-
-
-def _kept(way: Candidate) -> float:
-    """Return the bytes that a layer keeps for its backward."""
-    return way.policy.kept(block_bytes(way))
-
-
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
     """The recompute policy of a run.
@@ -343,7 +197,7 @@ def choose_recompute(
         hardware: The machine, with the host memory that this run may use.
         free: Bytes of a GPU that are available for tensors of the run.
         layout: Layout of the sequence; some layouts do not support policies that keep a fraction of attention.
-        policies: The policies to choose from; policies for the first layers are added (`first_layer_candidates`).
+        policies: The policies to choose from; policies for some layers are added (`with_policies`).
         taken: Bytes of a GPU that other programs use, for the message.
     """
     room = with_usable_memory(hardware, free, way.task)

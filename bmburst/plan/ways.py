@@ -1,15 +1,24 @@
-"""Enumerates the ways to train a task: meshes, attention strategies, recompute policies and ZeRO stages."""
+"""Enumerates the ways to train a task: meshes, attention strategies, recompute policies and ZeRO stages.
 
+Between recomputing no layer and recomputing all layers are policies for the first N layers. For each kind only the
+smallest N that fits is listed. It is the fastest, because every further layer is recomputed too.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from bmburst.errors import UserError
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Task
-from bmburst.recompute.policy import Policy
+from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task
+from bmburst.plan.memory import HOST_SHARE, block_bytes, memory_of
+from bmburst.recompute.policy import FIRST, MIXED, Policy
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
+
+ALL_ATTENTION = "block-keep-attention"
+"""The policy that recomputes blocks without their attention."""
 
 
 def candidates(
@@ -97,3 +106,184 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
         f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"
         "fix: a longer --seq, a larger --batch or fewer --gpus"
     )
+
+
+def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None:
+    """Check that at least one way supports one of the policies.
+
+    Raises:
+        UserError: No way supports any of them.
+    """
+    if not any(way.tensor == 1 or Policy.parse(name).every == 1 for way in ways for name in policies):
+        Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
+
+
+def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> Iterator[Candidate]:
+    """Yield a candidate with each policy, and with policies for some layers: the first ones, or by segments.
+
+    Policies that do not support the tensor parallelism of `way` are skipped.
+
+    Args:
+        way: The candidate without its policy.
+        room: The machine in which policies for some layers must fit, from `with_usable_memory`.
+        policies: The policies.
+    """
+    yield from (replace(way, recompute=name) for name in policies if way.tensor == 1 or Policy.parse(name).every == 1)
+    some = first_layer_candidates(way, room, policies)
+    yield from some
+    yield from mlp_output_candidates(way, room, policies, some)
+    yield from segment_candidates(way, room, policies)
+
+
+def first_layer_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
+    """Return candidates that recompute only the first layers, with policies of `MIXED`; empty if "none" fits.
+
+    Args:
+        way: The candidate without its policy.
+        room: The machine in which they must fit, from `with_usable_memory`.
+        policies: The policies to try.
+    """
+    whole = replace(way, recompute="none")
+    if "none" not in policies or way.task.model.num_layers == 1:
+        return []
+    memory = memory_of(whole, room)
+    if memory.fits:
+        return []
+    found: list[Candidate] = []
+    for row in MIXED:
+        ways = [_fewest(whole, name, memory.total, room) if name in policies else None for name in row]
+        resident, *hosted = ways
+        found += [one for one in ([resident] if resident else hosted) if one]
+    return found
+
+
+def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candidate | None:
+    """Return the candidate that recomputes the fewest layers with a policy and fits, or None.
+
+    Args:
+        whole: The candidate that recomputes no layer.
+        name: The policy.
+        total: Peak bytes of `whole`.
+        room: See `first_layer_candidates`.
+    """
+    each = replace(whole, recompute=name)
+    # Memory peaks after the forward of all layers: each recomputed layer lowers the peak by the same bytes.
+    fewest = max(1, math.ceil((total - room.memory) / (_kept(whole) - _kept(each))))
+    counts = range(fewest, min(fewest + 2, whole.task.model.num_layers))
+    tried = (replace(whole, recompute=f"{name}{FIRST}{count}") for count in counts)
+    return next((one for one in tried if memory_of(one, room).fits), None)
+
+
+_LEAST_MLPS = 1 / 4
+"""Fraction of the layers whose MLP outputs must fit in host memory: fewer save less than 1 % of a step of 128K."""
+
+
+def mlp_output_candidates(
+    way: Candidate, room: Hardware, policies: Sequence[str], some: Sequence[Candidate]
+) -> list[Candidate]:
+    """Return candidates that keep outputs of the MLP in host memory, of as many layers as fit; empty if "none" fits.
+
+    The outputs are those of the gate and up matrices, which backward then does not compute again. The candidates extend
+    those that keep attention of all layers on the GPU. Ways whose optimizer is in host memory are left out: its copies
+    and these would share the link, which is not measured.
+
+    Args:
+        way: The candidate without its policy.
+        room: The machine in which they must fit, from `with_usable_memory`.
+        policies: The policies to try. "block-keep-attention+offload" must be among them.
+        some: Candidates that recompute only the first layers.
+    """
+    allowed = {"none", ALL_ATTENTION, f"{ALL_ATTENTION}+offload"} <= set(policies)
+    if not allowed or way.tensor > 1 or way.offload is not Offload.NOTHING:
+        return []
+    if memory_of(replace(way, recompute="none"), room).fits:
+        return []
+    found, layers = [], way.task.model.num_layers
+    for each in (replace(way, recompute=ALL_ATTENTION), *some):
+        policy = each.policy
+        if policy.attention < 1 or policy.offloads:
+            continue
+        memory = memory_of(each, room)
+        affordable = int((memory.host_capacity - memory.in_host) // (block_bytes(each).mlp * way.task.gpus_per_node))
+        most = min(affordable, policy.layers or layers)
+        counts = range(most, math.ceil(_LEAST_MLPS * layers) - 1, -1)
+        tried = (replace(each, recompute=replace(policy, offloads_mlp=count).name) for count in counts)
+        fitting = (one for one in tried if memory_of(one, room).fits)
+        found += list(islice(fitting, 1))
+    return found
+
+
+SEGMENT_LAYERS = (1, 2, 3, 4, 5, 6, 8)
+"""Numbers of layers per segment to try. One input is kept per segment, and in backward the inputs of one segment."""
+
+
+def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
+    """Return candidates that save few inputs and keep attention of as many last layers as fit; see `Policy`.
+
+    The result is empty if attention and inputs of all layers fit.
+
+    Args:
+        way: The candidate without its policy.
+        room: The machine in which they must fit, from `with_usable_memory`.
+        policies: The policies to try. Both "block" and "block-keep-attention" must be among them.
+    """
+    layers = way.task.model.num_layers
+    if layers == 1 or not {"block", ALL_ATTENTION} <= set(policies):
+        return []
+    if memory_of(replace(way, recompute=ALL_ATTENTION), room).fits:
+        return []
+    found = []
+    most = layers if way.tensor == 1 else 2  # +every-K does not support tensor parallelism
+    for every in (each for each in SEGMENT_LAYERS if each < most):
+        for is_hosted in (False, True) if "block+offload" in policies else (False,):
+            hosted = _hosted_layers(way, every, room) if is_hosted else 0
+            if hosted or not is_hosted:
+                found += _most_attention(way, every, hosted, room)
+    return [each for each in found if each.recompute not in policies]
+
+
+def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
+    """Return the number of first layers whose saved inputs fit in host memory."""
+    layers = way.task.model.num_layers
+    used = memory_of(replace(way, recompute="block"), room).in_host
+    each = block_bytes(way).input * way.task.gpus_per_node
+    most = int((HOST_SHARE * room.host_memory - used) // each)
+    return min(layers, (most - 1) * every + 1) if most > 0 else 0
+
+
+def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> list[Candidate]:
+    """Return the candidate that fits and keeps attention of the most last layers on the GPU; empty if none fits.
+
+    If all inputs are in host memory, a second candidate keeps attention of more layers there, of as many as fit.
+    """
+    layers = way.task.model.num_layers
+
+    def keeping(last: int, *, on_gpu: int = layers) -> Candidate:
+        policy = Policy(
+            attention=1.0 if last == layers else 0.0,
+            every=every,
+            keeps_last=0 if last == layers else last,
+            offloads_first=hosted,
+            offloads_attention=layers - on_gpu,
+        )
+        return replace(way, recompute=policy.name)
+
+    none = memory_of(keeping(0), room)
+    if not none.fits:
+        return []
+    attended = block_bytes(way).attended
+    most = min(layers, int((room.memory - none.total) // attended) + every)
+    on_gpu = next(last for last in range(most, -1, -1) if memory_of(keeping(last), room).fits)
+    found = [keeping(on_gpu)]
+    if hosted < layers:
+        return found
+    memory = memory_of(found[0], room)
+    more = int((memory.host_capacity - memory.in_host) // (attended * way.task.gpus_per_node))
+    tried = (keeping(last, on_gpu=on_gpu) for last in range(min(layers, on_gpu + more), on_gpu, -1))
+    second = next((each for each in tried if memory_of(each, room).fits), None)
+    return found if second is None else [*found, second]
+
+
+def _kept(way: Candidate) -> float:
+    """Return the bytes that a layer keeps for its backward."""
+    return way.policy.kept(block_bytes(way))

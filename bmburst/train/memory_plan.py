@@ -17,7 +17,8 @@ from bmburst.comm.protocol import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
 from bmburst.plan.memory import KEPT, Memory, memory_of
-from bmburst.plan.search import choose_recompute, first_layer_candidates
+from bmburst.plan.search import choose_recompute
+from bmburst.plan.ways import first_layer_candidates
 from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING

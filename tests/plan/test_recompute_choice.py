@@ -14,8 +14,8 @@ from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
 from bmburst.plan.presentation import options
-from bmburst.plan.search import choose_recompute, first_layer_candidates, predict, search, with_usable_memory
-from bmburst.plan.ways import with_attention_choice
+from bmburst.plan.search import choose_recompute, predict, search, with_usable_memory
+from bmburst.plan.ways import first_layer_candidates, mlp_output_candidates, with_attention_choice
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
@@ -114,6 +114,35 @@ def test_first_layers_go_to_the_host_only_where_they_must(name):
             assert not memory_of(replace(each, recompute=fewer), room).fits
         poor = replace(room, host_memory=GIB)
         assert len(first_layer_candidates(asked, poor, ["none", name, *offloads])) == 1 - is_hosted
+
+
+def test_outputs_of_an_mlp_go_to_the_host_where_they_save_time():
+    """On two H200s at 128K: of all layers that recompute, of as many as the host has room for, or of none."""
+    asked, policies = way(1 << 17, 2), list(POLICIES)
+
+    def taken(host=256, *, of=asked, names=policies):
+        room = with_usable_memory(
+            replace(H200, host_memory=host * GIB), H200.memory - reserved_memory(of.task, H200), of.task
+        )
+        some = first_layer_candidates(of, room, names)
+        found = mlp_output_candidates(of, room, names, some)
+        for each in found:
+            policy = each.policy
+            without = replace(each, recompute=replace(policy, offloads_mlp=0).name)
+            assert memory_of(each, room).fits and predict(each, room).seconds < 0.99 * predict(without, room).seconds
+            more = replace(each, recompute=replace(policy, offloads_mlp=policy.offloads_mlp + 1, layers=None).name)
+            assert policy.offloads_mlp == (policy.layers or 32) or not memory_of(more, room).fits
+        return {each.recompute for each in found}
+
+    keep = "block-keep-attention+offload-mlp-first"
+    assert taken() == {f"{keep}-32", f"{keep}-28+first-28"}
+    assert taken(128) == {f"{keep}-16", f"{keep}-16+first-28"}
+    assert not taken(32)
+    assert not taken(names=["none", "block", "block-keep-attention"])  # nothing may go to the host
+    assert not taken(of=replace(asked, offload=Offload.OPTIMIZER)) and not taken(of=way(1 << 14, 2))
+    assert not taken(of=replace(way(1 << 17, 2), tensor=2, ulysses_degree=1))
+    choice = choose_recompute(asked, H200, H200.memory - reserved_memory(asked.task, H200), layout="zigzag")
+    assert choice.name == f"{keep}-28+first-28" and "196.0 GiB of each host's" in choice.message
 
 
 def test_the_host_must_have_room_too():
