@@ -60,7 +60,8 @@ PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
         "perplexity": tables.perplexity,
         "training-7b": partial(tables.training, model="llama-2-7b"),
         "training-13b": partial(tables.training, model="llama-2-13b"),
-        "training-13b-h100": partial(tables.training, model="llama-2-13b", record=tables.TRAIN_H100),
+        "training-13b-2-layers": partial(tables.training, model="llama-2-13b", layers=2),
+        "training-13b-h100": partial(tables.training, model="llama-2-13b", layers=2, record=tables.TRAIN_H100),
         "zero": tables.zero,
         "scaling": tables.scaling,
         "batches": tables.batches,
@@ -68,6 +69,7 @@ PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
         "readme-batches": tables.readme_batches,
         "prediction": lambda _: curve.table(),
         "sparse": tables.sparse,
+        "sparse-ranks": lambda records: _sparse_over_ranks(records),
         "cross": tables.cross,
         "claims": lambda records: claims_table(records),
     }
@@ -112,6 +114,12 @@ def derived() -> Iterator[tuple[Path, str]]:
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
         yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
+
+
+def _sparse_over_ranks(records: Recorded) -> list[str]:
+    found = records.record(tables.SPARSE_RANKS)
+    shown = [] if found is None else [sparse_cross.block_sparse_table(found), ""]
+    return [*shown, records.where(tables.SPARSE_RANKS)]
 
 
 def filled(text: str, records: Recorded) -> str:

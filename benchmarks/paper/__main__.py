@@ -25,6 +25,7 @@ from benchmarks.paper.tables import (
     RESULTS,
     SLOW_LINK,
     SPARSE,
+    SPARSE_RANKS,
     TRAIN,
     TRAIN_H100,
     gpu_of,
@@ -94,11 +95,8 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False),),
         "figures-2-and-3": (
-            Command(
-                2,
-                TRAIN,
-                f"{_TRAIN} --gpus 2 --preset llama-2-7b --layers 2 --tokens 1K,4K,16K,32K,64K,128K {_METHODS}",
-            ),
+            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 1K,4K,16K,32K,64K,128K {_METHODS}"),
+            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 4K,32K {_METHODS}"),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}"),
             Command(
                 2,
@@ -134,6 +132,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (
             Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.sparse_cross block-sparse", again=False),
+            Command(2, SPARSE_RANKS, "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross block-sparse", again=False),
             Command(2, "cross_2xh200_202611", _CROSS, again=False),
             Command(
                 2,

@@ -18,7 +18,7 @@ PAPER, TRAIN, FIRST = "paper_2xh200_202611", "train_paper_2xh200_202611", "infer
 PAPER_H100, TRAIN_H100 = "paper_2xh100_202611", "train_paper_2xh100_202611"
 INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
-SPARSE = "block_sparse_h200_202611"
+SPARSE, SPARSE_RANKS = "block_sparse_h200_202611", "block_sparse_2xh200_202611"
 CROSS = ("cross_2xh200_202611", "cross_2xh100_202611", "cross_striped_2xh100_202611")
 """Records of cross-attention, which the paper leaves to future work, as it does sparse attention."""
 MISSING = "not recorded yet"
@@ -202,19 +202,28 @@ def perplexity(records: Recorded) -> list[str]:
     return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]
 
 
-def training(records: Recorded, model: str, record: str = TRAIN) -> list[str]:
-    """Return figures 2 and 3: seconds and memory of a step over lengths, two layers of the model, by method."""
-    keys = [f"step/{model}-x2/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
+def training(records: Recorded, model: str, *, layers: int | None = None, record: str = TRAIN) -> list[str]:
+    """Return figures 2 and 3: seconds and memory of a step over lengths, by method.
+
+    Args:
+        records: What was recorded.
+        model: The preset.
+        layers: Layers that were trained; None for the whole model.
+        record: Name of the record.
+    """
+    name = model if layers is None else f"{model}-x{layers}"
+    keys = [f"step/{name}/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
     if not records.has(record, keys):
         return [f"{MISSING.capitalize()}."]
-    columns = [n for n in LENGTHS if records.has(record, (f"step/{model}-x2/{n}/{m}@2" for m in TRAINED))]
+    columns = [n for n in LENGTHS if records.has(record, (f"step/{name}/{n}/{m}@2" for m in TRAINED))]
 
     def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
         for method in TRAINED:
-            yield method, (said(records.row(record, f"step/{model}-x2/{n}/{method}@2"), show) for n in columns)
+            yield method, (said(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
 
+    trained = "all layers" if layers is None else f"{layers} layers"
     return [
-        *grid(f"s a step, 2 layers, 2 {gpu_of(record)}", columns, lines(_seconds)),
+        *grid(f"s a step, {trained}, 2 {gpu_of(record)}", columns, lines(_seconds)),
         *grid("peak GiB a GPU", columns, lines(_peak)),
         records.where(record, keys),
     ]

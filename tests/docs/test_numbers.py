@@ -209,7 +209,8 @@ def test_long_sequences_on_h200s():
         first = ", the first" if step["step"] == 1 else ""
         numbers = f"{step['seconds']:.1f}{first} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
         assert f"| 1 H200 | full | {step['run']} | {numbers} |" in said
-    (step,) = metrics("long_sequences_2xh200_202611")
+    earlier, step = metrics("long_sequences_2xh200_202611")
+    assert f"this choice took {step['seconds']:.1f} s, the earlier one {earlier['seconds']:.1f}" in said
     numbers = f"{step['seconds']:.1f}, the first | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
     assert f"| 2 H200 | full | 1M | {numbers} |" in said
     first, later = (step["seconds"] for step in steps if step["run"] == "256K")
