@@ -33,6 +33,7 @@ from benchmarks.paper.tables import (
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = "python -m benchmarks.records"
+_BLOCKS = "bmburst launch --nproc {} -- -m benchmarks.sparse_cross block-sparse"
 _CROSS = "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross cross"
 _TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
 _METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
@@ -131,8 +132,8 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (
-            Command(1, SPARSE, "bmburst launch --nproc 1 -- -m benchmarks.sparse_cross block-sparse", again=False),
-            Command(2, SPARSE_RANKS, "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross block-sparse", again=False),
+            Command(1, SPARSE, _BLOCKS.format(1), again=False),
+            Command(2, SPARSE_RANKS, _BLOCKS.format(2), again=False),
             Command(2, "cross_2xh200_202611", _CROSS, again=False),
             Command(
                 2,

@@ -174,8 +174,8 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
     return next((one for one in tried if memory_of(one, room).fits), None)
 
 
-_LEAST_MLPS = 1 / 4
-"""Fraction of the layers whose MLP outputs must fit in host memory: fewer save less than 1 % of a step of 128K."""
+_LEAST_MLPS = 1 / 2
+"""Fraction of the layers whose MLP outputs must fit in host memory: fewer save less than 2 % of a step of 128K."""
 
 
 def mlp_output_candidates(

@@ -69,12 +69,15 @@ def test_steps_are_shown_with_what_ran_out_of_memory(tmp_path):
     key = "step/llama-2-7b-x2"
     rows = {f"{key}/32768/ours@2": step(0.5, 20.0), f"{key}/32768/ring-li@2": reason, f"{key}/4096/ours@2": step(0.1)}
     records = written(tmp_path, **{TRAIN: rows | {f"{key}/32768/tensor-v1@2": fit}})
-    found = tables.training(records, "llama-2-7b")
+    found = tables.training(records, "llama-2-7b", layers=2)
     assert found[0] == "| s a step, 2 layers, 2 H200 | 4K | 32K |"
     assert line(found[:6], "ours") == "| ours | 0.100 | 0.500 |"
     assert line(found[:7], "ring-li") == "| ring-li | - | out of memory, 34.00 GiB more |"
     assert line(found[:7], "tensor-v1") == "| tensor-v1 | - | would not fit: 180 GiB |"
     assert "2 x NVIDIA H200, 2026-11-25, 0123456" in found[-1] and f"results/{TRAIN}.md" in found[-1]
+    assert tables.training(records, "llama-2-7b") == ["Not recorded yet."]
+    whole = written(tmp_path, **{TRAIN: {"step/llama-2-7b/32768/ours@2": step(2.5)}})
+    assert tables.training(whole, "llama-2-7b")[0] == "| s a step, all layers, 2 H200 | 32K |"
 
 
 def test_first_tokens_stand_beside_the_papers(tmp_path):
@@ -114,14 +117,14 @@ LONG = (16384, 32768, 65536, 131072)
 
 
 def steps(method, seconds, by=0.0, **more):
-    return {f"step/llama-2-7b-x2/{n}/{method}@2": step(seconds, by=by, **more) for n in LONG}
+    return {f"step/llama-2-7b/{n}/{method}@2": step(seconds, by=by, **more) for n in LONG}
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.01, CONFIRMED), (1.0, NOT_CONFIRMED), (0.99, NOT_CONFIRMED)])
 def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
     """Who is as fast is not faster."""
     rows = steps("ours", 1.0) | steps("ulysses", slower)
-    rows["step/llama-2-7b-x2/131072/ring-li@2"] = {"status": "failed", "reason": "out of memory for 9.00 GiB more"}
+    rows["step/llama-2-7b/131072/ring-li@2"] = {"status": "failed", "reason": "out of memory for 9.00 GiB more"}
     for name, speed in zip(("", "2x", "4x", "8x"), (100.0, 110.0, 120.0, 119.0 + slower), strict=True):
         key = f"step/llama-2-7b-x2/{name}4096"
         rows[f"{key}/ours@2"] = step(1.0) | {"tokens_per_second": speed}
@@ -158,7 +161,7 @@ def test_what_ours_is_is_said(tmp_path):
 
 def test_who_is_first_from_32k_on_alone_is_said(tmp_path):
     rows = steps("ours", 1.0)
-    rows |= {f"step/llama-2-7b-x2/{n}/tensor-v1@2": step(0.9 if n == 16384 else 1.1) for n in (16384, 32768, 131072)}
+    rows |= {f"step/llama-2-7b/{n}/tensor-v1@2": step(0.9 if n == 16384 else 1.1) for n in (16384, 32768, 131072)}
     found = judge("Fastest", written(tmp_path, **{TRAIN: rows}))
     assert found.verdict == "confirmed from 32K on, not at 16K" and "16K: next tensor-v1, 0.900" in found.numbers
 
