@@ -14,14 +14,11 @@ from torch import Tensor
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     CAPPED,
-    import_package,
-    is_there,
     unless_able,
     unless_ampere,
     unless_half_on_gpu,
     unless_head_dim,
     unless_repeating,
-    version_of,
     without_cells,
 )
 from bmburst_ops.flash.mask_corrections import (
@@ -33,6 +30,7 @@ from bmburst_ops.flash.mask_corrections import (
 )
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
+from bmburst_ops.fused import import_package, is_there, version_of
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import Need, Pattern
 

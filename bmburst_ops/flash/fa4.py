@@ -15,13 +15,11 @@ from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     CAPPED,
-    import_package,
     unable,
     unless_able,
     unless_half_on_gpu,
     unless_head_dim,
     unless_repeating,
-    version_of,
 )
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
@@ -39,6 +37,7 @@ from bmburst_ops.flash.memory import (
     writable_statistic,
 )
 from bmburst_ops.flash.varlen import PackageArguments, package_arguments
+from bmburst_ops.fused import import_package, version_of
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
 
 _MODULE = "flash_attn.cute.interface"

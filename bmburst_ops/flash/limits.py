@@ -1,57 +1,13 @@
-"""Optional kernel packages, and refusals that several kernels share: phrases for `Kernel.refusal`, or None.
+"""Refusals that several kernels share: phrases for `Kernel.refusal`, or None."""
 
-Packages are found without importing them. They are imported at first use.
-"""
-
-import importlib
-import importlib.util
-import re
 from collections.abc import Mapping
-from functools import cache
-from importlib import metadata
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
-
-
-@cache
-def version_of(distribution: str) -> tuple[int, ...] | None:
-    """Return the version of an installed distribution, for example (2, 8, 3) for 2.8.3; None if it is not installed.
-
-    It looks up the distribution and not the module: flash-attn and flash-attn-4 share the top-level module
-    `flash_attn`, and flash-attn includes an older copy of flash-attn-4.
-    """
-    try:
-        return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def is_there(module: str) -> bool:
-    """Whether a top-level module can be found."""
-    return importlib.util.find_spec(module) is not None
-
-
-def import_package(module: str, kernel: str) -> ModuleType:
-    """Import a module of a package, which takes seconds the first time.
-
-    Raises:
-        KernelError: The package is installed, but the module cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no driver or shared libraries
-        reason = " ".join(str(error).split())
-        raise KernelError(
-            f"kernel '{kernel}' is installed but {module} cannot be imported\n{reason}\n"
-            "fix: reinstall the package, or choose another kernel"
-        ) from error
-
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
 """The needs that kernels with windows and variable lengths support."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import is_there, unless_ampere
+from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.triton_launch import (
     BlockSizes,
     FlashBlockSizes,
@@ -19,6 +19,7 @@ from bmburst_ops.flash.triton_launch import (
     launch_grid,
     mask_arguments,
 )
+from bmburst_ops.fused import is_there
 from bmburst_ops.pattern import Need, Pattern
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
