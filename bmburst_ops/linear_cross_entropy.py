@@ -42,7 +42,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: 
     Returns:
         `[tokens]` in the dtype of logits.
     """
-    fused = triton_twin("triton_elementwise", logits)
+    fused = triton_twin("triton_reductions", logits)
     return (fused.cross_entropy_ if fused else _cross_entropy_)(logits, labels, ignore_index, gradient)
 
 

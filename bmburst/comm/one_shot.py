@@ -1,7 +1,7 @@
 """All-reduce of small tensors: on GPUs of one host by one kernel that reads every rank's memory.
 
 NCCL takes about 25 microseconds for 8 KiB, and decoding needs two all-reduces in each layer. In a one-shot all-reduce
-each rank writes its tensor to shared memory and sums the tensors of all ranks (`bmburst_ops.triton_one_shot`).
+each rank writes its tensor to shared memory and sums the tensors of all ranks (`bmburst_ops.triton_reductions`).
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _one_shots(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> _
     """Return the one-shot all-reduce of a group, or None if its ranks cannot access each other's memory."""
     if comm.transport != "nccl" or over_transport(comm, "auto").transport != "peer":
         return None
-    kernels = triton_twin("triton_one_shot", torch.empty(0, dtype=dtype, device=comm.device))
+    kernels = triton_twin("triton_reductions", torch.empty(0, dtype=dtype, device=comm.device))
     if not all(gather_objects(comm.inner, kernels is not None)):
         return None
     try:
