@@ -24,7 +24,7 @@ import torch
 
 from bmburst.comm.streams import CurrentStream, StreamOrder
 from bmburst.comm.transports import PEER_GROUPS
-from bmburst_ops.flash.memory import collect_vectors
+from bmburst_ops.flash.inputs import collect_vectors
 
 # Bytes: torch's cache cannot be freed during capture. Masks of several tiles take five or six times the sums that
 # `records_kernels` allows: three gradients in fp32, three of a tile, and the kernel's own temporary memory.

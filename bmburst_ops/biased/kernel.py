@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bmburst_ops.biased.formula import RelativeBias, Tokens
 from bmburst_ops.errors import KernelError
+from bmburst_ops.flash.inputs import DeviceVectors, vectors_of_stream
 from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.memory import DeviceVectors, vectors_of_stream
 
 
 class DerivedTensors:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
-from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.reference import finite
+from bmburst_ops.flash.kernel import Partial, finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 _TILE = 256  # queries and keys scored at once, so that memory does not grow with either

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
 from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import (
+from bmburst_ops.flash.triton import (
     BlockSizes,
     Side,
     Table,
+    TritonKernel,
     block_sizes_for,
     blocks_of,
     launch_grid,
+    near_rows,
     padded_head_dim,
+    strides_of,
 )
 
 

@@ -12,15 +12,23 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.constants import TILE_ROWS
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import (
+from bmburst_ops.flash.inputs import (
     CAPPED,
+    DeviceVectors,
+    PackageArguments,
+    aligned,
+    copy_to_device,
+    gradient_memory,
+    package_arguments,
     unable,
     unless_able,
     unless_half_on_gpu,
     unless_head_dim,
     unless_repeating,
+    writable,
+    writable_statistic,
 )
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -28,15 +36,6 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_backward,
     isolate_forward,
 )
-from bmburst_ops.flash.memory import (
-    DeviceVectors,
-    aligned,
-    copy_to_device,
-    gradient_memory,
-    writable,
-    writable_statistic,
-)
-from bmburst_ops.flash.varlen import PackageArguments, package_arguments
 from bmburst_ops.fused import import_package, version_of
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
 

@@ -12,7 +12,7 @@ from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
-from bmburst_ops.flash.memory import aligned, is_aligned
+from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked

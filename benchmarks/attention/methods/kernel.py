@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
-from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
-from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
+from bmburst_ops.flash.inputs import PackageArguments, aligned, fa2_arguments, gradient_memory, package_arguments
+from bmburst_ops.flash.kernel import deliver_gradients
 from bmburst_ops.merge import row_dots
 
 PackedPattern = Band | Segments
