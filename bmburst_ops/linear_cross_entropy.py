@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.constants import GATHERED_CHUNKS, IGNORE_INDEX
+from bmburst_ops import GATHERED_CHUNKS, IGNORE_INDEX
 from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.linears import add_product, product

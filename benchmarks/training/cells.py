@@ -13,7 +13,7 @@ from bmburst.errors import UserError, require_known
 from bmburst.plan.candidates import Task
 from bmburst.plan.counts import attention_flops, multiplied
 from bmburst.plan.step import model_flops
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 _KIB = 1024
 STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 FORMAT = "bmburst-loss-by-position-1"
 

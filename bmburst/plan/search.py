@@ -19,7 +19,7 @@ from bmburst.plan.ways import candidates, with_attention_choice
 from bmburst.recompute.policy import FIRST, MIXED, POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""

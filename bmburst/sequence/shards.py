@@ -29,7 +29,7 @@ from bmburst.sequence.parts import (
     take,
     without_padding,
 )
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
 
 Ids = npt.NDArray[np.int64]

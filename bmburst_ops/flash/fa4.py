@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bmburst_ops import TILE_ROWS
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash.inputs import (
     CAPPED,
     DeviceVectors,

@@ -11,7 +11,7 @@ import bmburst
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests.distributed.processes import run_processes
 from tests.refusals import refused
 
