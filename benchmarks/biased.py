@@ -29,9 +29,9 @@ from benchmarks.engine.timing import median_seconds
 from bmburst.amounts import GIB
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
+from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
 from bmburst_ops.biased.formula import visible
-from bmburst_ops.constants import ATTENTION_BACKWARD
 
 HEADS, HEAD_DIM, SEGMENTS = 32, 128, 4
 FORMULA = bee_bias(num_buckets=256, num_segment_buckets=32, max_distance=2048)

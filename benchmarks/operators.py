@@ -282,7 +282,7 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
         return
     from bmtrain.optim import _function
 
-    from bmburst_ops.triton_adam import adamw_
+    from bmburst_ops.triton_elementwise import adamw_
 
     def state() -> tuple[Tensor, ...]:
         return weights.float(), weights.clone(), torch.zeros_like(weights).float(), torch.zeros_like(weights).float()

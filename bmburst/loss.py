@@ -10,7 +10,7 @@ numbers of labels, and a rank with only padding would divide by 0.
 from torch import Tensor
 
 from bmburst.errors import UserError
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy, num_chunks, token_cross_entropy
 
 __all__ = [

@@ -1,19 +1,35 @@
-"""Selection between Triton kernels and their plain torch twins: `triton_twin`. No other module decides this.
+"""Faster twins of plain torch: Triton kernels (`triton_twin`), C compiled at first use, and optional packages.
+
+No other module decides between a Triton kernel and its twin. Packages are found without importing them, and imported at
+first use.
 
 Liger-Kernel (0.6.4) is not used, for three reasons. Its SwiGLU overwrites saved inputs with gradients. Its rotary
 embedding rotates its inputs in place, or copies heads that are a slice. Its norm rounds twice, as Hugging Face's LLaMA.
 """
 
+import ctypes
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmburst_ops.errors import KernelError
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bf16
+_FLAGS = ("-march=native", "-fno-math-errno", "-shared", "-fPIC")
 
 
 def triton_twin(module: str, *tensors: Tensor) -> Any | None:
@@ -30,4 +46,68 @@ def triton_twin(module: str, *tensors: Tensor) -> Any | None:
 
 @cache
 def _module(name: str) -> Any | None:
-    return None if find_spec("triton") is None else import_module(f"bmburst_ops.{name}")
+    return importlib.import_module(f"bmburst_ops.{name}") if is_there("triton") else None
+
+
+@cache
+def version_of(distribution: str) -> tuple[int, ...] | None:
+    """Return the version of an installed distribution, for example (2, 8, 3) for 2.8.3; None if it is not installed.
+
+    It looks up the distribution and not the module: flash-attn and flash-attn-4 share the top-level module
+    `flash_attn`, and flash-attn includes an older copy of flash-attn-4.
+    """
+    try:
+        return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def is_there(module: str) -> bool:
+    """Whether a top-level module can be found."""
+    return importlib.util.find_spec(module) is not None
+
+
+def import_package(module: str, kernel: str) -> ModuleType:
+    """Import a module of a package, which takes seconds the first time.
+
+    Raises:
+        KernelError: The package is installed, but the module cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no driver or shared libraries
+        reason = " ".join(str(error).split())
+        raise KernelError(
+            f"kernel '{kernel}' is installed but {module} cannot be imported\n{reason}\n"
+            "fix: reinstall the package, or choose another kernel"
+        ) from error
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C compiler: CC from the environment, else cc or gcc; None if there is none."""
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+
+
+def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
+    """Compile a C file and load it, in a fraction of a second. Results are not cached here; callers keep them.
+
+    Args:
+        source: The file.
+        flags: Compiler flags, in addition to those that all libraries here have.
+
+    Returns:
+        The library; None if there is no compiler, compiling fails, or no temporary folder is writable.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        # A private folder: other users cannot change the code. NFS keeps the file of a loaded library in it.
+        with tempfile.TemporaryDirectory(prefix="bmburst-", ignore_cleanup_errors=True) as folder:
+            library = Path(folder) / f"{source.stem}.so"
+            command = [compiler, *_FLAGS, *flags, str(source), "-o", str(library), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError):
+        return None

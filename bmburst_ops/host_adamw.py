@@ -24,8 +24,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from bmburst_ops.compiled import compiled
 from bmburst_ops.errors import KernelError, unknown_kernel
+from bmburst_ops.fused import compiled
 
 KERNELS = ("auto", "c", "torch")
 PIECE = 1 << 20

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.constants import GATHERED_CHUNKS, IGNORE_INDEX
+from bmburst_ops import GATHERED_CHUNKS, IGNORE_INDEX
 from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.linears import add_product, product
@@ -42,7 +42,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: 
     Returns:
         `[tokens]` in the dtype of logits.
     """
-    fused = triton_twin("triton_elementwise", logits)
+    fused = triton_twin("triton_reductions", logits)
     return (fused.cross_entropy_ if fused else _cross_entropy_)(logits, labels, ignore_index, gradient)
 
 

@@ -1,6 +1,6 @@
 """Merging of partial attention results by their log-sum-exp, and sums of partial gradients.
 
-The definitions here are plain torch. On NVIDIA GPUs with Triton, `triton_merge` computes the same in one pass over
+The definitions here are plain torch. On NVIDIA GPUs with Triton, `triton_reductions` computes the same in one pass over
 memory.
 """
 
@@ -125,6 +125,6 @@ def _by_query(statistic: Tensor) -> Tensor:
 
 
 def _fused(values: Tensor, *others: Tensor) -> Any | None:
-    """Return `triton_merge` if it supports these tensors, the first `[batch, tokens, heads, head_dim]`, else None."""
+    """Return `triton_reductions` if it supports tensors, the first `[batch, tokens, heads, head_dim]`, else None."""
     is_shaped = values.ndim == 4 and values.shape[-1] <= _FUSED_HEAD_DIM
-    return triton_twin("triton_merge", values, *others) if is_shaped else None
+    return triton_twin("triton_reductions", values, *others) if is_shaped else None

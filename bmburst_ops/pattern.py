@@ -110,6 +110,11 @@ def visible_ranges(pattern: Pattern, queries: int, keys: int) -> VisibleRanges:
     return VisibleRanges(start, np.maximum(start, stop))
 
 
+def cell_of(edges: IntArray, start: int, stop: int) -> IntArray:
+    """Return the cell of each token from `start` to `stop`."""
+    return np.searchsorted(edges, np.arange(start, stop), side="right") - 1
+
+
 class Rectangle(NamedTuple):
     """Queries and keys of a band, in which every query sees a key and every key is seen by a query."""
 

@@ -9,11 +9,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops import cpm_kernels
 from bmburst_ops.errors import KernelError, first_order, unknown_kernel
-from bmburst_ops.fused import triton_twin
+from bmburst_ops.fused import import_package, is_there, triton_twin
 
-KERNELS = ("auto", "torch", "triton", cpm_kernels.NAME)
+
+class CpmKernels:
+    """RMSNorm forward with the package cpm-kernels (OpenBMB, 1.0.11), for fp16 where Triton's kernels do not run.
+
+    Two of its kernels fit: `layernorm_step` without mean, for contiguous rows of features with sums in fp32, and
+    `arith_batch_mul` for the weight. Its other norms, which have a backward, need the features in the middle,
+    `[batch, features, tokens]`: with rows of features, 31 of 32 threads would be idle. It has no SiLU, no rotary
+    embedding, and no cross entropy of fp32 logits. For sums and products of two tensors torch is as good.
+
+    The package contains machine code for sm_61 to sm_86, without PTX that a driver could compile for newer GPUs.
+    Importing it needs a driver, the CUDA runtime and cuBLASLt as system libraries, and `pkg_resources` (setuptools
+    before 82). So it is imported at first use. We have not run it, because we have no GPU that it supports. Tests use a
+    stand-in with the same signatures, which does the same as its published CUDA sources.
+    """
+
+    name = "cpm-kernels"
+    _MODULE = "cpm_kernels"
+    _FROM, _BELOW = (7, 0), (9, 0)  # machine code runs on GPUs of the same major version, from its minor version on
+    _NUMBERS = 2**31 - 1  # elements per call: the package counts them in 32 bits
+
+    def refusal(self, x: Tensor, weight: Tensor) -> str | None:
+        """Return why the package does not support these tensors, as a phrase; None if it does."""
+        if not x.is_cuda or weight.device != x.device:
+            return f"runs on NVIDIA GPUs only, and the tensors are on {x.device} and {weight.device}"
+        found = torch.cuda.get_device_capability(x.device)
+        if not self._FROM <= found < self._BELOW:
+            return f"has machine code for compute capability 7.0 to 8.9 alone, and this GPU has {found[0]}.{found[1]}"
+        if x.dtype != torch.float16:
+            return f"takes float16 only, got {x.dtype}"
+        if x.shape[-1] % 2 or x.shape[-1] > self._NUMBERS:
+            return f"takes an even number of features, got {x.shape[-1]}"
+        if not is_there(self._MODULE):
+            return "is not installed: pip install bmburst[cpm-kernels]"
+        return None
+
+    def norm_forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
+        """Return the norm of fp16 x, contiguous, rounded before and after the weight; it returns no statistic.
+
+        Raises:
+            KernelError: The package cannot be imported.
+        """
+        package = import_package(self._MODULE, self.name)
+        features = x.shape[-1]
+        rows = x.reshape(-1, features).contiguous()
+        result = torch.empty_like(rows)
+        factors = weight.to(torch.float16, copy=True)  # aligned: the kernel reads pairs of numbers
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        most = self._NUMBERS // features
+        with torch.cuda.device_of(x):  # the package launches on the current device
+            for given, out in zip(rows.split(most), result.split(most), strict=True):
+                if not len(given):
+                    continue
+                size = len(given), features
+                package.layernorm_step(*size, given.data_ptr(), out.data_ptr(), eps, False, stream)
+                package.arith_batch_mul(*size, out.data_ptr(), factors.data_ptr(), out.data_ptr(), stream)
+        return result.view(x.shape), None
+
+
+CPM_KERNELS = CpmKernels()
+
+KERNELS = ("auto", "torch", "triton", CPM_KERNELS.name)
 """Values of `kernel`. auto: Triton if it supports the tensors, else torch."""
 
 
@@ -107,15 +166,15 @@ def _fused(x: Tensor, weight: Tensor) -> Any | None:
 
 
 def choose_norm(kernel: str, x: Tensor, weight: Tensor) -> Any | None:
-    """Return the module whose `norm_forward` computes the norm of such tensors; None: use plain torch.
+    """Return the module or kernel whose `norm_forward` computes the norm of such tensors; None: use plain torch.
 
     Raises:
         KernelError: The name is not in `KERNELS`, or the kernel does not support these tensors on this machine.
     """
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
-    module: Any = cpm_kernels if kernel == cpm_kernels.NAME else None
-    reason = cpm_kernels.refusal(x, weight) if module else None
+    module: Any = CPM_KERNELS if kernel == CPM_KERNELS.name else None
+    reason = CPM_KERNELS.refusal(x, weight) if module else None
     if kernel in ("auto", "triton"):
         module = _fused(x, weight)
     if kernel == "triton" and module is None:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bmburst_ops.flash.triton import Table, block_sizes_for, is_interpreted, padded_head_dim
 from bmburst_ops.flash.triton_forward import LN_2, add_dot, capped, dot, load_rows
-from bmburst_ops.flash.triton_launch import Table, block_sizes_for, is_interpreted, padded_head_dim
 from bmburst_ops.merge import accumulation_dtype, dense_rows
 
 

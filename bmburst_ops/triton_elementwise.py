@@ -1,11 +1,12 @@
-"""Memory-bound operations in Triton: RMSNorm, SwiGLU, rotary embedding and cross entropy. Importing it needs Triton.
+"""Memory-bound operations in Triton: RMSNorm, SwiGLU, rotary embedding and AdamW. Importing it needs Triton.
 
-They are the twins of `bmburst_ops.rms_norm`, `bmburst_ops.swiglu`, `bmburst_ops.rotary` and
-`bmburst_ops.linear_cross_entropy.cross_entropy_`. Each pass of the first three reads and writes its tensors once.
+The first three are the twins of `bmburst_ops.rms_norm`, `bmburst_ops.swiglu` and `bmburst_ops.rotary`. Each pass reads
+and writes its tensors once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import ctypes
 from typing import Any
 
 import torch
@@ -22,24 +23,21 @@ _SWIGLU_NUMBERS = 2048  # elements of each tensor that a program holds
 WIDEST_HEAD = 4096
 """Largest head dimension: a program of the rotation holds whole heads."""
 _PAIRS = 2048  # pairs that a program of the rotation holds
-_LOGITS = 4096  # logits of a row that a program of cross entropy holds at once
+_ADAMW_NUMBERS = 1024  # elements per program of AdamW: 8 for each of its 128 threads
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x, contiguous, and 1 / sqrt(mean(x^2) + eps), fp32 `[..., 1]`."""
-    return _run_norm_forward(x, None, 0.0, weight, eps)[1:]
+    return add_norm_forward(x, None, 0.0, weight, eps)[1:]
 
 
 def add_norm_forward(
-    x: Tensor, added: Tensor, factor: float, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + factor * added, rounded to the dtype of x, contiguous, and the results of `norm_forward` for it."""
-    return _run_norm_forward(x, added, factor, weight, eps)
-
-
-def _run_norm_forward(
     x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + factor * added, rounded to the dtype of x, contiguous, and the results of `norm_forward` for it.
+
+    If `added` is None, the first result is x itself.
+    """
     rows = x.reshape(-1, x.shape[-1])
     more = rows if added is None else added.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -293,49 +291,70 @@ def _halves(x, strides, batch, token, head, pair):
     return rows + pair[None, None, :] * strides[3]
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
-    """See `bmburst_ops.linear_cross_entropy.cross_entropy_`. Logits are read twice, the gradient is written once.
+def adamw_(
+    master: Tensor,
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: float,
+) -> None:
+    """Take one step of AdamW (arXiv:1711.05101, algorithm 2) in place, on 16-bit weights with fp32 state.
 
-    The normalizer is computed in one pass (online softmax; Milakov and Gimelshein, arXiv:1805.02867).
+    The arithmetic is that of BMTrain's kernel for bf16 weights (csrc/cuda/adam_cuda.cu, 1.0.1): the state is the same,
+    and results differ only by the compiler's fused multiply-adds. A thread of BMTrain's kernel accesses one element of
+    each tensor; here it accesses 16 bytes, because the kernel is bound by memory traffic, 28 bytes per element.
+
+    Args:
+        master: fp32 master weights; contiguous, as all tensors.
+        weights: 16-bit weights, only written: the master rounded to nearest even.
+        gradient: In the dtype of `weights`.
+        mean: First moment, fp32.
+        square: Second moment, fp32.
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Per unit of `lr`.
+        step: Number of steps taken, including this one.
+        scale: The gradient is divided by it; the result is exact if it is a power of 2.
     """
-    rows, width = logits.shape
-    losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
-    if rows:
-        with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
-            _cross_entropy_kernel[(rows,)](
-                *(logits, labels, losses, logits if gradient is None else gradient, width, ignore_index),
-                WITH_GRADIENT=gradient is not None,
-                BLOCK=min(_LOGITS, triton.next_power_of_2(width)),
-                num_warps=8,
-            )
-    return losses
+    tensors = master, weights, gradient, mean, square
+    assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
+    if not master.numel():
+        return
+    kept = [_in_fp32(beta) for beta in betas]
+    added = [_in_fp32(1 - beta) for beta in kept]  # as C subtracts floats: for 0.999 the error is 1e-5
+    corrections = [1 - beta**step for beta in betas]
+    numbers = (*kept, *added, eps, lr / corrections[0], 1 / corrections[1], lr * weight_decay, 1 / scale)
+    with torch.cuda.device_of(master):  # Triton launches on the current device, wherever the tensors are
+        _adamw_kernel[(triton.cdiv(master.numel(), _ADAMW_NUMBERS),)](
+            *tensors, master.numel(), *numbers, BLOCK=_ADAMW_NUMBERS, num_warps=4
+        )
+
+
+def _in_fp32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 @triton.jit
-def _cross_entropy_kernel(
-    logits, labels, losses, gradient, width, ignore_index, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+def _adamw_kernel(
+    master, weights, gradient, mean, square, count,
+    kept1, kept2, added1, added2, eps, rate, square_factor, decay, unscale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = logits + row * width
-    label = tl.load(labels + row)
-    is_valid = label != ignore_index
-    largest = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
-        larger = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
-        largest = larger
-    log_normalizer = largest + tl.log(total)
-    target = tl.load(at + label, mask=is_valid, other=0.0)
-    tl.store(losses + row, tl.where(is_valid, log_normalizer - target, 0.0))
-    if WITH_GRADIENT:
-        tl.debug_barrier()  # the gradient may overwrite the logits: read the target's first
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
-            p = tl.exp(x - log_normalizer)
-            p = tl.where(columns == label, p - 1.0, p)
-            p = tl.where(is_valid, p, 0.0)
-            tl.store(gradient + row * width + columns, p.to(gradient.dtype.element_ty), mask=columns < width)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * unscale
+    m = kept1 * tl.load(mean + at, mask=inside, other=0.0) + added1 * g
+    v = kept2 * tl.load(square + at, mask=inside, other=0.0) + added2 * g * g
+    p = tl.load(master + at, mask=inside, other=0.0)
+    p -= tl.div_rn(rate * m, tl.sqrt_rn(v * square_factor) + eps) + decay * p
+    tl.store(mean + at, m, mask=inside)
+    tl.store(square + at, v, mask=inside)
+    tl.store(master + at, p, mask=inside)
+    tl.store(weights + at, p.to(weights.dtype.element_ty), mask=inside)

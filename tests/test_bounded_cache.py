@@ -13,7 +13,7 @@ from bmburst.schedule.documents import edges_of
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.ring_schedule import make_double_schedule
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
-from bmburst_ops.flash import mask_corrections, triton_launch, varlen
+from bmburst_ops.flash import inputs, mask_corrections, triton
 from bmburst_ops.pattern import Band, Cells, Segments
 from tests.distributed.threads import run_ranks
 
@@ -27,8 +27,8 @@ PLANNERS = (
     "bmburst.schedule.strategy",
     "bmburst.schedule.gather_plan",
     "bmburst_ops.flash.mask_corrections",
-    "bmburst_ops.flash.varlen",
-    "bmburst_ops.flash.triton_launch",
+    "bmburst_ops.flash.inputs",
+    "bmburst_ops.flash.triton",
 )
 
 
@@ -184,10 +184,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "send",
     [
-        lambda cells, _: triton_launch._cells(cells, 256, 256, CPU).vectors[0],
-        lambda cells, _: triton_launch._intervals(cells, 256, 256, "queries", CPU).vectors[0],
-        lambda cells, _: triton_launch._tiles(cells, 256, 256, "keys", 16, 16, CPU).vectors[0],
-        lambda _, segments: varlen._offsets(segments, 1, CPU).sent.vectors[0],
+        lambda cells, _: triton._cells(cells, 256, 256, CPU).vectors[0],
+        lambda cells, _: triton._intervals(cells, 256, 256, "queries", CPU).vectors[0],
+        lambda cells, _: triton._tiles(cells, 256, 256, "keys", 16, 16, CPU).vectors[0],
+        lambda _, segments: inputs._offsets(segments, 1, CPU).sent.vectors[0],
         lambda _, segments: mask_corrections._sent(segments, 8200, 8200, CPU).queries.vectors[0],
         lambda _, segments: edges_of((1 + segments.band.left, *segments.queries)),
     ],

@@ -40,7 +40,7 @@ from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.flash import BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.rotary import apply_rotary

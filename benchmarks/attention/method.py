@@ -30,8 +30,7 @@ from benchmarks.engine.machine import RankGroup
 from bmburst.schedule.layout import make_layout
 from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
-from bmburst_ops.flash.memory import aligned, gradient_memory
-from bmburst_ops.flash.varlen import fa2_arguments, package_arguments
+from bmburst_ops.flash.inputs import aligned, fa2_arguments, gradient_memory, package_arguments
 from bmburst_ops.merge import row_dots
 
 PackedPattern = Band | Segments

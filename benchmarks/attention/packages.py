@@ -20,8 +20,8 @@ from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, sampl
 from benchmarks.attention.method import Attend, ForBackward, LocalKernel, Method, Setting
 from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
 from bmburst_ops.flash.fa4 import fa4_options
-from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
-from bmburst_ops.flash.varlen import PackageArguments
+from bmburst_ops.flash.inputs import PackageArguments, aligned, gradient_memory
+from bmburst_ops.flash.kernel import deliver_gradients
 
 _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 

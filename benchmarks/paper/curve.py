@@ -24,7 +24,7 @@ from bmburst.plan.counts import attention_flops
 from bmburst.plan.search import predict
 from bmburst.plan.ways import candidates
 from bmburst.schedule.hardware import Hardware, load_hardware
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 MODEL, POLICY = "llama-2-7b", "block-keep-attention"
 CLUSTERS: Mapping[int, int] = MappingProxyType({8: 1, 32: 4, 64: 8})  # GPUs: nodes

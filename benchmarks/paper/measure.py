@@ -29,9 +29,8 @@ from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
 from bmburst.schedule.exchange import Exchange
 from bmburst.schedule.ring_schedule import Step
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import require_no_softcap
-from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.reference import finite
+from bmburst_ops.flash.inputs import require_no_softcap
+from bmburst_ops.flash.kernel import deliver_gradients, deliver_partial, finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_, row_dots
 from bmburst_ops.pattern import Need, Pattern
 

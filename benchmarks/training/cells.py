@@ -20,7 +20,7 @@ from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 _KIB = 1024
 STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured

@@ -29,7 +29,7 @@ from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 _DOCUMENTS = 32  # of random tokens
 _MORE = 1.25  # random tokens over those of a sequence: a part is held out

@@ -9,7 +9,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.comm.waits import traced
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.memory import deliver_gradients
+from bmburst_ops.flash.kernel import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 

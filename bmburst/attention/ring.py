@@ -20,7 +20,7 @@ from bmburst.comm.transports import DoubleRingGroups
 from bmburst.schedule.parallelism import RingTensors
 from bmburst.schedule.ring_schedule import DoubleRingOrder, Schedule, Step
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
+from bmburst_ops.flash.kernel import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 Tensors = tuple[Tensor, ...]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.memory import collect_vectors
+from bmburst_ops.flash.inputs import collect_vectors
 
 FIRST = -3
 """The highest stream priority that torch supports."""

@@ -10,7 +10,7 @@ Communicators that cannot be split (threads, a user's own) move the blocks of bo
 
 Where GPUs can read each other's memory, `small_sums` adds up small tensors by one kernel. NCCL takes about 25
 microseconds for 8 KiB, and decoding needs two all-reduces in each layer. In a one-shot all-reduce each rank writes its
-tensor to shared memory and sums the tensors of all ranks (`bmburst_ops.triton_one_shot`).
+tensor to shared memory and sums the tensors of all ranks (`bmburst_ops.triton_reductions`).
 """
 
 import os
@@ -341,7 +341,7 @@ def _one_shots(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> _
     """Return the one-shot all-reduce of a group, or None if its ranks cannot access each other's memory."""
     if comm.transport != "nccl" or over_transport(comm, "auto").transport != "peer":
         return None
-    kernels = triton_twin("triton_one_shot", torch.empty(0, dtype=dtype, device=comm.device))
+    kernels = triton_twin("triton_reductions", torch.empty(0, dtype=dtype, device=comm.device))
     if not all(gather_objects(comm.inner, kernels is not None)):
         return None
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmburst.errors import UserError
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
 

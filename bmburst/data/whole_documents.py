@@ -10,7 +10,7 @@ import numpy.typing as npt
 from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, PartOfCorpus, held_out_documents
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
 

@@ -24,7 +24,7 @@ from bmburst.integrations.transformers_models import recompute, refuse_other_tab
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, unshard
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 

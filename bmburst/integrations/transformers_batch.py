@@ -10,7 +10,7 @@ from torch import Tensor
 from bmburst.attention.options import require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 DocumentsOption = Documents | Sequence[Documents] | None
 

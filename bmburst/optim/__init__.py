@@ -41,8 +41,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     BMTrain's 16-bit kernels decouple weight decay. Its fp32 path adds it to the gradient, and on GPUs fails with the
     step counter that torch 2.11 requires; here fp32 parameters use torch's functional AdamW. 16-bit weights on NVIDIA
-    GPUs use a Triton kernel (`bmburst_ops.triton_adam`), which computes the same as BMTrain's kernel with fewer and
-    wider memory accesses; the state of bf16 weights is the same.
+    GPUs use a Triton kernel (`bmburst_ops.triton_elementwise`), which computes the same as BMTrain's kernel with fewer
+    and wider memory accesses; the state of bf16 weights is the same.
 
     BMTrain's kernel keeps the first moment of fp16 weights in fp16, multiplied by the loss scale. When the scale grows,
     a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
@@ -321,12 +321,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return state
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
-        """Return `triton_adam` if it can update this group, else None."""
+        """Return `triton_elementwise` if it can update this group, else None."""
         parameters = [p for p in group["params"] if p.grad is not None]
         kinds = {p.dtype for p in parameters}
         if self._kernel != "auto" or kinds not in ({torch.bfloat16}, {torch.float16}):
             return None
-        return triton_twin("triton_adam", *parameters)
+        return triton_twin("triton_elementwise", *parameters)
 
     def _is_half(self, weights: torch.Tensor) -> bool:
         """Whether weights are fp16 with moments that do not carry the loss scale."""

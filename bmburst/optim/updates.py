@@ -253,10 +253,10 @@ _AT_ONCE = 1 << 24
 
 
 def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
-    """Update 16-bit weights with `bmburst_ops.triton_adam`.
+    """Update 16-bit weights with `bmburst_ops.triton_elementwise`.
 
     Args:
-        kernel: The module `bmburst_ops.triton_adam`.
+        kernel: The module `bmburst_ops.triton_elementwise`.
         updates: One per parameter, all on one GPU, with fp32 masters.
         scale: Divisor of the gradients, applied in fp32.
     """

@@ -17,7 +17,7 @@ from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
 from bmburst.schedule.hardware import Hardware, load_hardware
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 MEASURED, PUBLISHED = "measured", "published"
 _HEAD_DIM = 128

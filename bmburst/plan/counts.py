@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.recompute.policy import Policy
-from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
+from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight and of an element of an activation, by dtype."""

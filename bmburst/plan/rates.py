@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.host_adamw import adamw_
 
 PrintLine = Callable[[str], None]

@@ -14,7 +14,7 @@ from bmburst.plan.ways import ALL_ATTENTION, candidates, require_possible, with_
 from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""

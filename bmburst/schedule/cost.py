@@ -21,7 +21,7 @@ from bmburst.schedule.units import (
     Sizes,
     most_kv_heads,
 )
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 # Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.
 # RING_TILE counts only those queries and keys of a step that its tiles have.

@@ -12,7 +12,7 @@ from bmburst.schedule.layout import Layout, rank_areas
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
-from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
+from bmburst_ops import ATTENTION_BACKWARD, TILE_ROWS
 
 _OUTBOX_BYTES = 1 << 30
 _GATHERED_BYTES = 4 << 30

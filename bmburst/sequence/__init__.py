@@ -30,7 +30,7 @@ from bmburst.sequence.parts import (
     take,
     without_padding,
 )
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
 
 __all__ = ["IGNORE_INDEX", "Ids", "SequenceShard", "ShardedBatch", "shard", "unshard"]

@@ -11,7 +11,7 @@ from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 
 def dimension_of(x: Tensor, dim: int) -> int:

@@ -17,7 +17,7 @@ from bmburst.plan.counts import forward_flops, frozen_flops, hardware_flops, ste
 from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.config import TrainConfig
-from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops import ATTENTION_BACKWARD
 
 PROFILE_FOLDER = "profile"
 

@@ -26,7 +26,7 @@ from bmburst.train.config import EvalConfig
 from bmburst.train.loading import causal_cut
 from bmburst.train.objective import Measurement, measure
 from bmburst.train.text import say_left_out, say_too_long
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig

@@ -12,8 +12,14 @@ from bmburst_ops.biased.formula import (
     bee_bias,
     bee_tokens,
 )
-from bmburst_ops.biased.kernel import BiasedGradients, BiasedKernel, Pairs, require_inputs, require_relations
-from bmburst_ops.biased.reference import BiasedReferenceKernel
+from bmburst_ops.biased.kernel import (
+    BiasedGradients,
+    BiasedKernel,
+    BiasedReferenceKernel,
+    Pairs,
+    require_inputs,
+    require_relations,
+)
 from bmburst_ops.biased.triton import BiasedTritonKernel
 from bmburst_ops.errors import KernelError
 

@@ -1,7 +1,7 @@
 """The bias and mask formula of CPM-Live's attention: integers per token, row of the bias table per pair, visibility.
 
 Vectors of integers per token travel with the keys, instead of bias and mask matrices. This module is the definition,
-for any block of queries and keys; `triton_formula` computes the same in kernels. The bucket of each distance is
+for any block of queries and keys; `triton_bias` computes the same in kernels. The bucket of each distance is
 computed here once, as a vector that both look up, so kernels need no logarithm.
 
 Source: CPM-Live (github.com/OpenBMB/CPM-Live), cpm_live/layers/position_embedding.py, models/bee.py and models/ant.py.

@@ -1,4 +1,4 @@
-"""Biased attention in Triton: head dims up to 256, fp32 and 16 bits. Its twin in plain torch is `reference`.
+"""Biased attention in Triton: head dims up to 256, fp32 and 16 bits. Its twin in plain torch is in `kernel`.
 
 Blocks are classified on the device, once per batch, so that kernels skip masked blocks and use fast paths. Memory is
 linear in the tokens, and the host never synchronizes. Importing this file needs no Triton.
@@ -13,15 +13,17 @@ from torch import Tensor
 
 from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
 from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import (
+from bmburst_ops.flash.triton import (
     BlockSizes,
     Side,
     Table,
+    TritonKernel,
     block_sizes_for,
     blocks_of,
     launch_grid,
+    near_rows,
     padded_head_dim,
+    strides_of,
 )
 
 
@@ -179,8 +181,7 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     """Import Triton and the kernels at first use. TRITON_INTERPRET is read at that time."""
     from bmburst_ops.biased.triton_attention import forward_kernel, keys_kernel, queries_kernel
-    from bmburst_ops.biased.triton_formula import biases_kernel
-    from bmburst_ops.biased.triton_table import table_kernel
+    from bmburst_ops.biased.triton_bias import biases_kernel, table_kernel
 
     return _Kernels(forward_kernel, keys_kernel, queries_kernel, table_kernel, biases_kernel)
 
@@ -206,7 +207,7 @@ def _biases(table: Tensor, pairs: Pairs) -> Tensor:
 def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tensor, int]:
     """Return zeroed integer accumulators for the table's gradient, and their number of bits.
 
-    `triton_table` describes the fixed-point format. The host does not wait. A NaN or infinity in the inputs makes
+    `triton_bias` describes the fixed-point format. The host does not wait. A NaN or infinity in the inputs makes
     the whole gradient non-finite.
 
     Args:
@@ -218,7 +219,7 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
     Returns:
         int64 `[heads * rows + PEAKS]`; the last `PEAKS` elements determine the unit. And the number of bits.
     """
-    from bmburst_ops.biased.triton_table import FREE_BITS, PEAKS, peaks_kernel
+    from bmburst_ops.biased.triton_bias import FREE_BITS, PEAKS, peaks_kernel
 
     batch, queries, heads, head_dim = grad_out.shape
     dim, keys = padded_head_dim(head_dim), v.shape[1]
@@ -234,7 +235,7 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
 
 def as_numbers(sums: Tensor, bits: int, numbers: Tensor) -> None:
     """Convert the integer sums to floating point and write them to `numbers`, `[rows, heads]`, dense, not empty."""
-    from bmburst_ops.biased.triton_table import numbers_kernel
+    from bmburst_ops.biased.triton_bias import numbers_kernel
 
     programs = -(-numbers.numel() // _AT_ONCE)
     with torch.cuda.device_of(sums):
@@ -246,7 +247,7 @@ Cut = tuple[Side, int, int]
 
 
 class Runs(NamedTuple):
-    """Runs of blocks on each line; see `triton_runs`.
+    """Runs of blocks on each line; see `triton_blocks`.
 
     Attributes:
         runs: int32 `[batch, lines, most, 3]`: the first block, the one after the last, and their kind.
@@ -296,13 +297,13 @@ def diagonal_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Runs:
 
 
 def extents(pairs: Pairs, side: Side, size: int) -> Tensor:
-    """Return the extents of a side's blocks of `size` tokens, int32 `[batch, blocks, triton_runs.NUMBERS]`."""
+    """Return the extents of a side's blocks of `size` tokens, int32 `[batch, blocks, triton_blocks.NUMBERS]`."""
     name = "queries" if pairs.keys is pairs.queries else side
     return pairs.once.get(("extents", name, size), partial(_make_extents, pairs, side, size))[0]
 
 
 def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
-    from bmburst_ops.biased.triton_runs import lines_kernel
+    from bmburst_ops.biased.triton_blocks import lines_kernel
 
     own = extents(pairs, *cut[:2])
     other = extents(pairs, "keys" if cut[0] == "queries" else "queries", cut[2])
@@ -329,7 +330,7 @@ def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
 
 
 def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
-    from bmburst_ops.biased.triton_runs import diagonals_kernel
+    from bmburst_ops.biased.triton_blocks import diagonals_kernel
 
     lines = line_runs(pairs, cut, most)
     query_blocks, key_blocks, ratio = lines.query_extents.shape[1], lines.key_extents.shape[1], cut[1] // cut[2]
@@ -351,7 +352,7 @@ def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
 
 
 def _make_extents(pairs: Pairs, side: Side, size: int) -> tuple[Tensor, ...]:
-    from bmburst_ops.biased.triton_runs import NUMBERS, extents_kernel
+    from bmburst_ops.biased.triton_blocks import NUMBERS, extents_kernel
 
     packed = pairs.packed()[side == "keys"]
     _, batch, tokens = packed.shape

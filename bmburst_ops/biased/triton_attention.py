@@ -5,8 +5,8 @@ the same bias), "near" (all pairs are visible, and the distance determines the b
 
 Backward needs the log-sum-exp and delta. It has two kernels: one with a program per block of keys, for dK and dV, and
 one with a program per block of queries, for dQ. The latter also computes the table's gradient from "common" blocks;
-`triton_table` computes it from all others. That gradient is summed in integers (`triton_table`), so repeated calls give
-bitwise equal results although programs add in any order.
+`triton_bias` computes it from all others. That gradient is summed in integers, so repeated calls give bitwise equal
+results although programs add in any order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -14,21 +14,26 @@ bitwise equal results although programs add in any order.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import (
-    NOT_SPECIALIZED,
+from bmburst_ops.biased.triton_bias import (
+    add_integers,
     as_columns,
     as_rows,
     bias_of,
     bucket_of,
-    load_positions,
-    load_tokens,
-    lookup_of,
     near_bias,
     sees,
     table_row_of,
+    unit_of,
 )
-from bmburst_ops.biased.triton_runs import GENERAL, NEAR, line_of, load_run
-from bmburst_ops.biased.triton_table import add_integers, unit_of
+from bmburst_ops.biased.triton_blocks import (
+    NOT_SPECIALIZED,
+    line_of,
+    load_positions,
+    load_run,
+    load_tokens,
+    lookup_of,
+    stop_of,
+)
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import (
     LN_2,
@@ -40,18 +45,6 @@ from bmburst_ops.flash.triton_forward import (
     matrix_of,
     store_rows,
 )
-
-
-@triton.jit
-def stop_of(start, stop, kind, KIND: tl.constexpr):
-    """Return the end of a loop over a run of blocks; its start if the run is of another kind."""
-    if KIND == "common":
-        is_it = kind >= 0
-    elif KIND == "near":
-        is_it = kind == NEAR
-    else:
-        is_it = kind == GENERAL
-    return tl.where(is_it, stop, start)
 
 
 @triton.jit
@@ -113,8 +106,8 @@ def forward_kernel(
     """One program: QUERIES queries of one head over all keys. Grid: (query blocks, heads, batch).
 
     Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense; bits_scale is scale * log2(e). For
-    biases see `triton_formula.biases_kernel`, for relations and what follows `Pairs.lookup`, for runs and counts
-    `triton_runs.lines_kernel`.
+    biases see `triton_bias.biases_kernel`, for relations and what follows `Pairs.lookup`, for runs and counts
+    `triton_blocks.lines_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows first: late queries see most keys
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -302,7 +295,7 @@ def queries_kernel(
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head, and a share of the table's. Grid: (query blocks, heads, batch).
 
-    `sums` is int64 `[heads, rows]`, followed by the peaks, which with `bits` determine its unit (`triton_table`). Other
+    `sums` is int64 `[heads, rows]`, followed by the peaks, which with `bits` determine its unit (`triton_bias`). Other
     arguments are as in `forward_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)

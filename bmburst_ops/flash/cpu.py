@@ -16,12 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.compiled import compiled
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import PACKED, require_no_softcap, unless_able, without_cells
+from bmburst_ops.flash.inputs import PACKED, require_no_softcap, unless_able, without_cells
+from bmburst_ops.flash.kernel import BackwardInputs, BooleanMask, Gradients, Partial, deliver_gradients, deliver_partial
 from bmburst_ops.flash.mask_corrections import backward_bottom_right, forward_bottom_right
-from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.reference import BooleanMask
+from bmburst_ops.fused import compiled
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import (
+from bmburst_ops.flash.inputs import (
     CAPPED,
-    import_package,
-    is_there,
+    PackageArguments,
+    aligned,
+    fa2_arguments,
+    gradient_memory,
+    package_arguments,
     unless_able,
     unless_ampere,
     unless_half_on_gpu,
     unless_head_dim,
     unless_repeating,
-    version_of,
     without_cells,
 )
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -31,8 +33,7 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_backward,
     isolate_forward,
 )
-from bmburst_ops.flash.memory import aligned, gradient_memory
-from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
+from bmburst_ops.fused import import_package, is_there, version_of
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import Need, Pattern
 

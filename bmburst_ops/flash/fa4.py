@@ -10,19 +10,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bmburst_ops import TILE_ROWS
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.constants import TILE_ROWS
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import (
+from bmburst_ops.flash.inputs import (
     CAPPED,
-    import_package,
+    DeviceVectors,
+    PackageArguments,
+    aligned,
+    copy_to_device,
+    gradient_memory,
+    package_arguments,
     unable,
     unless_able,
     unless_half_on_gpu,
     unless_head_dim,
     unless_repeating,
-    version_of,
+    writable,
+    writable_statistic,
 )
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -30,15 +36,7 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_backward,
     isolate_forward,
 )
-from bmburst_ops.flash.memory import (
-    DeviceVectors,
-    aligned,
-    copy_to_device,
-    gradient_memory,
-    writable,
-    writable_statistic,
-)
-from bmburst_ops.flash.varlen import PackageArguments, package_arguments
+from bmburst_ops.fused import import_package, version_of
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
 
 _MODULE = "flash_attn.cute.interface"

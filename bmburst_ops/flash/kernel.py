@@ -1,10 +1,17 @@
-"""The interface of all attention kernels, `Kernel`: attention of one tile on one device."""
+"""The interface of all attention kernels, `Kernel`, and its definition in plain torch, `ReferenceKernel`."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.pattern import FULL, Cells, Need, Pattern, cell_of, visible_ranges
+
+_ROWS = 512  # queries per slab: memory stays linear in the keys
 
 
 class Partial(NamedTuple):
@@ -125,3 +132,163 @@ class NotAlwaysDeterministic(Protocol):
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """Return why backward cannot be deterministic on q's device, as a phrase; None if it can."""
         ...
+
+
+def deliver(result: Tensor, target: Tensor | None) -> Tensor:
+    """Return the result in `target`, copied unless it is already there; without a target return it as it is."""
+    if target is None:
+        return result
+    return target if _is_same(result, target) else target.copy_(result)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same view of the same memory."""
+    if a is b:
+        return True
+    if a.dtype is not b.dtype or a.shape != b.shape or not a.data_ptr() == b.data_ptr() != 0:
+        return False
+    # The stride of a dimension of size 1 is arbitrary: it may change when a tensor is flattened and unflattened.
+    return all(mine == theirs or size == 1 for size, mine, theirs in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def deliver_partial(result: Partial, into: Partial | None) -> Partial:
+    """Return output and log-sum-exp in `into`; see `deliver`."""
+    return result if into is None else Partial(*map(deliver, result, into))
+
+
+def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:
+    """Return the gradients in `into`; see `deliver`."""
+    return results if into is None else Gradients(*map(deliver, results, into))
+
+
+class BooleanMask:
+    """The boolean mask of a pattern, a slab of queries at a time, so that memory stays linear in the keys."""
+
+    def __init__(self, pattern: Pattern, queries: int, keys: int) -> None:
+        self.keys = keys
+        self.is_full = pattern == FULL
+        self.rows = visible_ranges(pattern, queries, keys)
+        self.cells = pattern if isinstance(pattern, Cells) else None
+
+    def block(self, queries: slice) -> tuple[slice, Tensor | None]:
+        """Return the keys that any of these queries may see, and their mask `[queries, keys]`; None if all are seen."""
+        if self.is_full or queries.start == queries.stop:
+            return slice(0, self.keys), None
+        start, stop = self.rows.start[queries], self.rows.stop[queries]
+        seen = slice(int(start[0]), int(stop[-1]))
+        columns = np.arange(seen.start, seen.stop)
+        mask = (columns >= start[:, None]) & (columns < stop[:, None])
+        if self.cells is not None:
+            query_cells = cell_of(self.cells.query_edges, queries.start, queries.stop)
+            key_cells = cell_of(self.cells.key_edges, seen.start, seen.stop)
+            mask &= self.cells.cells[query_cells[:, None], key_cells]
+        return seen, torch.from_numpy(mask)
+
+
+class ReferenceKernel:
+    """`Kernel` in plain torch, computed in fp32 or wider."""
+
+    name = "reference"
+    recordable = False
+    takes_delta = True
+
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        """See `Kernel.refusal`: it supports all inputs."""
+        del q, k, needs
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
+    ) -> Partial:
+        """See `Kernel.forward`."""
+        dtype = accumulation_dtype(q.dtype)
+        values = v.to(dtype)
+        outs, lses = [], []
+        for slab in _slabs(q, k, pattern, scale, softcap):
+            lse = slab.scores.logsumexp(-1)
+            weights = torch.exp(slab.scores - finite(lse)[..., None])
+            outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
+            lses.append(lse.flatten(1, 2))
+        return deliver_partial(Partial(torch.cat(outs, 1), torch.cat(lses, 2)), into)
+
+    def backward(
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        softcap: float | None = None,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2).
+
+        With a softcap c, S = c * tanh(T / c), and dT = dS * (1 - (S / c)^2).
+        """
+        del deterministic  # always deterministic
+        grad_out, q, k, v, lse, delta = given
+        dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
+        keys, values = k.to(dtype), v.to(dtype)
+        grad_q = []
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for rows, seen, scores in _slabs(q, k, pattern, scale, softcap):
+            queries, grads = (t[:, rows].to(dtype).unflatten(2, (kv_heads, -1)) for t in (q, grad_out))
+            statistics = (t[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1))[..., None] for t in (lse, delta))
+            row_lse, row_delta = statistics
+            weights = torch.exp(scores - finite(row_lse)).masked_fill(row_lse == -torch.inf, 0.0)
+            grad_v[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
+            inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
+            grad_scores = weights * (inner - row_delta) * scale
+            if softcap is not None:
+                grad_scores *= 1 - scores.clamp(min=-softcap).div(softcap).square()  # clamp: hidden scores are -inf
+            grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys[:, seen]).flatten(2, 3))
+            grad_k[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
+        return deliver_gradients(Gradients(torch.cat(grad_q, 1), grad_k, grad_v), into)
+
+
+class _Slab(NamedTuple):
+    """Consecutive queries, the keys that any of them sees, and scores `[batch, kv_heads, group, queries, keys]`."""
+
+    queries: slice
+    keys: slice
+    scores: Tensor
+
+
+def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float, softcap: float | None) -> Iterator[_Slab]:
+    """Yield slabs of queries, in order. There is at least one, even without queries; with queries none is empty."""
+    dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
+    wide, visible = k.to(dtype), BooleanMask(pattern, count, keys)
+    for rows in _runs(visible, count):
+        seen, mask = visible.block(rows)
+        queries = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
+        scores = torch.einsum("bqkgd,bnkd->bkgqn", queries, wide[:, seen]) * scale
+        if softcap is not None:
+            scores = scores.div(softcap).tanh() * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask.to(q.device), -torch.inf)
+        yield _Slab(rows, seen, scores)
+
+
+def _runs(visible: BooleanMask, count: int) -> Iterator[slice]:
+    """Yield slices of `count` queries; no slice has queries of several documents.
+
+    Zero times NaN is NaN, so keys of other documents must not be multiplied at all, even with weight zero.
+    """
+    start, stop = visible.rows
+    edges = np.flatnonzero(start[1:] >= stop[:-1]) + 1  # queries that share no key with the query before
+    for document, end in pairwise([0, *edges.tolist(), count]):
+        for first in range(document, max(end, 1), _ROWS):
+            yield slice(first, min(first + _ROWS, end))
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Return lse with 0 for queries that see no key: their scores are all -inf, and -inf - -inf is NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import is_there
-from bmburst_ops.flash.memory import DeviceVectors, copy_to_device, deliver, deliver_gradients, deliver_partial
-from bmburst_ops.flash.triton import cap_of, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import BlockSizes, Kernels, launch_grid
-from bmburst_ops.flash.varlen import package_arguments
+from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, package_arguments
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, deliver, deliver_gradients, deliver_partial
+from bmburst_ops.flash.triton import BlockSizes, Kernels, cap_of, launch_grid, near_rows, strides_of
+from bmburst_ops.fused import is_there
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Band, Pattern, Rectangle, Segments, rectangles, transposed, visible_ranges
 

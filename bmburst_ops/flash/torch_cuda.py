@@ -9,11 +9,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import (
+from bmburst_ops.flash.inputs import (
     PACKED,
+    PackageArguments,
+    aligned,
     band_of,
     causal_or_full,
+    fa2_arguments,
     require_no_softcap,
     unless_able,
     unless_ampere,
@@ -22,6 +24,7 @@ from bmburst_ops.flash.limits import (
     unless_repeating,
     without_cells,
 )
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_bottom_right,
@@ -29,9 +32,6 @@ from bmburst_ops.flash.mask_corrections import (
     forward_bottom_right,
     forward_seen,
 )
-from bmburst_ops.flash.memory import aligned
-from bmburst_ops.flash.reference import ReferenceKernel
-from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
 

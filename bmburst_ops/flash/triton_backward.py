@@ -43,7 +43,7 @@ def keys_kernel(
     """One program: dK and dV of KEYS keys of one KV head. Grid: (key blocks, KV heads, batch).
 
     Strides are of (batch, token, head); bits_scale is scale * log2(e); cap is that of `capped`, None
-    without a softcap. For MASK and the vectors see `triton_launch.MaskArguments`.
+    without a softcap. For MASK and the vectors see `flash.triton.MaskArguments`.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS  # longest first: in a causal tile most queries see the first keys

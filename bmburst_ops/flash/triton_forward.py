@@ -203,7 +203,7 @@ def forward_kernel(
 
     Strides are of (batch, token, head), those of lse `[batch, heads, queries]` of a batch and of a head; bits_scale is
     scale * log2(e), not negative; cap is as in `capped`, None without a softcap. For MASK and the vectors see
-    `triton_launch.MaskArguments`.
+    `flash.triton.MaskArguments`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows of a causal tile first
     head, batch = tl.program_id(1), tl.program_id(2)

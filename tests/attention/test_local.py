@@ -9,7 +9,7 @@ from bmburst.attention.local import local_forward
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import FULL, Partial, Segments
 from bmburst_ops.flash.cpu import CpuKernel
-from bmburst_ops.flash.reference import ReferenceKernel
+from bmburst_ops.flash.kernel import ReferenceKernel
 from tests.attention.oracle import draw
 from tests.ops.tiles import assert_same, head_major, room, some_heads
 

@@ -10,7 +10,7 @@ import torch
 import bmburst
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused

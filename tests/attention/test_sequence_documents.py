@@ -11,7 +11,7 @@ from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.sequence import SequenceShard
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 

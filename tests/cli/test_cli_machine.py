@@ -11,7 +11,7 @@ from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
 from bmburst.train.machine import require_dtype, require_machine
 from bmburst.train.resolve import resolve
-from bmburst_ops.flash import limits
+from bmburst_ops import fused
 from tests.cli.commands import refused
 from tests.refusals import says
 
@@ -30,8 +30,8 @@ def gpu(monkeypatch):
 
         found = types.SimpleNamespace(find_spec=lambda name: name if name in (*installed, "triton") else None)
         known = types.SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
-        monkeypatch.setattr(limits, "metadata", known)
-        monkeypatch.setattr(limits, "importlib", types.SimpleNamespace(util=found))
+        monkeypatch.setattr(fused, "metadata", known)
+        monkeypatch.setattr(fused, "importlib", types.SimpleNamespace(util=found))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
@@ -39,11 +39,11 @@ def gpu(monkeypatch):
         return asked
 
     asked = []
-    limits.version_of.cache_clear()
-    limits.is_there.cache_clear()
+    fused.version_of.cache_clear()
+    fused.is_there.cache_clear()
     yield pretend
-    limits.version_of.cache_clear()
-    limits.is_there.cache_clear()
+    fused.version_of.cache_clear()
+    fused.is_there.cache_clear()
 
 
 @pytest.fixture

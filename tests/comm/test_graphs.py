@@ -10,7 +10,7 @@ import torch
 
 from bmburst.comm import streams as module
 from bmburst.comm.streams import Recording, Recordings
-from bmburst_ops.flash.memory import DeviceVectors, collect_vectors, copy_to_device
+from bmburst_ops.flash.inputs import DeviceVectors, collect_vectors, copy_to_device
 
 CPU = torch.device("cpu")
 

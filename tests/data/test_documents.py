@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_batches
 from bmburst.data.packing import split_documents
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import tiny
 from tests.refusals import refused
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, PackedSequences, evaluation_batches
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import tiny
 from tests.refusals import refused
 

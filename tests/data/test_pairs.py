@@ -11,7 +11,7 @@ from bmburst.data.records import read_records
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.whole_documents import pack_sequences
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import chat
 from tests.refusals import refused
 

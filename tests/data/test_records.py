@@ -21,7 +21,7 @@ from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked, write_masked_file
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import chat, tiny
 from tests.refusals import refused
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, Samples
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import tiny
 
 EOS = ByteTokenizer.eos_id

@@ -18,7 +18,7 @@ from bmburst.blocks.presets import preset
 from bmburst.cli import COMMANDS
 from bmburst.train.config import ParallelConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
-from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.flash import KERNELS
 from tests.docs.blocks import PATHS, ROOT, read_blocks
 from tests.docs.commands import exists
 from tests.docs.conftest import LAUNCHED

@@ -8,7 +8,8 @@ from benchmarks.engine.machine import kept_by_graphs
 from bmburst.attention import heads
 from bmburst.comm.groups import communicator
 from bmburst.comm.streams import CALLS, RECORDINGS
-from bmburst_ops.flash import mask_corrections, varlen
+from bmburst_ops.flash import inputs as kernel_inputs
+from bmburst_ops.flash import mask_corrections
 from tests.gpu.test_transports import GPUS, run
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +82,7 @@ def _started_kernels():
                 assert torch.equal(got, wanted), (turn, case)
             noise.append(torch.full((1 << 20,), turn, device="cuda"))  # other places for what comes next
         if turn == CALLS + 1:  # what only graphs still need may be let go
-            varlen._offsets.cache_clear()
+            kernel_inputs._offsets.cache_clear()
             mask_corrections._sent.cache_clear()
             noise = [torch.full((1 << 16,), -1, dtype=torch.int32, device="cuda") for _ in range(50)]
         if turn == CALLS + 2:  # boxes grow, and lie elsewhere

@@ -12,7 +12,7 @@ from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import CHUNK, Part, SplitSequences, recompute
 from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program

@@ -11,9 +11,10 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.transformers_attention import SequenceMask
 from bmburst.integrations.transformers_cache import SplitLayer
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst_ops.flash import Partial, select
+from bmburst_ops import flash
+from bmburst_ops.flash import Partial
 from bmburst_ops.flash.cpu import CpuKernel
-from bmburst_ops.flash.limits import unless_able
+from bmburst_ops.flash.inputs import unless_able
 from bmburst_ops.pattern import Need, Pattern
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
@@ -72,7 +73,7 @@ class WithoutWindows(CpuKernel):
 
 def test_a_turn_shorter_than_the_window_takes_a_kernel_that_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn's own mask is causal; what it sees of the turns before is not."""
-    monkeypatch.setattr(select, "KERNELS", (WithoutWindows(), *select.KERNELS))
+    monkeypatch.setattr(flash, "KERNELS", (WithoutWindows(), *flash.KERNELS))
     before, turn, window = 9, 4, 6
     q, k, v = torch.randn(3, 1, 2, before + turn, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     distance = torch.arange(turn)[:, None] + before - torch.arange(before + turn)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
-from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops import IGNORE_INDEX
 from tests import tiny
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks

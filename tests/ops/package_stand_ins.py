@@ -8,7 +8,7 @@ import torch
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, ReferenceKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
-from bmburst_ops.flash.memory import is_aligned
+from bmburst_ops.flash.inputs import is_aligned
 from bmburst_ops.merge import row_dots
 
 

@@ -9,8 +9,7 @@ import triton.language as tl
 from bmburst_ops.biased import PADDING, Pairs, Tokens, bee_bias
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.triton import extents
-from bmburst_ops.biased.triton_formula import lookup_of
-from bmburst_ops.biased.triton_runs import common_bucket, is_hidden, load_extents
+from bmburst_ops.biased.triton_blocks import common_bucket, is_hidden, load_extents, lookup_of
 from tests.ops.test_biased import DEVICE
 
 PAIRS, SIZE, ENTRIES = 65536, 4, 8

@@ -9,8 +9,8 @@ from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs,
 from bmburst_ops.biased import triton as kernels
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.triton import diagonal_runs, line_runs
-from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY
-from bmburst_ops.flash.triton_launch import BlockSizes
+from bmburst_ops.biased.triton_blocks import GENERAL, NEAR, PARTLY
+from bmburst_ops.flash.triton import BlockSizes
 from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
 

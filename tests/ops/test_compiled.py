@@ -4,13 +4,13 @@ import errno
 import os
 import tempfile
 
-from bmburst_ops import compiled
+from bmburst_ops import fused
 
 
 def _answer(tmp_path):
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 42; }\n")
-    return compiled.compiled(source, ())
+    return fused.compiled(source, ())
 
 
 def test_without_a_folder_for_temporary_files_there_is_none(tmp_path, monkeypatch):

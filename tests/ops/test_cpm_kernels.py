@@ -11,9 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from bmburst_ops import cpm_kernels, rms_norm
+from bmburst_ops import fused, rms_norm
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import limits
 from tests.refusals import refused
 
 STREAM = 1234
@@ -53,7 +52,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """The stand-in, installed, for tensors in host memory."""
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "cpm_kernels", stand_in)
-    monkeypatch.setattr(cpm_kernels, "refusal", lambda *_: None)
+    monkeypatch.setattr(rms_norm.CPM_KERNELS, "refusal", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=STREAM))
     return stand_in
 
@@ -91,7 +90,7 @@ def test_what_it_is_given_is_dense_and_begins_with_a_pair(package: StandIn) -> N
 
 
 def test_many_rows_are_given_in_calls_that_it_can_count(package: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpm_kernels, "_NUMBERS", 25)
+    monkeypatch.setattr(rms_norm.CPM_KERNELS, "_NUMBERS", 25)
     x, weight = random(7, 10).to(HALF), random(10, seed=1).to(HALF)
     result = rms_norm.rms_norm(x, weight, 1e-5, kernel="cpm-kernels")
     assert [rows for name, rows in package.calls if name == "layernorm_step"] == [2, 2, 2, 1]
@@ -107,8 +106,8 @@ def on_gpu(dtype: torch.dtype = HALF, features: int = 8, device: str = "cuda:0")
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9)])
 def test_it_is_taken_where_its_machine_code_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(cpm_kernels, "is_there", lambda module: module == "cpm_kernels")
-    assert rms_norm.choose_norm("cpm-kernels", on_gpu(), on_gpu()) is cpm_kernels
+    monkeypatch.setattr(rms_norm, "is_there", lambda module: module == "cpm_kernels")
+    assert rms_norm.choose_norm("cpm-kernels", on_gpu(), on_gpu()) is rms_norm.CPM_KERNELS
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_it_is_taken_where_its_machine_code_runs(monkeypatch: pytest.MonkeyPatch
 )
 def test_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, x, weight, capability, installed, words) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(cpm_kernels, "is_there", lambda *_: installed)
+    monkeypatch.setattr(rms_norm, "is_there", lambda *_: installed)
     with refused("norm kernel 'cpm-kernels'", words, "'auto' | torch, triton", error=KernelError, lines=2):
         rms_norm.choose_norm("cpm-kernels", x, weight)
 
@@ -160,7 +159,7 @@ def test_a_package_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPat
     def fails(module: str) -> ModuleType:
         raise problem
 
-    monkeypatch.setattr(cpm_kernels, "refusal", lambda *_: None)
-    monkeypatch.setattr(limits.importlib, "import_module", fails)
+    monkeypatch.setattr(rms_norm.CPM_KERNELS, "refusal", lambda *_: None)
+    monkeypatch.setattr(fused.importlib, "import_module", fails)
     with refused("cpm_kernels | cannot be imported", problem, error=KernelError):
         rms_norm.rms_norm(torch.zeros(2, 8, dtype=HALF), torch.ones(8, dtype=HALF), 1e-5, kernel="cpm-kernels")

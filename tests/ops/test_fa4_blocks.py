@@ -14,7 +14,7 @@ from bmburst import BlockSparse, SlidingWindow
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
-from bmburst_ops.flash.memory import is_aligned
+from bmburst_ops.flash.inputs import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
 from tests.attention.oracle import problem
 from tests.attention.test_burst_attention import split_attention

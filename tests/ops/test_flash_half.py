@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Gradients
 from bmburst_ops.flash.kernel import NotAlwaysDeterministic
-from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.merge import merge_partials_
 from tests.ops.masks import attention
 from tests.ops.tiles import (

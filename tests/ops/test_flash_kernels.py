@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, ReferenceKernel, select_kernel
-from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, ReferenceKernel, select_kernel
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
 from tests.attention.oracle import draw

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, Segments, select_kernel
-from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Band, Gradients, Segments, select_kernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells, blocks, some
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, room, some_heads

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bmburst_ops import fused
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, limits, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
-from bmburst_ops.flash.memory import aligned, is_aligned
+from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked
@@ -185,18 +186,18 @@ def gpu(monkeypatch):
                 return installed[distribution]
             raise metadata.PackageNotFoundError(distribution)
 
-        limits.version_of.cache_clear()
-        limits.is_there.cache_clear()
-        monkeypatch.setattr(limits.metadata, "version", version)
-        monkeypatch.setattr(limits.importlib.util, "find_spec", lambda name: installed.get(name))
+        fused.version_of.cache_clear()
+        fused.is_there.cache_clear()
+        monkeypatch.setattr(fused.metadata, "version", version)
+        monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: installed.get(name))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
 
     yield pretend
-    limits.version_of.cache_clear()
-    limits.is_there.cache_clear()
+    fused.version_of.cache_clear()
+    fused.is_there.cache_clear()
 
 
 ALL = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_interface": "found"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst_ops import fused, merge, triton_merge
+from bmburst_ops import fused, merge, triton_reductions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of the dtype on a GPU; the interpreter cuts numbers off instead of rounding them.
@@ -53,7 +53,7 @@ def test_merge(shape, dtype, lay_out, is_narrow):
         out[:, row], part[:, row] = out[:, row] * mine, part[:, row] * other
     ours = [lay_out(t) for t in (out, lse, part, part_lse)]
     merge.merge_partials_(out, lse, part, part_lse)
-    triton_merge.merge_partials_(*ours)
+    triton_reductions.merge_partials_(*ours)
     check(ours[0], out)
     check(ours[1], lse)
     assert out.isfinite().all() and (lse[:, :, 0] == -torch.inf).all()
@@ -61,7 +61,7 @@ def test_merge(shape, dtype, lay_out, is_narrow):
 
 def test_row_dots(shape, dtype, lay_out):
     grad, out = torch.randn(shape).to(dtype), torch.randn(shape)
-    ours = triton_merge.row_dots(lay_out(grad), lay_out(out))
+    ours = triton_reductions.row_dots(lay_out(grad), lay_out(out))
     assert ours.is_contiguous()
     torch.testing.assert_close(ours.cpu(), merge.row_dots(grad, out), rtol=1e-5, atol=1e-5 * shape[-1] ** 0.5)
 
@@ -70,7 +70,7 @@ def test_row_dots(shape, dtype, lay_out):
 def test_surrogate(shape, dtype, lay_out, scale):
     grad, delta = (torch.randn(shape) * scale).to(dtype), statistic(shape) * scale
     grad[:, 1] = delta[:, :, 1] = 0
-    ours = triton_merge.surrogate_out(lay_out(grad), lay_out(delta))
+    ours = triton_reductions.surrogate_out(lay_out(grad), lay_out(delta))
     check(ours, merge.surrogate_out(grad, delta))
     assert not ours[:, 1].any()
 
@@ -79,7 +79,7 @@ def test_add(shape, dtype, lay_out):
     total, share = torch.randn(shape), torch.randn(shape).to(dtype)
     ours = lay_out(total)
     merge.add_(total, share)
-    triton_merge.add_(ours, lay_out(share))
+    triton_reductions.add_(ours, lay_out(share))
     check(ours, total)
 
 
@@ -90,7 +90,7 @@ def test_sum_of_parts(shape, dtype, lay_out, count, result):
     exact, ours = parts.double().sum(0), lay_out(out)
     merge.sum_parts(parts, out)
     check(out, exact.to(result))
-    triton_merge.sum_parts(lay_out(parts), ours)
+    triton_reductions.sum_parts(lay_out(parts), ours)
     check(ours, exact.to(result))
 
 
@@ -99,7 +99,7 @@ def test_the_sum_may_be_put_in_place_of_a_part(dtype):
     expected = parts.double().sum(0).to(dtype)
     ours = parts.to(DEVICE, copy=True)
     merge.sum_parts(parts, parts[1])
-    triton_merge.sum_parts(ours, ours[1])
+    triton_reductions.sum_parts(ours, ours[1])
     check(parts[1], expected)
     check(ours[1], expected)
 
@@ -112,24 +112,24 @@ def test_offsets_of_64_bits(distance):
     far.copy_(torch.randn(far.shape))
     share, delta = torch.randn(far.shape, device=DEVICE), torch.randn(1, 3, 37, device=DEVICE)
     near = far.clone(memory_format=torch.contiguous_format)
-    check(triton_merge.row_dots(far, far), triton_merge.row_dots(near, near).cpu())
-    check(triton_merge.surrogate_out(far, delta), triton_merge.surrogate_out(near, delta).cpu())
-    triton_merge.add_(far, share)
-    triton_merge.add_(near, share)
+    check(triton_reductions.row_dots(far, far), triton_reductions.row_dots(near, near).cpu())
+    check(triton_reductions.surrogate_out(far, delta), triton_reductions.surrogate_out(near, delta).cpu())
+    triton_reductions.add_(far, share)
+    triton_reductions.add_(near, share)
     check(far, near.cpu())
-    triton_merge.sum_parts(share[None], far)
+    triton_reductions.sum_parts(share[None], far)
     check(far, share.bfloat16().cpu())
 
 
 def test_who_computes(monkeypatch):
     """Triton where it can, plain torch elsewhere: on other devices, in fp64, and without Triton."""
     tensor = torch.zeros(1, 4, 2, 8, device=DEVICE)
-    wanted = triton_merge if DEVICE == "cuda" else None
+    wanted = triton_reductions if DEVICE == "cuda" else None
     assert merge._fused(tensor, tensor.bfloat16()) is wanted
     assert merge._fused(tensor, tensor.double()) is None
     assert merge._fused(tensor, tensor.cpu().bfloat16(), tensor.cpu()) is None
-    monkeypatch.setattr(fused, "find_spec", lambda _: None)
-    assert fused._module.__wrapped__("triton_merge") is None
+    monkeypatch.setattr(fused, "is_there", lambda _: False)
+    assert fused._module.__wrapped__("triton_reductions") is None
 
 
 def statistic(shape):

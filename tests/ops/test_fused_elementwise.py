@@ -6,7 +6,7 @@ Each runs through its autograd function, as in a model.
 import pytest
 import torch
 
-from bmburst_ops import fused, linear_cross_entropy, rms_norm, rotary, swiglu, triton_elementwise
+from bmburst_ops import fused, linear_cross_entropy, rms_norm, rotary, swiglu, triton_elementwise, triton_reductions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of the dtype on a GPU; the interpreter cuts bf16 off instead of rounding it.
@@ -21,11 +21,14 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.fixture
 def triton(monkeypatch):
     """Let the kernels compute wherever the tensors are, but in fp64, and collect the names of those that did."""
-    used = set()
+    used, modules = set(), {"triton_elementwise": triton_elementwise, "triton_reductions": triton_reductions}
 
     class Recorded:
+        def __init__(self, module):
+            self.module = module
+
         def __getattr__(self, name):
-            found = getattr(triton_elementwise, name)
+            found = getattr(self.module, name)
 
             def called(*args, **options):
                 used.add(name)
@@ -34,8 +37,7 @@ def triton(monkeypatch):
             return called if callable(found) else found
 
     def twin(name, *tensors):
-        assert name == "triton_elementwise"
-        return Recorded() if all(t.dtype in TOLERANCE for t in tensors) else None
+        return Recorded(modules[name]) if all(t.dtype in TOLERANCE for t in tensors) else None
 
     for module in (rms_norm, swiglu, rotary, linear_cross_entropy):
         monkeypatch.setattr(module, "triton_twin", twin)

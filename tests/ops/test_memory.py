@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst_ops.flash.memory import deliver
+from bmburst_ops.flash.kernel import deliver
 
 
 def test_what_lies_where_it_was_asked_for_is_not_copied(monkeypatch):

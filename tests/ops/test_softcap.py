@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.decode import decode_attention
-from bmburst_ops.flash import CAUSAL, FULL, Band, Segments, select_kernel
-from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, Band, Segments, select_kernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells
 from tests.ops.tiles import DEVICE, EPSILON, error

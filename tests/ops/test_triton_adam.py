@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst.runtime.host import kernels
-from bmburst_ops import triton_adam
+from bmburst_ops.triton_elementwise import adamw_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATES = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.5}
@@ -27,7 +27,7 @@ def test_equals_torchs_in_fp64(count, dtype):
         reference.param_groups[0]["lr"] = lr
         reference.step()
         master, mean, square = state
-        triton_adam.adamw_(master, weights, gradient, mean, square, **RATES | {"lr": lr}, step=step, scale=SCALE)
+        adamw_(master, weights, gradient, mean, square, **RATES | {"lr": lr}, step=step, scale=SCALE)
         assert torch.equal(gradient, before)
         torch.testing.assert_close(master.double(), exact.detach(), rtol=1e-6, atol=1e-6)
         for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
@@ -51,9 +51,7 @@ def test_equals_bmtrains_to_the_last_bits():
     )  # fmt: skip
     ours = [t.to(DEVICE, copy=True) for t in tensors]
     weights = torch.empty(count, dtype=torch.bfloat16, device=DEVICE)
-    triton_adam.adamw_(
-        ours[0], weights, gradient.to(DEVICE), *ours[1:], lr=0.01, betas=betas, step=5, scale=2.0, **rates
-    )
+    adamw_(ours[0], weights, gradient.to(DEVICE), *ours[1:], lr=0.01, betas=betas, step=5, scale=2.0, **rates)
     for before, found, wanted in zip(tensors, ours, theirs, strict=True):
         largest = torch.maximum(before.abs(), wanted.abs())  # an update may be many times the weight
         assert ((found.cpu() - wanted).abs() <= 4 * 2.0**-23 * largest).all()

@@ -12,7 +12,7 @@ from bmburst_ops.flash import (
     Partial,
     queries_ahead,
     select_kernel,
-    triton_launch,
+    triton,
 )
 from bmburst_ops.flash.triton import TritonKernel
 from tests.attention.oracle import draw
@@ -190,9 +190,9 @@ def error(ours, wanted):
 )  # fmt: skip
 def test_kernels_are_cut_for_the_device(monkeypatch, capability, dtype, named):
     """By shared memory, and by the power of two that the head dim is padded to."""
-    monkeypatch.setattr(triton_launch, "is_interpreted", lambda _: False)
+    monkeypatch.setattr(triton, "is_interpreted", lambda _: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     tables = {name: ((64, f"{name} 64"), (128, f"{name} 128")) for name in ("hopper", "small", "fp32", "interpreted")}
     for head_dim, padded in ((1, 64), (64, 64), (65, 128), (128, 128)):
         q = queries_ahead(torch.device("cuda"), getattr(torch, dtype), head_dim)
-        assert triton_launch.block_sizes_for(q, None, **tables) == f"{named} {padded}"
+        assert triton.block_sizes_for(q, None, **tables) == f"{named} {padded}"

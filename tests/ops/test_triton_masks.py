@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Gradients, Segments
-from bmburst_ops.flash.memory import copy_to_device
-from bmburst_ops.flash.reference import cell_of
-from bmburst_ops.flash.triton import TritonKernel
-from bmburst_ops.flash.triton_launch import mask_arguments, tile_lists
-from bmburst_ops.pattern import transposed, visible_ranges
+from bmburst_ops.flash.inputs import copy_to_device
+from bmburst_ops.flash.triton import TritonKernel, mask_arguments, tile_lists
+from bmburst_ops.pattern import cell_of, transposed, visible_ranges
 from tests.ops.masked import Masked
 from tests.ops.masks import a_cells, blocks, some, visible
 from tests.ops.tiles import DEVICE, assert_same, error, room, some_heads

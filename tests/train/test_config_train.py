@@ -25,7 +25,7 @@ from bmburst.train.config import (
 )
 from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
-from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
+from bmburst_ops.flash import NAMES as KERNEL_NAMES
 from tests.refusals import refusal_of, refused, says
 
 

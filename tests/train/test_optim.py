@@ -73,7 +73,7 @@ def _bf16_weights_take_the_fused_kernel_or_bmtrains():
                 for parameter in parameters[:-1]:
                     parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
                 manager.step()
-                assert asked == (["triton_adam"] if kernel == "auto" else [])
+                assert asked == (["triton_elementwise"] if kernel == "auto" else [])
                 assert parameters[-1] not in optimizer.state
             _assert_alike(*(optimizer for optimizer, *_ in made.values()))
             if step == 1:

@@ -18,7 +18,7 @@ def cpu_flash(name: str) -> Finding:
     """Run torch's flash kernel for CPUs and check its log-sum-exp, which the ring needs; look for a C compiler."""
     import torch
 
-    from bmburst_ops.compiled import find_compiler
+    from bmburst_ops.fused import find_compiler
 
     q = torch.ones(1, 2, 5, 8)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, False)

@@ -1,8 +1,8 @@
-"""Runs of blocks that a program treats alike, so that its inner loops have no branches. Needs Triton.
+"""Blocks of tokens, and runs of blocks that a program treats alike: its inner loops have no branches. Needs Triton.
 
-Extents hold the minimum and maximum of each integer of a block's tokens. Comparing the extents of two blocks tells
-whether no query of one sees a key of the other (skip the block), or whether all pairs are visible and share one row of
-the table (one lookup for the block).
+Each token has six integers. Extents hold the minimum and maximum of each integer of a block's tokens. Comparing the
+extents of two blocks tells whether no query of one sees a key of the other (skip the block), or whether all pairs are
+visible and share one row of the table (one lookup for the block).
 
 A line is the sequence of blocks that a program visits: the blocks of the other side, or pairs of blocks along a
 diagonal. Its runs are stored in order as `[first, last + 1, kind]`. If there are too many runs, the last one extends to
@@ -14,13 +14,57 @@ the end of the line as `GENERAL`, which is valid for any block.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import IN_CONTEXT, NOT_SPECIALIZED, PADDING, distance_of, load_tokens, lookup_of
-
 NUMBERS = 14
 """Numbers in the extents of a block: minimum and maximum of each integer of its real tokens, in the order of `Tokens`,
 but for contexts whether there is one; whether all tokens exist and are real; the step of positions, 0 if uneven."""
 
 _NUMBERS = tl.constexpr(NUMBERS)
+
+IN_CONTEXT = tl.constexpr(1)
+PADDING = tl.constexpr(-1)
+
+NOT_SPECIALIZED = ("queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows")
+"""Integer arguments that Triton must not specialize on: else it would recompile for 1 and for multiples of 16."""
+
+
+@triton.jit
+def load_tokens(vectors, batch, first, batches, length, ROWS: tl.constexpr):
+    """Return (position, segment, row, sample, span, context) of tokens `first` to `first + ROWS`, `[ROWS]` each.
+
+    `vectors` is `Tokens.packed()`, dense. Beyond the last token, values are those of padding.
+    """
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < length
+    field = tl.cast(batches, tl.int64) * length
+    at = vectors + tl.cast(batch, tl.int64) * length + rows
+    position = tl.load(at, mask=inside, other=0)
+    segment = tl.load(at + field, mask=inside, other=0)
+    row = tl.load(at + 2 * field, mask=inside, other=0)
+    sample = tl.load(at + 3 * field, mask=inside, other=0)
+    span = tl.load(at + 4 * field, mask=inside, other=PADDING)
+    context = tl.load(at + 5 * field, mask=inside, other=0)
+    return position, segment, row, sample, span, context
+
+
+@triton.jit
+def load_positions(vectors, batch, first, length, ROWS: tl.constexpr):
+    """Return the positions of tokens `first` to `first + ROWS`, `[ROWS]`; all must exist."""
+    return tl.load(vectors + tl.cast(batch, tl.int64) * length + first + tl.arange(0, ROWS))
+
+
+@triton.jit
+def distance_of(key, query, max_distance):
+    """Return the index of the distance from a query's to a key's position in `RelativeBias.distances`."""
+    return tl.minimum(tl.maximum(key - query, -max_distance), max_distance) + max_distance
+
+
+@triton.jit
+def lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows):
+    """Return the lookup tuple of a batch, given `Pairs.lookup`: its relations, their number, `RelativeBias.distances`,
+    the largest distance, the number of rows for distances, and the number of all rows.
+    """
+    relations += tl.cast(batch, tl.int64) * relation_stride
+    return relations, entries, distances, max_distance, buckets, rows
 
 
 @triton.jit(do_not_specialize=("length",))
@@ -292,3 +336,15 @@ def load_run(runs, index):
     """Return a run: first block, the one after the last, and their kind."""
     at = runs + index * 3
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def stop_of(start, stop, kind, KIND: tl.constexpr):
+    """Return the end of a loop over a run of blocks; its start if the run is of another kind."""
+    if KIND == "common":
+        is_it = kind >= 0
+    elif KIND == "near":
+        is_it = kind == NEAR
+    else:
+        is_it = kind == GENERAL
+    return tl.where(is_it, stop, start)

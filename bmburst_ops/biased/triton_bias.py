@@ -1,8 +1,14 @@
-"""The gradient of a bias table in Triton, from blocks with several rows of the table. Importing this file needs Triton.
+"""The bias formula and its mask in Triton, and the gradient of the bias table. Importing this file needs Triton.
 
-Along a diagonal of blocks, each position in a block has the same distance in every block. So gradients of scores are
-summed position by position along a run, and added to the rows of the table once per run. Only blocks in which relations
-also matter are added one by one.
+The formula is the twin of `formula`. Functions of two blocks return the shape to which the blocks broadcast, so scores
+may have queries in rows or in columns.
+
+Table lookups use inline PTX. Triton would prefetch an ordinary load in a loop into shared memory. That is good for rows
+of a matrix, but not for one 32-bit number per pair, which is best read from L1 where it is used.
+
+The gradient of the table comes from blocks with several rows of it. Along a diagonal of blocks, each position in a
+block has the same distance in every block. So gradients of scores are summed position by position along a run, and
+added to the rows of the table once per run. Only blocks in which relations also matter are added one by one.
 
 Sums do not depend on the order of programs, so they are bitwise reproducible: they are exact sums of integers, in units
 of a power of two. Atomic adds of floats are not. The gradient of a score is at most P (|dO_q| |V_k| + |delta_q|), and
@@ -15,32 +21,24 @@ and the unit is chosen such that this bound fits in `FREE_BITS`.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import (
-    NOT_SPECIALIZED,
-    as_columns,
-    as_rows,
-    bias_of,
-    bucket_of,
-    distance_of,
-    load_positions,
-    load_tokens,
-    lookup_of,
-    near_bias,
-    sees,
-    table_row_of,
-)
-from bmburst_ops.biased.triton_runs import (
+from bmburst_ops.biased.triton_blocks import (
     GENERAL,
+    IN_CONTEXT,
     NEAR,
+    NOT_SPECIALIZED,
     PARTLY,
     common_bucket,
     diagonal,
+    distance_of,
     is_singled_out,
     line_of,
     load_extents,
+    load_positions,
     load_run,
+    load_tokens,
+    lookup_of,
 )
-from bmburst_ops.flash.triton_backward import load_numbers, load_queries, queries_of
+from bmburst_ops.flash.triton_backward import LOG2_E, load_numbers, load_queries, queries_of
 from bmburst_ops.flash.triton_forward import dot, load_rows, matrix_of
 
 FREE_BITS = 61
@@ -48,6 +46,108 @@ FREE_BITS = 61
 PEAKS = 3
 """Number of peaks after the sums: the largest squared norm of rows of dO and of V, and the largest |delta|."""
 _LARGEST = tl.constexpr(100)  # largest exponent of a unit, so that it and its products fit in fp32
+_ALL = tl.constexpr("ld.global.nc.b32 $0, [$1];")
+_SOME = tl.constexpr(
+    "{ .reg .pred there; setp.ne.s32 there, $2, 0; mov.b32 $0, $3; @there ld.global.nc.b32 $0, [$1]; }"
+)
+
+
+@triton.jit
+def load_at(vector, index, PRECISION: tl.constexpr):
+    """Return int32 or fp32 `vector[index]`, all in range; for PRECISION see `flash.triton_forward.dot`."""
+    if PRECISION == "interpreter":
+        found = tl.load(vector + index)
+    else:
+        bits = tl.inline_asm_elementwise(_ALL, "=r,l", [(vector + index).to(tl.int64)], tl.int32, True, 1)
+        found = bits.to(vector.dtype.element_ty, bitcast=True)
+    return found
+
+
+@triton.jit
+def load_masked_at(vector, index, is_there, other, PRECISION: tl.constexpr):
+    """Return int32 or fp32 `vector[index]`, and `other` where not `is_there`."""
+    if PRECISION == "interpreter":
+        found = tl.load(vector + index, mask=is_there, other=other)
+    else:
+        absent = tl.full([], other, vector.dtype.element_ty).to(tl.int32, bitcast=True)
+        operands = [(vector + index).to(tl.int64), is_there.to(tl.int32), absent]
+        bits = tl.inline_asm_elementwise(_SOME, "=r,l,r,r", operands, tl.int32, True, 1)
+        found = bits.to(vector.dtype.element_ty, bitcast=True)
+    return found
+
+
+@triton.jit
+def as_rows(tokens):
+    """Return a block's integers as a column of a matrix, `[ROWS, 1]`."""
+    return (
+        tokens[0][:, None], tokens[1][:, None], tokens[2][:, None],
+        tokens[3][:, None], tokens[4][:, None], tokens[5][:, None],
+    )  # fmt: skip
+
+
+@triton.jit
+def as_columns(tokens):
+    """Return a block's integers as a row of a matrix, `[1, ROWS]`."""
+    return (
+        tokens[0][None, :], tokens[1][None, :], tokens[2][None, :],
+        tokens[3][None, :], tokens[4][None, :], tokens[5][None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def sees(query, key):
+    """Return which queries see which keys."""
+    of_span = (query[4] == key[4]) & (query[4] >= 0)
+    of_sample = (query[3] == 0) | (query[3] == key[3])
+    return of_span & of_sample & ((key[5] != 0) | ((query[5] == 0) & (key[0] <= query[0])))
+
+
+@triton.jit
+def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
+    """Return the row of the table for each pair; `rows` for masked pairs and for rows that do not exist."""
+    relations, entries, distances, max_distance, buckets, rows = lookup
+    is_same = query[3] == key[3]
+    place = query[2] + key[1]
+    is_there = (place >= 0) & (place < entries)
+    relation = load_masked_at(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
+    near = load_masked_at(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
+    bucket = tl.where(relation == 0, near, relation - 1 + buckets)
+    is_row = visible & (is_there | (is_same == 0)) & (bucket >= 0) & (bucket < rows)
+    return tl.where(is_row, bucket, rows)
+
+
+@triton.jit
+def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
+    """Return the biases of a head, in the table's units; NaN for a row that does not exist."""
+    return load_masked_at(table_row, bucket, bucket < rows, float("nan"), PRECISION)
+
+
+@triton.jit
+def near_bias(table_row, query_position, key_position, lookup, PRECISION: tl.constexpr):
+    """Return the biases of a head for pairs whose bias depends on the distance."""
+    return load_at(table_row + lookup[5], distance_of(key_position, query_position, lookup[3]), PRECISION)
+
+
+@triton.jit
+def table_row_of(biases, head, lookup):
+    """Return a pointer to a head's biases: first those of each row of the table, then those of each distance."""
+    return biases + head * (lookup[5] + 2 * lookup[3] + 1)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def biases_kernel(
+    table, biases, row_stride, head_stride, distances, max_distance, rows, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """One program: AT_ONCE of a head's biases, in units of log 2, from the table. Grid: (blocks, heads).
+
+    `biases` is fp32 `[heads, rows + 2 * max_distance + 1]`: see `table_row_of`. A "near" bias needs only one lookup.
+    """
+    head, place = tl.program_id(1), tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    width = rows + 2 * max_distance + 1
+    bucket = tl.load(distances + place - rows, mask=(place >= rows) & (place < width), other=0)
+    row = tl.where(place < rows, place, bucket)
+    bias = tl.load(table + head * head_stride + row * row_stride, mask=place < width, other=0.0)
+    tl.store(biases + head * width + place, bias.to(tl.float32) * LOG2_E, mask=place < width)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -126,7 +226,7 @@ def table_kernel(
     """One program: the table's gradient of one head from one diagonal of blocks. Grid: (diagonals, heads, batch).
 
     Block sizes must be those of `queries_kernel`, whose runs are `line_runs`. For runs and counts see
-    `triton_runs.diagonals_kernel`; other arguments are as in `queries_kernel`.
+    `triton_blocks.diagonals_kernel`; other arguments are as in `queries_kernel`.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)

@@ -1,7 +1,9 @@
-"""The Triton twins of `bmburst_ops.merge`: each reads and writes its tensors once. Importing this file needs Triton.
+"""Reductions in Triton: merges of partial attention, cross entropy, and a one-shot all-reduce. Importing needs Triton.
 
-Tensors are `[batch, tokens, heads, head_dim]` and statistics `[batch, heads, tokens]`, with any strides, in fp32 or
-16 bits.
+- The twins of `bmburst_ops.merge` read and write their tensors once. Tensors are `[batch, tokens, heads, head_dim]` and
+  statistics `[batch, heads, tokens]`, with any strides, in fp32 or 16 bits.
+- `cross_entropy_` is the twin of `bmburst_ops.linear_cross_entropy.cross_entropy_`.
+- `add_up` sums a tensor over ranks, in one kernel over peer memory of the GPUs of a host.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_NUMBERS = 4096  # elements of each tensor that a program holds
+_NUMBERS = 4096  # elements of each tensor that a program of a merge holds
+_LOGITS = 4096  # logits of a row that a program of cross entropy holds at once
+_BLOCK = 1024  # elements per program of the all-reduce
 
 
 def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -182,3 +186,108 @@ def _vectors(tensor, strides, batch, rows, head, columns):
 def _numbers(statistic, strides, batch, rows, head):
     """Return pointers to `[rows]`."""
     return statistic + batch * strides[0] + head * strides[2] + rows * strides[1]
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
+    """See `bmburst_ops.linear_cross_entropy.cross_entropy_`. Logits are read twice, the gradient is written once.
+
+    The normalizer is computed in one pass (online softmax; Milakov and Gimelshein, arXiv:1805.02867).
+    """
+    rows, width = logits.shape
+    losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
+    if rows:
+        with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
+            _cross_entropy_kernel[(rows,)](
+                *(logits, labels, losses, logits if gradient is None else gradient, width, ignore_index),
+                WITH_GRADIENT=gradient is not None,
+                BLOCK=min(_LOGITS, triton.next_power_of_2(width)),
+                num_warps=8,
+            )
+    return losses
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, labels, losses, gradient, width, ignore_index, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * width
+    label = tl.load(labels + row)
+    is_valid = label != ignore_index
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    log_normalizer = largest + tl.log(total)
+    target = tl.load(at + label, mask=is_valid, other=0.0)
+    tl.store(losses + row, tl.where(is_valid, log_normalizer - target, 0.0))
+    if WITH_GRADIENT:
+        tl.debug_barrier()  # the gradient may overwrite the logits: read the target's first
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(at + columns, mask=columns < width, other=float("-inf"))
+            p = tl.exp(x - log_normalizer)
+            p = tl.where(columns == label, p - 1.0, p)
+            p = tl.where(is_valid, p, 0.0)
+            tl.store(gradient + row * width + columns, p.to(gradient.dtype.element_ty), mask=columns < width)
+
+
+def programs_for(numbers: int) -> int:
+    """Return the number of programs for an all-reduce of this many elements."""
+    return int(triton.cdiv(numbers, _BLOCK))
+
+
+def add_up(x: Tensor, boxes: Tensor, flags: Tensor, calls: Tensor, rank: int, most: int) -> Tensor:
+    """Return the sum of a tensor over ranks, computed in fp32 and rounded once. Every rank calls it, in the same order.
+
+    Each program of a rank writes its elements to a buffer that all ranks can read, and sends the number of the call to
+    its counterpart on each rank. It waits until all counterparts have sent theirs, and sums the parts in rank order, so
+    results are bitwise equal on all ranks. Each rank has two buffers and alternates between them. When a rank reuses a
+    buffer, all counterparts have signaled the call in between, so they have finished reading that buffer.
+
+    Args:
+        x: Contiguous, fp32 or 16 bits, at most `most` elements.
+        boxes: `[ranks]` int64: the address of each rank's two adjacent buffers of `most` elements each.
+        flags: `[ranks]` int64: the address of each rank's int32 flags `[programs_for(most), ranks]`, initially zero.
+        calls: `[programs_for(most)]` int32 on this GPU, initially zero: the number of calls of each program so far.
+        rank: This rank.
+        most: See `boxes`.
+    """
+    out = torch.empty_like(x)
+    with torch.cuda.device_of(x):  # Triton launches on the current device, wherever the tensors are
+        _add_up_kernel[(programs_for(x.numel()),)](
+            x, out, boxes, flags, calls, rank, x.numel(), most, RANKS=len(boxes), BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _add_up_kernel(x, out, boxes, flags, calls, rank, numbers, most, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    call = tl.load(calls + program) + 1
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    place = (call % 2).to(tl.int64) * most + at
+    kind = tl.pointer_type(x.dtype.element_ty)
+    tl.store(tl.load(boxes + rank).to(kind) + place, tl.load(x + at, mask=inside, other=0.0), mask=inside)
+    tl.debug_barrier()  # all elements must be written before the flags
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            word = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * RANKS + rank
+            tl.atomic_xchg(word, call, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            word = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * RANKS + peer
+            while tl.atomic_add(word, 0, sem="acquire", scope="sys") < call:
+                pass
+    tl.debug_barrier()
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for peer in tl.static_range(RANKS):
+        part = tl.load(tl.load(boxes + peer).to(kind) + place, mask=inside, other=0.0, volatile=True)
+        total += part.to(tl.float32)
+    tl.store(out + at, total.to(x.dtype.element_ty), mask=inside)
+    tl.store(calls + program, call)
