@@ -54,9 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.corpus import LengthReport, Text, tokenize
-    from bmburst.data.folders import left_out
     from bmburst.data.records import hold_records
-    from bmburst.data.sources import find_sources
+    from bmburst.data.sources import find_sources, left_out
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
     from bmburst.outputs import require_own

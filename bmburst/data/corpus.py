@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
-from bmburst.data.folders import STANDARD_LIBRARY, left_out
+from bmburst.data.documents import read_documents
 from bmburst.data.records import hold_records, read_records
-from bmburst.data.sources import SourceFile, find_sources, read_documents
+from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer

@@ -72,7 +72,8 @@ def check_data_path(source: str, text_field: str) -> None:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import records
-    from bmburst.data.sources import check_beginnings, find_sources
+    from bmburst.data.documents import check_beginnings
+    from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
     if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):

@@ -15,8 +15,8 @@ from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.batches import Sequences
 from bmburst.data.corpus import find_corpus, has_tokens, require_cache
+from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
-from bmburst.data.rows import check_arrays
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError

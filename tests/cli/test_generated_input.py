@@ -25,7 +25,8 @@ from bmburst.checkpoint.training import newest_complete, read_progress
 from bmburst.cli import COMMANDS, CommandParser, main
 from bmburst.convert.model_center import ModelCenterConfig
 from bmburst.convert.weights import open_weights
-from bmburst.data.sources import check_beginnings, find_sources, read_documents
+from bmburst.data.documents import check_beginnings, read_documents
+from bmburst.data.sources import find_sources
 from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile
 from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, load_huggingface_tokenizer
