@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
     from bmburst.data.chat import RecordEncoder
-    from bmburst.data.corpus import LengthReport, Text, tokenize
+    from bmburst.data import LengthReport, Text, tokenize
     from bmburst.data.records import hold_records
     from bmburst.data.sources import find_sources, left_out
     from bmburst.data.token_file import is_token_file

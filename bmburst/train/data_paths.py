@@ -124,7 +124,7 @@ def hold_records(source: str, text_field: str) -> bool:
         text_field: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.corpus import are_records
+    from bmburst.data import are_records
 
     try:
         return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))

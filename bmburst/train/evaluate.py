@@ -12,9 +12,8 @@ import torch
 
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
-from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
+from bmburst.data import Samples, TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
 from bmburst.data.batches import Sequences
-from bmburst.data.corpus import find_corpus, has_tokens, require_cache
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
 from bmburst.data.tokenizer import Tokenizer

@@ -131,7 +131,7 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
     # Imported here, because they import numpy and torch, which --help does not need.
     from bmburst.checkpoint import hugging_face
     from bmburst.checkpoint.files import own_tokenizer
-    from bmburst.data.corpus import find_token_file
+    from bmburst.data import find_token_file
     from bmburst.data.tokenizer import ByteTokenizer, load_tokenizer
 
     hugging_face.check_weights(folder, config.model)
@@ -201,7 +201,7 @@ def write_run_config(config: TrainConfig, folder: Path) -> Path:
 
 def _check_tokens(config: TrainConfig) -> None:
     # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.corpus import find_token_file
+    from bmburst.data import find_token_file
 
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
         file.require_vocab(config.model.vocab_size)

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
-from bmburst.data import documents
+from bmburst.data import Text, documents, open_corpus, tokenize
 from bmburst.data import tokenizer as tokenizers_of_data
-from bmburst.data.corpus import Text, open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
