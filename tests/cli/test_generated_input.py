@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.sharded_files import parts_of
 from bmburst.checkpoint.tensor_files import open_tensors
 from bmburst.checkpoint.training import newest_complete, read_progress
-from bmburst.cli import COMMANDS, CommandParser, main
+from bmburst.cli import COMMANDS, CommandParser, find_command, main
 from bmburst.convert.model_center import ModelCenterConfig
 from bmburst.convert.weights import open_weights
 from bmburst.data.documents import check_beginnings, read_documents
@@ -231,9 +230,8 @@ BASE = {
 
 
 def _options(command):
-    module = importlib.import_module(f"bmburst.cli.{command.replace('-', '_')}")
     parser = CommandParser(prog="bmburst", description="")
-    module.configure(parser)
+    find_command(command).configure(parser)
     return [
         (action.option_strings[0], action.nargs != 0)
         for action in parser._actions
