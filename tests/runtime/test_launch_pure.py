@@ -16,9 +16,9 @@ from bmburst.errors import UserError
 from bmburst.runtime import launch
 from bmburst.runtime.launch import LaunchSpec
 from bmburst.runtime.launch.agent import Outcome, RankEnd
-from bmburst.runtime.launch.guard import rank_pids
 from bmburst.runtime.launch.result import launch_result
 from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
+from bmburst.runtime.rank import rank_pids
 from tests.refusals import refused, says
 
 STEP = {

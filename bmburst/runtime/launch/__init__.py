@@ -2,8 +2,8 @@
 
 `spec` holds the options of a launch and reads a SLURM step. `launch` sets the environment of the ranks, waits for them,
 ends them on a signal, and reports the result. `agent` starts and ends the ranks. `result` turns their ends into one
-message and an exit status. `nodes` connects the launchers of several nodes. `guard` runs in a separate process and
-cleans up after a killed launcher.
+message and an exit status. `nodes` connects the launchers of several nodes. `bmburst.runtime.rank` runs in each rank,
+and in a separate process that cleans up after a killed launcher.
 """
 
 import contextlib
@@ -35,7 +35,6 @@ from bmburst.runtime.launch.agent import (
     start_guard,
     torchrun_arguments,
 )
-from bmburst.runtime.launch.guard import kill_groups, rank_pids
 from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
 from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost_a_peer
 from bmburst.runtime.launch.spec import (
@@ -46,6 +45,7 @@ from bmburst.runtime.launch.spec import (
     require_command,
     require_devices,
 )
+from bmburst.runtime.rank import kill_groups, rank_pids
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
 __all__ = ["LaunchSpec", "launch"]

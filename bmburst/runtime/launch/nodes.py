@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
-from bmburst.runtime.launch.guard import is_stopped, rank_pids
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
+from bmburst.runtime.rank import is_stopped, rank_pids
 from bmburst.runtime.stores import LOOPBACK, TOKEN, Relay, address_of, dial, listen, serve, to_node_0, to_store
 
 LEFT = -1  # instead of a number of heartbeats: the node has left the run
