@@ -15,7 +15,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.adapter import is_adapter_directory
 from bmburst.checkpoint.files import require_whole
 from bmburst.checkpoint.sharded_files import index_name
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_text
 from bmburst.config import read_json
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.convert.weights import (
@@ -23,7 +23,6 @@ from bmburst.convert.weights import (
     HUGGING_FACE,
     MODEL_CENTER,
     MODEL_CENTER_FILE,
-    TorchFileWriter,
     Weights,
     open_merged,
     open_weights,
