@@ -149,8 +149,8 @@ def run_convert(args: argparse.Namespace) -> int:
     """Convert, and print a summary of the output."""
     from tqdm import tqdm
 
+    from bmburst.checkpoint.conversion import convert
     from bmburst.checkpoint.files import verified, warn
-    from bmburst.convert.conversion import convert
 
     if not 0 < args.part_size < math.inf:
         raise UserError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
+from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import (
     build_config,
     leaves,
@@ -18,7 +19,6 @@ from bmburst.config import (
     to_dict,
     write_json,
 )
-from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
 from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_data

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from bmburst.checkpoint.weights import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.one_shot import small_sums
-from bmburst.convert.weights import open_weights
 from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.weights import ResidentWeights

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.checkpoint.weights import open_weights
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.convert.weights import open_weights
 from bmburst.inference.batch import Engine
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ResidentWeights

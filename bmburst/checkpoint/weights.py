@@ -11,9 +11,9 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.adapter import Adapter, Base, adapter_shapes, open_adapter, peft_name
+from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.checkpoint.tensor_files import TensorFile, open_tensors
 from bmburst.config import read_json
-from bmburst.convert.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.errors import UserError
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
