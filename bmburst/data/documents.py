@@ -268,7 +268,8 @@ def _first_element(file: SourceFile) -> Any:
     """Return the first object of an array by reading only the beginning of the file; None if it is not valid."""
     decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
     with file.path.open("rb") as opened:
-        while block := opened.read(max(PIECE_BYTES, len(text))):  # a long element is tried a few times
+        # Each read is as long as all before it: a long element is tried a few times, not once a block.
+        while block := opened.read(max(PIECE_BYTES, len(text))):
             try:
                 text += decoder.decode(block)
                 begin = text.index("{")
