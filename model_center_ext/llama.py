@@ -13,9 +13,9 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
+from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.checkpoint.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
 from bmburst.checkpoint.sharded_files import together
-from bmburst.checkpoint.weights import Weights, open_weights
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError

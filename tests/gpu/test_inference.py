@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst.checkpoint.weights import open_weights
+from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.one_shot import small_sums
 from bmburst.inference.batch import Engine, GenerationBatch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.weights import open_weights
+from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.batch import Engine
 from bmburst.inference.sampling import Sampled
