@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import field, read_config_file, write_json
-from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import unknown
 from bmburst.recompute.policy import Policy
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
+from bmburst.checkpoint.hugging_face import Weights, open_weights
+from bmburst.checkpoint.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
 from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
-from bmburst.convert.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
-from bmburst.convert.weights import Weights, open_weights
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, current_mesh
 from bmburst.sequence import SequenceShard

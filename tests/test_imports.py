@@ -34,7 +34,7 @@ FORBIDDEN = {
     "bmburst/blocks/config.py": {"torch", "bmtrain"},
     "bmburst/blocks/presets.py": {"torch", "bmtrain"},
     "bmburst/blocks/seq2seq_config.py": {"torch", "bmtrain"},
-    "bmburst/convert/model_center.py": {"torch", "bmtrain"},
+    "bmburst/checkpoint/model_center.py": {"torch", "bmtrain"},
     "bmburst/train/config.py": {"torch", "bmtrain"},
     "bmburst/data": {"bmtrain", "torch.distributed", "bmburst.comm", "bmburst.mesh", "bmburst.train"},
     "bmburst/comm": {"model_center_ext", "bmburst.attention", "bmburst.blocks", "bmburst.train"},

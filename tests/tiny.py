@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.data.sources import Document
+from bmburst.data.documents import Document
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer

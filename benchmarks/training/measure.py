@@ -23,7 +23,7 @@ from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bo
 from benchmarks.training.kind import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
-from bmburst.data.sources import Document
+from bmburst.data.documents import Document
 from bmburst.data.token_writer import write_token_file
 from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from bmburst.errors import UserError
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-    from bmburst.zero import NamedShard
 
 CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
@@ -117,6 +117,29 @@ class Adapter:
                 "fix: the model that the adapter was trained on, with the same lora.rank and lora.targets"
             )
 
+    def changes(self, name: str) -> bool:
+        """Return whether the adapter has matrices for a weight, given by Hugging Face's name."""
+        return peft_name(f"{name.removesuffix('.weight')}.lora_A") in self.file.shapes
+
+    def merged(self, name: str, numbers: Tensor, begin: int, end: int, width: int) -> Tensor:
+        """Return elements of W + scale * B A, in fp32 or wider.
+
+        Args:
+            name: The weight W, by Hugging Face's name.
+            numbers: Its elements [begin, end), flattened.
+            begin: First element.
+            end: End of the elements.
+            width: Columns of W.
+        """
+        rank, stem = self.lora.rank, name.removesuffix(".weight")
+        names = [peft_name(f"{stem}.lora_{letter}") for letter in "AB"]
+        first, last = begin // width, -(-end // width)
+        a = self.file.read(names[0], 0, rank * width).view(rank, width)
+        b = self.file.read(names[1], first * rank, last * rank).view(-1, rank)
+        wide = torch.promote_types(numbers.dtype, torch.float32)
+        term = (b.to(wide) @ a.to(wide)).view(-1)[begin - first * width :][: end - begin]
+        return numbers.to(wide) + self.lora.scale * term
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
@@ -187,6 +210,25 @@ def open_adapter(directory: Path) -> Adapter:
     return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
 
 
+def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") -> hugging_face.Weights:
+    """Open a model's weights with an adapter merged into them.
+
+    Args:
+        adapter: Directory of the adapter.
+        base: Directory of the base model; None: the one that the adapter names.
+        option: Option that gives the base model, for messages.
+
+    Raises:
+        UserError: As in `open_weights` and `open_adapter`; or no base model is named, or it is the wrong one.
+    """
+    found = open_adapter(adapter)
+    weights = hugging_face.open_weights(found.find_base(base, option))
+    shapes = {name: file.shapes[inside] for name, (file, inside) in weights.places.items()}
+    found.require_shapes(adapter_shapes(found.lora, shapes))
+    found.require_base(Base.of(weights.directory, shapes, weights.read))
+    return replace(weights, adapter=found)
+
+
 def _sample_in(path: Path) -> tuple[float, ...] | None:
     """Return the sample of the base model in a file of ours; None for other files."""
     file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: the type stub lacks most methods
@@ -227,7 +269,7 @@ def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
     lora = model.lora
     assert lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(_gathered, gather, s)) for s in shards]
+    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(hugging_face.gathered, gather, s)) for s in shards]
     is_main = shards[0].rank == 0
 
     def describe() -> int:
@@ -304,11 +346,6 @@ def _config(lora: LoRAConfig, base: Base | None) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
     }
-
-
-def _gathered(gather: Any, shard: "NamedShard", root: int) -> Tensor | None:
-    found: Tensor | None = gather(shard, root=root)
-    return found
 
 
 def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

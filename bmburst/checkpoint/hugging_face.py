@@ -1,20 +1,23 @@
 """Loads weights from Hugging Face directories of the LLaMA family (`--init-from DIR`), and exports for transformers.
 
-Every rank reads only its ZeRO shards from the files, and export gathers one tensor at a time, so that no process ever
-holds the model.
+`open_weights` opens a directory of any known family, ModelCenter's too, as tensors with Hugging Face's names. Every
+rank reads only its ZeRO shards from the files, and export gathers one tensor at a time, so that no process ever holds
+the model.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
+from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.checkpoint.sharded_files import Gathered, naming, parts_of, save_parts, together
 from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
 from bmburst.config import read_json
@@ -22,8 +25,13 @@ from bmburst.errors import UserError
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
+    from bmburst.checkpoint.adapter import Adapter
     from bmburst.zero import NamedShard
 
+HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
+CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"
+# Buffers that ModelCenter and old Hugging Face exports store with the weights. The configuration determines them.
+_DERIVED = "inv_freq"
 _STEM = "model"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -140,6 +148,84 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
     return {name: files[name] for name in expected}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model's weights in opened files, read piece by piece.
+
+    Attributes:
+        directory: Directory of the files.
+        family: `HUGGING_FACE` (also for bmburst's checkpoints) or `MODEL_CENTER`.
+        values: Contents of config.json.
+        config: Configuration of the model.
+        places: For every weight, by Hugging Face's name: the open file, and the name in this file.
+        adapter: Adapter that is merged into the weights as they are read, or None.
+    """
+
+    directory: Path
+    family: str
+    values: Mapping[str, Any]
+    config: LlamaConfig
+    places: Mapping[str, tuple[TensorFile, str]] = field(repr=False)
+    adapter: "Adapter | None" = None
+
+    def read(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the elements [begin, end) of the flattened weight, in the file's dtype.
+
+        With an adapter, its product is added in fp32 or wider, and the sum is rounded once to `dtype` (default: the
+        file's dtype).
+        """
+        file, inside = self.places[name]
+        numbers = file.read(inside, begin, end)
+        if self.adapter is None or not self.adapter.changes(name) or begin == end:
+            return numbers
+        return self.adapter.merged(name, numbers, begin, end, file.shapes[inside][1]).to(dtype or numbers.dtype)
+
+
+def open_weights(directory: str | Path) -> Weights:
+    """Open a Hugging Face or ModelCenter directory or a checkpoint of bmburst, and check that it is complete.
+
+    Raises:
+        UserError: The directory is missing, the model is of another family, a file is missing or damaged, or a tensor
+            is missing, extra or has a wrong shape.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"no directory {directory}\nfix: give a directory with config.json and a model's weights")
+    values = read_json(directory / CONFIG_FILE)
+    if is_model_center(values):
+        return _open_model_center(directory, values)
+    config = read_config(directory)
+    files = check_weights(directory, config)
+    places = {name: (file, name) for name, file in files.items()}
+    return Weights(directory=directory, family=HUGGING_FACE, values=values, config=config, places=places)
+
+
+def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
+    config = ModelCenterConfig.from_values(values, str(directory / CONFIG_FILE)).shape()
+    file = open_tensors(directory / MODEL_CENTER_FILE)
+    require_layers(directory, config, len(file.shapes))
+    expected = {name: (model_center_name(name), shape) for name, shape in expected_shapes(config).items()}
+    for inside, shape in expected.values():
+        if inside not in file.shapes:
+            raise UserError(
+                f"{directory / MODEL_CENTER_FILE} lacks {inside}\nfix: give the complete weights of the model"
+            )
+        if file.shapes[inside] != shape:
+            raise UserError(
+                f"{inside} in {directory / MODEL_CENTER_FILE} has shape {list(file.shapes[inside])}, its config.json "
+                f"says {list(shape)}\nfix: give weights and config.json of the same model"
+            )
+    known = {inside for inside, _ in expected.values()}
+    extra = [name for name in file.shapes if name not in known and not name.endswith(_DERIVED)]
+    if extra:
+        raise UserError(
+            f"{directory / MODEL_CENTER_FILE} has {extra[0]}, which the model of its config.json does not have\n"
+            "fix: give weights and config.json of the same model"
+        )
+    places = {name: (file, inside) for name, (inside, _) in expected.items()}
+    return Weights(directory=directory, family=MODEL_CENTER, values=values, config=config, places=places)
+
+
 def load(model: "Llama", directory: str | Path) -> None:
     """Load the weights of a Hugging Face directory into a model, converted to its dtype.
 
@@ -201,7 +287,7 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
     with naming(directory):
         together(prepare)
-    tensors = [Gathered(s.name, s.shape, s.dtype, partial(_gathered, gather, s)) for s in shards]
+    tensors = [Gathered(s.name, s.shape, s.dtype, partial(gathered, gather, s)) for s in shards]
     checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
     dtype = str(shards[0].dtype).removeprefix("torch.")
     values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
@@ -213,7 +299,8 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
         return checksums | {"config.json": together(describe)[0]}
 
 
-def _gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root: int) -> Tensor | None:
+def gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root: int) -> Tensor | None:
+    """Call `bmburst.zero.gather`, as `Gathered` calls its function: with the destination rank last."""
     return gather(shard, root=root)
 
 

@@ -1,14 +1,19 @@
 """Reads and writes files of named tensors piece by piece, so that no process ever holds all tensors.
 
-It reads safetensors and files of `torch.save`, and writes safetensors: a length, a JSON header and the data
-(https://github.com/huggingface/safetensors#format). The safetensors library itself can only write from a dictionary of
-all tensors.
+It reads and writes safetensors: a length, a JSON header and the data
+(https://github.com/huggingface/safetensors#format), and files of `torch.save`: an uncompressed zip archive of a pickle
+that rebuilds a dictionary, and one record per tensor (torch/serialization.py, `_save`). `torch.load` reads these, also
+with `weights_only` and `mmap`. Both libraries themselves can only write from a dictionary of all tensors.
 """
 
 import contextlib
+import io
 import json
+import pickle
+import zipfile
 import zlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -18,6 +23,7 @@ from typing import Any, BinaryIO, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 
 from bmburst.comm.memory import bytes_of
 from bmburst.errors import UserError, first_line
@@ -214,6 +220,96 @@ class SafetensorsWriter(TensorWriter):
 
     def _end(self, *, whole: bool) -> None:
         """Do nothing: no data follow the tensors."""
+
+
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+}
+_ALIGNMENT = 64
+# Bytes of a zip entry's header: fixed part, zip64 sizes, and header of the padding field.
+_FIXED, _ZIP64, _FIELD = 30, 20, 4
+
+
+class _Storage:
+    def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
+        self.key, self.dtype, self.numel = key, dtype, numel
+
+
+class _Planned:
+    """Placeholder of a tensor in the pickle."""
+
+    def __init__(self, storage: _Storage, shape: tuple[int, ...]) -> None:
+        self.storage, self.shape = storage, shape
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return ("storage", _STORAGES[obj.dtype], obj.key, "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _Planned):
+            strides = tuple(prod(obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
+            return _rebuild_tensor_v2, (obj.storage, 0, obj.shape, strides, False, OrderedDict())
+        return NotImplemented
+
+
+class TorchFileWriter(TensorWriter):
+    """Writes named tensors one after another, like `torch.save`. The file gets its name only when it is complete.
+
+    Args:
+        path: File to create or replace.
+        tensors: Name, shape and dtype of every tensor, in the order of writing.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[Announced]) -> None:
+        super().__init__(path, tensors)
+        self._record: Any = None
+
+    def _begin(self) -> None:
+        self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
+        planned = OrderedDict(
+            (name, _Planned(_Storage(str(key), dtype, prod(shape)), shape))
+            for key, (name, shape, dtype) in enumerate(self._expected)
+        )
+        text = io.BytesIO()
+        _Pickler(text, protocol=2).dump(planned)
+        self._put("data.pkl", text.getvalue())
+        self._put("byteorder", b"little")
+
+    def _append(self, numbers: memoryview, *, is_last: bool) -> None:
+        if self._record is None:
+            self._record = self._open(f"data/{self._written}")
+        self._record.write(numbers)
+        if is_last:
+            self._record.close()
+            self._record = None
+
+    def _end(self, *, whole: bool) -> None:
+        if whole:
+            self._put("version", b"3\n")
+            self._archive.close()
+            return
+        with contextlib.suppress(OSError):  # if the disk is full, closing fails too
+            if self._record is not None:
+                self._record.close()
+            self._archive.close()
+
+    def _put(self, name: str, content: bytes) -> None:
+        with self._open(name) as record:
+            record.write(content)
+
+    def _open(self, name: str) -> Any:
+        """Open an entry whose data start at a multiple of 64 bytes, as in torch's files, so that they can be mapped."""
+        entry = zipfile.ZipInfo(f"archive/{name}")
+        start = self._file.tell() + _FIXED + len(entry.filename) + _ZIP64 + _FIELD
+        padding = -start % _ALIGNMENT
+        entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        return self._archive.open(entry, "w", force_zip64=True)
 
 
 def write_text(path: Path, text: str) -> int:

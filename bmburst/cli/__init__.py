@@ -1,7 +1,8 @@
 """The command line: runs one command, and turns bad input into one message and an exit status.
 
 Every command is a module `bmburst/cli/<command>.py` with `HELP` (a description), `configure(parser)` and `run(args)`.
-A module is imported only when its command is called, so that `bmburst --help` takes milliseconds.
+Small commands share a module (`TOGETHER`), which has a `Command` of these three for each. A module is imported only
+when its command is called, so that `bmburst --help` takes milliseconds.
 """
 
 import argparse
@@ -13,9 +14,9 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
 from bmburst.amounts import GIB_TOO, TOKENS_TOO, whole, why_not_text
@@ -37,6 +38,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
+TOGETHER: Mapping[str, str] = MappingProxyType(
+    {"doctor": "machine", "build-bmtrain": "machine", "data": "files", "convert": "files"}
+)
+"""Modules of the commands that share one."""
 # argparse's message for a value of the wrong type.
 _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens|gibibytes) value: '(.*)'", re.DOTALL)
 _KINDS = MappingProxyType(
@@ -52,6 +57,14 @@ _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
+
+
+class Command(NamedTuple):
+    """A command of a module with several, as other modules define it."""
+
+    HELP: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -196,16 +209,22 @@ def _require_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _run(command: str, words: Sequence[str]) -> int:
-    module = importlib.import_module(f"bmburst.cli.{command.replace('-', '_')}")
-    parser = CommandParser(prog=f"bmburst {command}", description=module.HELP)
-    module.configure(parser)
+def find_command(name: str) -> Any:
+    """Import a command of `COMMANDS`, and return its module, or its `Command` where commands share a module."""
+    module = importlib.import_module(f"bmburst.cli.{TOGETHER.get(name, name.replace('-', '_'))}")
+    return module.COMMANDS[name] if name in TOGETHER else module
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    command = find_command(name)
+    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP)
+    command.configure(parser)
     try:
         args = parser.read(words)
     except SystemExit as stop:  # --help has printed
         sys.stdout.flush()
         return int(stop.code or 0)
-    status = module.run(args)
+    status = command.run(args)
     sys.stdout.flush()
     return int(status)
 

@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: The arguments cannot work on this machine.
     """
-    from bmburst.runtime.launch import LaunchSpec, launch
-    from bmburst.runtime.launch.run import check_launch
+    from bmburst.runtime.launch import LaunchSpec, check_launch, launch
 
     command = script_command(args.command)
     spec = LaunchSpec(

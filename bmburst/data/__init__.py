@@ -1,10 +1,29 @@
-"""Data pipeline: tokenizes text, packs it into sequences, and distributes batches over the data ranks."""
+"""Data pipeline: tokenizes text, packs it into sequences, and distributes batches over the data ranks.
+
+This module opens a corpus as a token file: it tokenizes and caches text if needed, and filters records by length.
+"""
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 from bmburst.data.batches import Batches, Samples, evaluation_batches
-from bmburst.data.corpus import open_corpus
+from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
+from bmburst.data.documents import read_documents
 from bmburst.data.packing import PackedSequences
-from bmburst.data.token_file import TokenFile
-from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from bmburst.data.records import hold_records, read_records
+from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
+from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
+from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
+from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, Tokenizer, load_tokenizer
+from bmburst.errors import UserError
+from bmburst.outputs import amount, require_folder
 
 __all__ = [
     "Batches",
@@ -17,3 +36,267 @@ __all__ = [
     "load_tokenizer",
     "open_corpus",
 ]
+
+_LONG = 4 << 20  # bytes of text that take a second or more
+_BAR = 40  # characters of a histogram's longest bar
+
+
+class Text(NamedTuple):
+    """Text to tokenize, with its tokenizer."""
+
+    tokenizer: PromptTokenizer
+    files: Sequence[SourceFile]
+    encoder: RecordEncoder | None = None
+    """Encoder of records; None if the files are text."""
+
+
+def find_corpus(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: str | None,
+    *,
+    text_field: str = "text",
+    chat_template: Path | None = None,
+) -> TokenFile | Text:
+    """Return the token file of a source, or its text or records if it still must be tokenized.
+
+    Args:
+        source: As in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+        text_field: As in `open_corpus`.
+        chat_template: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no text or no such tokenizer, or a token file was made with another tokenizer.
+    """
+    if isinstance(source, str | Path):
+        if (file := find_token_file(source, tokenizer)) is not None:
+            return file
+        source = [source]
+    files = find_sources(source)
+    found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
+    return Text(found, files, RecordEncoder(found, chat_template) if hold_records(files, text_field) else None)
+
+
+def are_records(source: str | Path, text_field: str) -> bool:
+    """Return whether a source contains records or is a token file of records; False if it cannot be read."""
+    try:
+        if is_token_file(Path(source)):
+            return TokenFile.open(source).loss_mask is not None
+        return hold_records(find_sources([source]), text_field)
+    except (OSError, UserError):
+        return False
+
+
+def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
+    """Open a source that is a token file, with `tokenizer` as its tokenizer's name; None if it is not a token file.
+
+    Args:
+        source: As in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no such tokenizer, or the file was made with another one.
+    """
+    if source == STANDARD_LIBRARY or not is_token_file(Path(source)):
+        return None
+    file = TokenFile.open(source)
+    if tokenizer is None or tokenizer == file.tokenizer_name:
+        return file
+    given = load_tokenizer(tokenizer)
+    if given.identity != file.tokenizer_identity:
+        raise UserError(
+            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
+            f"fix: give the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
+        )
+    return replace(file, tokenizer_name=tokenizer)
+
+
+def open_corpus(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: str | None,
+    cache_dir: str | Path,
+    *,
+    text_field: str = "text",
+    chat_template: Path | None = None,
+    progress: bool = False,
+    on_skip: Callable[[str], object] | None = None,
+) -> TokenFile:
+    """Return the corpus as a token file; tokenize it first unless the cache contains it.
+
+    Several ranks may call it at once: each then writes the same file under a temporary name and renames it. To tokenize
+    only once, let one rank call it first.
+
+    Args:
+        source: A token file, a text or JSONL file, a directory, a list of these (without token files), or "stdlib" for
+            the source files of the running Python's standard library.
+        tokenizer: Argument of `load_tokenizer`; None: that of the token file, or bytes for text.
+        cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
+            text, and the tokenizer, are the same.
+        text_field: Key of the text in a line of JSONL.
+        chat_template: For records, a file whose chat template replaces that of the tokenizer.
+        progress: Whether to show a progress bar on stderr while tokenizing.
+        on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
+            tokenizing with a line about each file that is not text. None: these are left out without a line.
+
+    Returns:
+        The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
+        the file was written.
+
+    Raises:
+        UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
+    """
+    found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
+    if isinstance(found, TokenFile):
+        return found
+    if on_skip is not None:  # listing a large folder again takes time, on every rank
+        for line in left_out(source):
+            on_skip(line)
+    cached = _cached(cache_dir, found, text_field)
+    if cached.exists():
+        return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
+    heard = on_skip or (lambda _: None)
+    return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=heard)
+
+
+def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str = "text") -> None:
+    """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
+
+    Args:
+        option: Name of the option that sets the cache, for the error message.
+        cache_dir: As in `open_corpus`.
+        text: The text.
+        text_field: As in `open_corpus`.
+
+    Raises:
+        UserError: The tokens are not cached, and the cache is not writable.
+    """
+    if not has_tokens(cache_dir, text, text_field=text_field):
+        require_folder(option, cache_dir)
+
+
+def has_tokens(cache_dir: Path, text: Text, *, text_field: str = "text") -> bool:
+    """Return whether a cache has the tokens of a text; the arguments are those of `require_cache`."""
+    return _cached(cache_dir, text, text_field).exists()
+
+
+def tokenize(
+    text: Text,
+    output: Path,
+    *,
+    text_field: str = "text",
+    progress: bool = False,
+    on_skip: Callable[[str], object] = lambda _: None,
+    keep: Callable[[Masked], bool] = lambda _: True,
+) -> TokenFile:
+    """Write the documents of a text, or records, to the token file `output` and open it.
+
+    Args:
+        text: The text or the records.
+        output: The file.
+        text_field: As in `open_corpus`.
+        progress: As in `open_corpus`.
+        on_skip: As in `open_corpus`.
+        keep: Returns whether to write a record.
+
+    Raises:
+        UserError: There is no text, or a file cannot be read or written.
+    """
+    with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
+        if text.encoder is not None:
+            records = read_records(text.files, text_field=text_field, on_read=on_read)
+            return write_masked_file(output, filter(keep, map(text.encoder.encode, records)), text.tokenizer)
+        documents = read_documents(text.files, text_field=text_field, on_read=on_read, on_skip=on_skip)
+        return write_token_file(output, documents, text.tokenizer)
+
+
+def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
+    """Return the cache path of a text's tokens: a hash of the tokenizer and of paths, sizes and times of its files."""
+    texts = []
+    for file in text.files:
+        parts = sorted(file.path.rglob("*")) if file.kind == "dataset" else [file.path]
+        for path in parts:
+            status = path.stat()
+            texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
+    masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
+    key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts, *masked])
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+@contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar; yields a function to call with the number of bytes of each read."""
+    from tqdm import tqdm
+
+    if shown and total >= _LONG and not sys.stderr.isatty():  # tqdm shows nothing there
+        sys.stderr.write(f"tokenizing {amount(total)} of text, once\n")
+    with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
+        yield bar.update
+
+
+class LengthReport:
+    """Counts the lengths of records by powers of two.
+
+    Args:
+        most: Maximum tokens of a record; None: no limit.
+
+    Raises:
+        UserError: `most` is less than 2, so that no record could have an answer.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        if most is not None and most < 2:
+            raise UserError(f"--max-tokens {most}\nallowed: at least 2 tokens\nfix: for example --max-tokens 4096")
+        self._most = most
+        self._kept: Counter[int] = Counter()
+        self._left_out: Counter[int] = Counter()
+        self._tokens = self._answers = self._shortest = self._longest = 0
+
+    def keep(self, record: Masked) -> bool:
+        """Count a record, and return whether it has at most `most` tokens."""
+        length = len(record.ids)
+        self._shortest = min(self._shortest or length, length)
+        if self._most is not None and length > self._most:
+            self._left_out[length.bit_length()] += 1
+            self._longest = max(self._longest, length)
+            return False
+        self._kept[length.bit_length()] += 1
+        self._longest = max(self._longest, length)
+        self._tokens += length
+        self._answers += int(record.answers.sum())
+        return True
+
+    def require(self) -> None:
+        """Check that a record is left.
+
+        Raises:
+            UserError: All records are too long.
+        """
+        if not self._kept and self._left_out:
+            raise UserError(
+                f"no record is left: all {self._left_out.total():,} have more than --max-tokens {self._most} tokens\n"
+                f"allowed: at least {self._shortest}, the length of the shortest\n"
+                f"fix: --max-tokens {self._longest}, the length of the longest, keeps all"
+            )
+
+    def text(self) -> str:
+        """Return the report: a line of totals and a histogram with a line per range of lengths, at most 80 columns."""
+        kept, dropped = self._kept.total(), self._left_out.total()
+        lines = [f"{kept:,} records, {self._answers:,} of {self._tokens:,} tokens are answers"]
+        if dropped:
+            lines.append(f"left out: {dropped:,} records of more than {self._most:,} tokens")
+        both = self._kept + self._left_out
+        top = max(both.values(), default=1)
+        lines.append(f"{'tokens':>17} {'records':>9}")
+        for bits in range(min(both, default=1), max(both, default=0) + 1):
+            full = -(-_BAR * self._kept[bits] // top)
+            empty = -(-_BAR * both[bits] // top) - full
+            span = f"{1 << bits - 1:,}-{(1 << bits) - 1:,}"
+            lines.append(f"{span:>17} {both[bits]:>9,} {'#' * full}{'.' * empty}".rstrip())
+        if dropped:
+            lines.append(f"{'.':>27} left out")
+        return "\n".join(lines)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.data.rows import first_row, rows
-from bmburst.data.sources import KINDS, SourceFile
+from bmburst.data.documents import KINDS, first_row, rows
+from bmburst.data.sources import SourceFile
 from bmburst.errors import UserError
 
 _KEYS = (

@@ -1,43 +1,30 @@
-"""Reads documents from text files, JSONL and JSON files, directories, or Python's standard library."""
+"""Finds the files of a data source: named files, folders, or Python's standard library; counts what is left out."""
 
 import codecs
-import json
-import math
+import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bmburst.config import parse_json
-from bmburst.data.folders import (
-    JSONL_SUFFIXES,
-    STANDARD_LIBRARY,
-    TEXT_SUFFIXES,
-    found_instead,
-    is_dataset,
-    is_read,
-    walk,
-)
-from bmburst.data.rows import first_row, rows
 from bmburst.errors import UserError
 
+STANDARD_LIBRARY = "stdlib"
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 PIECE_BYTES = 1 << 20
-KINDS = (
-    '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
-    '{"instruction": "...", "output": "..."} or {"text": "..."}'
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+# Suffixes of text files in a directory. A file that the user names is text, whatever its suffix.
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
 )
-# First bytes of files that must be converted first: what they are, and how to convert them.
-_PACKED = {
-    b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
-    b"\xfd7zXZ\0": ("compressed with xz", "unxz it"),
-    b"(\xb5/\xfd": ("compressed with zstd", "unzstd it"),
-    b"PK\x03\x04": ("a zip archive", "unzip it"),
-    b"PAR1": ("a Parquet file", "save its rows as JSONL: datasets.load_dataset('parquet', data_files=FILE)"),
-}
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # the suffix before them says what was packed
+_MOST_KINDS, _MOST_LETTERS = 8, 16  # in a message: kinds of files, characters of a suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +46,6 @@ class SourceFile:
     named: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One text, in pieces of about 1 MiB that end at line ends, so that a large file is never in memory as a whole."""
-
-    name: str
-    pieces: Iterable[str]
-
-
 def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
     """Return all files of `inputs`, in an order that depends only on names.
 
@@ -83,87 +62,47 @@ def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
             # Only the string "stdlib" is special; Path("stdlib") and "./stdlib" are paths.
             found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item))
         except OSError as error:
-            raise _unreadable(str(item), error) from error
+            raise unreadable(str(item), error) from error
     return found
 
 
-def read_documents(
-    files: Iterable[SourceFile],
-    *,
-    text_field: str = "text",
-    on_read: Callable[[int], object] = lambda _: None,
-    on_skip: Callable[[str], object] = lambda _: None,
-) -> Iterator[Document]:
-    """Yield the documents of `files` in order. Consume a document's pieces before requesting the next document.
+def left_out(source: str | Path | Sequence[str | Path]) -> Iterator[str]:
+    """Yield a line for each folder of `source` that has files which are not read; hidden files are not counted.
 
     Args:
-        files: From `find_sources`.
-        text_field: Key of the text in a line of JSONL.
-        on_read: Called with the number of bytes of each read.
-        on_skip: Called with a line about each skipped file.
-
-    Raises:
-        UserError: A named file cannot be read or is not text, or a line of JSONL is malformed.
+        source: One source, or several, as in `find_sources`.
     """
-    for file in files:
-        try:
-            if file.kind != "text":
-                yield from _texts(text_field, rows(file, on_read))
-            elif problem := _why_not_text(file.path):
-                raise _not_text(file, problem)
-            else:
-                yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
-        except OSError as error:
-            if file.named:
-                raise _unreadable(file.name, error) from error
-            on_skip(f"{file.name}: {error.strerror or error}")
-        except UserError as error:
-            if file.named or file.kind != "text":
-                raise
-            on_read(file.path.stat().st_size)
-            on_skip(str(error).splitlines()[0])
+    for each in [source] if isinstance(source, str | Path) else source:
+        root = Path(each)
+        if each == STANDARD_LIBRARY or not root.is_dir() or _is_dataset(root) or not (kinds := _kinds(root)):
+            continue
+        count = sum(kinds.values())
+        yield (
+            f"{count:,} file{'s' * (count > 1)} of folder {root}, by suffix: {_listed(kinds)}; "
+            "to read such a file, unpack it if it is compressed, and give its own path"
+        )
 
 
-def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
-    """Check the beginning of the named text files and of the first JSONL file; the rest is checked while reading.
-
-    Args:
-        files: From `find_sources`.
-        text_field: Key of the text in a line of JSONL.
-
-    Raises:
-        UserError: A beginning cannot be read, is not text, or its line of JSONL is malformed.
-    """
-    lines = [file for file in files if file.kind != "text"]
-    for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
-        try:
-            if file.kind != "text":
-                next(_texts(text_field, first_row(file)), None)
-            elif problem := _why_not_text(file.path, most=PIECE_BYTES):
-                raise _not_text(file, problem)
-        except OSError as error:
-            if file.named:
-                raise _unreadable(file.name, error) from error
-
-
-def _not_text(file: SourceFile, problem: str) -> UserError:
-    with file.path.open("rb") as opened:
-        begin = opened.read(8)
-    for magic, (kind, fix) in _PACKED.items():
-        if begin.startswith(magic):
-            return UserError(
-                f"'{file.name}' is {kind}\nallowed: text files, JSONL files, directories of them\nfix: {fix}"
-            )
+def unreadable(name: str, error: OSError) -> UserError:
+    """Return the error for a file that cannot be opened or read."""
     return UserError(
-        f"'{file.name}' is not a text file: {problem}\n"
-        "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
-        "fix: convert it to UTF-8, or leave it out"
+        f"cannot read '{name}': {error.strerror or error}\nfix: give a file that you have permission to read"
     )
 
 
-def _unreadable(name: str, error: OSError) -> UserError:
-    return UserError(
-        f"cannot read '{name}': {error.strerror or error}\nfix: give a file that you have permission to read"
+def _named(path: Path) -> list[SourceFile]:
+    if _is_dataset(path):
+        return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
+    if path.is_dir():
+        return _directory(path)
+    if path.exists() and not path.is_file():  # files are read twice, and a pipe may never end
+        raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
+    if path.exists():
+        return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
+    raise UserError(
+        f"no file or directory '{path}'\n"
+        f"allowed: text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources\n"
+        "fix: correct the path"
     )
 
 
@@ -186,29 +125,18 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _named(path: Path) -> list[SourceFile]:
-    if is_dataset(path):
-        return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
-    if path.is_dir():
-        return _directory(path)
-    if path.exists() and not path.is_file():  # files are read twice, and a pipe may never end
-        raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
-    if path.exists():
-        return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
-    raise UserError(
-        f"no file or directory '{path}'\n"
-        f"allowed: text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources\n"
-        "fix: correct the path"
-    )
+def _is_dataset(path: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk` of Hugging Face's datasets."""
+    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _directory(root: Path) -> list[SourceFile]:
     found = [
-        SourceFile(path=path, name=str(path), kind=_kind(path), named=False) for path in walk(root) if is_read(path)
+        SourceFile(path=path, name=str(path), kind=_kind(path), named=False) for path in _walk(root) if _is_read(path)
     ]
     if not found:
         raise UserError(
-            f"no text files in directory '{root}', it has {found_instead(root)}\n"
+            f"no text files in directory '{root}', it has {_found_instead(root)}\n"
             f"allowed: {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
             "fix: give the path of the file itself where its suffix is another, and unpack it if it is compressed"
         )
@@ -219,7 +147,7 @@ def _standard_library() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         SourceFile(path=path, name=path.relative_to(root).as_posix(), kind="text", named=False)
-        for path in walk(root, _NOT_LIBRARY)
+        for path in _walk(root, _NOT_LIBRARY)
         if path.suffix == ".py" and path.is_file()
     ]
     if not found:
@@ -227,71 +155,53 @@ def _standard_library() -> list[SourceFile]:
     return found
 
 
-def _why_not_text(path: Path, most: float = math.inf) -> str | None:
-    """Return why a file is not UTF-8 text, or None. Checks it before use, so that no document is cut by a bad end.
+def _walk(
+    root: Path, leave_out: frozenset[str] = frozenset(), on_error: Callable[[OSError], object] | None = None
+) -> Iterator[Path]:
+    """Yield the files under `root`, sorted by relative path, without hidden files and caches.
 
     Args:
-        path: The file.
-        most: Number of bytes to check, rounded up to blocks.
+        root: The folder.
+        leave_out: Names of folders to leave out.
+        on_error: Called with the error of each folder that cannot be listed.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as file:
-        done = 0
-        while True:
-            block = file.read(PIECE_BYTES)
-            waiting = len(decoder.getstate()[0])
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                return f"byte {done - waiting + error.start} is not UTF-8"
-            if (at := block.find(b"\0")) >= 0:  # binary files with small numbers can be valid UTF-8
-                return f"byte {done + at} is zero"
-            done += len(block)
-            if not block or done >= most:
-                return None
+    found = []
+    for folder, folders, names in os.walk(root, onerror=on_error):
+        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
-    """Yield the text of a file in pieces, cut after a line end if possible; a file of at most one piece is not cut."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    held = ""
-    with path.open("rb") as file:
-        while block := file.read(PIECE_BYTES):
-            on_read(len(block))
-            cut = held.rfind("\n") + 1
-            if cut or len(held) >= 2 * PIECE_BYTES:
-                cut = cut or len(held)
-                yield held[:cut]
-                held = held[cut:]
-            held += decoder.decode(block)
-    if held:
-        yield held
+def _is_read(path: Path) -> bool:
+    """Return whether a file of a folder is read as text: by its suffix."""
+    return path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
 
 
-def _texts(text_field: str, values: Iterable[tuple[str, Any]]) -> Iterator[Document]:
-    for name, value in values:
-        if not isinstance(value, dict):
-            raise UserError(
-                f"{name}: the line is not a JSON object: {_short(value)}\n"
-                f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
-            )
-        if text_field not in value:
-            raise UserError(
-                f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                f"allowed: {KINDS}\n"
-                "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
-                "records to fine-tune on, rename the keys: docs/fine_tuning_data.md"
-            )
-        text = value[text_field]
-        if not isinstance(text, str):
-            raise UserError(
-                f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
-                "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
-            )
-        # "\ud800" is valid JSON, but an unpaired surrogate, which UTF-8 cannot encode.
-        yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
+def _found_instead(root: Path) -> str:
+    """Return what a folder without text has: "1 .json, 3 .png", or "no files"."""
+    return _listed(_kinds(root)) or "no files"
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _listed(kinds: Counter[str]) -> str:
+    """Return the counts of kinds as text, the most frequent first."""
+    ordered = sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
+    words = [f"{count:,} {kind}" for kind, count in ordered[:_MOST_KINDS]]
+    if rest := sum(count for _, count in ordered[_MOST_KINDS:]):
+        words.append(f"{rest:,} of other kinds")
+    return ", ".join(words)
+
+
+def _kinds(root: Path) -> Counter[str]:
+    refused: list[OSError] = []
+    kinds = Counter(_kind_of(path) for path in _walk(root, on_error=refused.append) if not _is_read(path))
+    return kinds + Counter({"folders that cannot be listed": len(refused)})
+
+
+def _kind_of(path: Path) -> str:
+    if not path.is_file():
+        return "broken links or devices"
+    *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
+    suffix = before + last if last in _PACKED_SUFFIXES else last
+    if not suffix.isprintable() or len(suffix) > _MOST_LETTERS:  # the rest of a name, not a kind
+        return "of other kinds"
+    return suffix or "without suffix"

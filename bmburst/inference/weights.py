@@ -17,7 +17,7 @@ from bmburst.blocks.config import LlamaConfig
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-    from bmburst.convert.weights import Weights
+    from bmburst.checkpoint.hugging_face import Weights
     from bmburst.zero import NamedShard
 
 _PIECE_BYTES = 64 << 20
@@ -147,7 +147,7 @@ class ResidentWeights:
         """Read a directory's weights piece by piece, so that the host never holds a whole tensor.
 
         Args:
-            source: The result of `bmburst.convert.weights.open_weights`.
+            source: The result of `bmburst.checkpoint.hugging_face.open_weights`.
             dtype: dtype to convert to.
             device: Device of the weights.
             on_bytes: Called with the number of bytes read since the last call, counted in `dtype`.

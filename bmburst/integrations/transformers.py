@@ -19,8 +19,13 @@ from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
-from bmburst.integrations.transformers_head import loss_or_logits
-from bmburst.integrations.transformers_models import recompute, refuse_other_tables, require_rows, require_splittable
+from bmburst.integrations.transformers_models import (
+    loss_or_logits,
+    recompute,
+    refuse_other_tables,
+    require_rows,
+    require_splittable,
+)
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, unshard

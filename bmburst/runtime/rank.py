@@ -1,8 +1,15 @@
-"""Prepares a rank and runs the user's program in it: `python rank.py [-m] TARGET ARGS...`.
+"""Prepares a rank and runs the user's program in it: `python rank.py [-m] TARGET ARGS...`; finds and ends ranks.
 
 The rank ends when its launcher ends. The watchdog is armed, the program runs as with `python [-m] TARGET ARGS...`, and
-the first error of all ranks is written to a file for the launcher. This file is run by its path and imports only the
-standard library, so all of this is set up milliseconds after the start of the process, before torch is imported.
+the first error of all ranks is written to a file for the launcher. Every rank registers in the folder of the run, where
+launchers find it.
+
+`python rank.py --guard FOLDER`, with a pipe as standard input, cleans up after a launcher that was killed. Only the
+launcher holds the other end open, so the end of input means that the launcher has ended. Ranks end with their launcher
+by themselves (PR_SET_PDEATHSIG). The guard ends their children (data loaders, compilers) and removes the folder.
+
+This file is run by its path and imports only the standard library, so all of this is set up milliseconds after the
+start of the process, before torch is imported.
 """
 
 import contextlib
@@ -23,6 +30,7 @@ from types import ModuleType, TracebackType
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TEARDOWN = 10.0  # seconds that a failed rank gets to run its exit handlers; a lost peer can block them for ever
 _INTERRUPTED = 128 + signal.SIGINT
+_GUARD = "--guard"
 
 
 def main() -> int:
@@ -74,13 +82,68 @@ def die_with(launcher: int) -> None:
         os._exit(1)
 
 
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since boot; empty if there is no such process.
+
+    Linux reuses a process id when its process and its process group are gone, so an id may belong to another program.
+    """
+    return _stat(pid, 19)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, for example by SIGSTOP or a debugger."""
+    return _stat(pid, 0) in ("T", "t")
+
+
+def rank_pids(folder: Path) -> dict[int, int]:
+    """Return the process ids of the ranks that have started, by local rank. Each leads a process group.
+
+    An id that another process has by now is left out. A rank that has ended is included: its children may still run.
+    """
+    found = {}
+    for path in folder.glob("pid.*"):
+        pid, _, started = path.read_text().partition(" ")
+        if pid.isdigit() and start_time(int(pid)) in ("", started):
+            found[int(path.suffix[1:])] = int(pid)
+    return dict(sorted(found.items()))
+
+
+def kill_groups(folder: Path) -> None:
+    """Kill the process group of every rank: the rank and the children that stayed in it."""
+    for pid in rank_pids(folder).values():
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
+            os.killpg(pid, signal.SIGKILL)
+
+
+def guard_command(folder: Path) -> list[str]:
+    """Return the command that cleans up the folder of a run when its standard input ends."""
+    return [sys.executable, "-I", "-S", __file__, _GUARD, str(folder)]
+
+
+def _guard(folder: Path) -> None:
+    """Wait until the launcher ends, then clean up after it."""
+    import shutil
+
+    sys.stdin.buffer.read()
+    if folder.is_dir():  # a launcher that ended by itself has removed it
+        kill_groups(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stat(pid: int, field: int) -> str:
+    """Return a field behind the name in /proc/PID/stat; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field]
+    except OSError:
+        return ""
+
+
 def _sign_in(folder: Path, local_rank: int) -> None:
     """Become the leader of a process group, and register this rank with launcher and guard."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     part = folder / f"part.{local_rank}"
-    part.write_text(f"{os.getpid()} {started}")
+    part.write_text(f"{os.getpid()} {start_time(os.getpid())}")
     part.rename(folder / f"pid.{local_rank}")
     if (folder / "stop").exists():  # written before the launcher looked for ranks to stop
         raise KeyboardInterrupt
@@ -170,4 +233,7 @@ def _neighbour(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1] == _GUARD:
+        _guard(Path(sys.argv[2]))
+    else:
+        sys.exit(main())

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
-from bmburst.data import TokenFile, evaluation_batches, open_corpus
+from bmburst.data import TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
 from bmburst.data.batches import Sequences
-from bmburst.data.corpus import find_corpus, has_tokens, require_cache
+from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
-from bmburst.data.rows import check_arrays
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh

@@ -8,6 +8,7 @@ from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
+from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import (
     build_config,
     leaves,
@@ -18,7 +19,6 @@ from bmburst.config import (
     to_dict,
     write_json,
 )
-from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
@@ -133,7 +133,7 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
     # Imported here, because they import numpy and torch, which --help does not need.
     from bmburst.checkpoint import hugging_face
     from bmburst.checkpoint.files import own_tokenizer
-    from bmburst.data.corpus import find_token_file
+    from bmburst.data import find_token_file
     from bmburst.data.tokenizer import ByteTokenizer, load_tokenizer
 
     hugging_face.check_weights(folder, config.model)
@@ -203,7 +203,7 @@ def write_run_config(config: TrainConfig, folder: Path) -> Path:
 
 def _check_tokens(config: TrainConfig) -> None:
     # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.corpus import find_token_file
+    from bmburst.data import find_token_file
 
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
         file.require_vocab(config.model.vocab_size)
@@ -314,7 +314,8 @@ def check_data_path(source: str, text_field: str) -> None:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import records
-    from bmburst.data.sources import check_beginnings, find_sources
+    from bmburst.data.documents import check_beginnings
+    from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
     if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
@@ -365,7 +366,7 @@ def hold_records(source: str, text_field: str) -> bool:
         text_field: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.corpus import are_records
+    from bmburst.data import are_records
 
     try:
         return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))

@@ -13,12 +13,12 @@ from pathlib import Path
 from bmburst import data
 from bmburst.checkpoint.files import newest_complete
 from bmburst.config import read_json
+from bmburst.data import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.data.batches import Sequences
-from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
-from bmburst.data.folders import left_out
+from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
-from bmburst.data.rows import check_arrays
+from bmburst.data.sources import left_out
 from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError

@@ -5,8 +5,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from bmburst.config import Leaf, leaves
 from bmburst.config.fields import describe_allowed, number_text
-from bmburst.config.tree import Leaf, leaves
 from bmburst.train.config import TrainConfig
 
 MARK = "<!-- settings -->"

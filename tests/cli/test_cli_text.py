@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
-from bmburst.data import rows
+from bmburst.data import Text, documents, open_corpus, tokenize
 from bmburst.data import tokenizer as tokenizers_of_data
-from bmburst.data.corpus import Text, open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
@@ -83,8 +82,8 @@ def test_a_long_array_is_checked_once_and_not_where_its_tokens_are_cached(tmp_pa
     path, whole = tmp_path / "a.json", []
     path.write_text(json.dumps([{"text": "once upon a time. " * 9}] * 99))
     given = config(path)
-    parse = rows.parse_json
-    monkeypatch.setattr(rows, "parse_json", lambda text: whole.append(len(text) > 9999) or parse(text))
+    parse = documents.parse_json
+    monkeypatch.setattr(documents, "parse_json", lambda text: whole.append(len(text) > 9999) or parse(text))
     check_text(given, tmp_path / "cache")
     assert sum(whole) == 1
     open_corpus(path, None, tmp_path / "cache")

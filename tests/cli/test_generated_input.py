@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -19,13 +18,14 @@ from safetensors.torch import save, save_file
 
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.hugging_face import open_weights
+from bmburst.checkpoint.model_center import ModelCenterConfig
 from bmburst.checkpoint.sharded_files import parts_of
 from bmburst.checkpoint.tensor_files import open_tensors
 from bmburst.checkpoint.training import newest_complete, read_progress
-from bmburst.cli import COMMANDS, CommandParser, main
-from bmburst.convert.model_center import ModelCenterConfig
-from bmburst.convert.weights import open_weights
-from bmburst.data.sources import check_beginnings, find_sources, read_documents
+from bmburst.cli import COMMANDS, CommandParser, find_command, main
+from bmburst.data.documents import check_beginnings, read_documents
+from bmburst.data.sources import find_sources
 from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile
 from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, load_huggingface_tokenizer
@@ -230,9 +230,8 @@ BASE = {
 
 
 def _options(command):
-    module = importlib.import_module(f"bmburst.cli.{command.replace('-', '_')}")
     parser = CommandParser(prog="bmburst", description="")
-    module.configure(parser)
+    find_command(command).configure(parser)
     return [
         (action.option_strings[0], action.nargs != 0)
         for action in parser._actions

@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bmburst.cli import data as data_command
+from bmburst.cli.files import configure_data, run_data
 from bmburst.data import ByteTokenizer, PackedSequences, TokenFile, open_corpus
 from tests.refusals import refused, says
 
 COMMAND = """
 import argparse, sys
-from bmburst.cli import data
+from bmburst.cli.files import configure_data, run_data
 from bmburst.errors import UserError
 parser = argparse.ArgumentParser()
-data.configure(parser)
+configure_data(parser)
 try:
-    sys.exit(data.run(parser.parse_args()))
+    sys.exit(run_data(parser.parse_args()))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -191,10 +191,10 @@ def test_command_refuses(tmp_path, folder):
     says(done.stderr, "b.jsonl:2")
     assert not (tmp_path / "out").exists()
     parser = argparse.ArgumentParser()
-    data_command.configure(parser)
+    configure_data(parser)
     args = parser.parse_args(["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "byts"])
     with refused("tokenizer", "'byts'", "'bytes'", "tokenizer.json"):
-        data_command.run(args)
+        run_data(args)
 
 
 def test_a_damaged_file_of_the_cache_says_to_remove_it(tmp_path, folder):

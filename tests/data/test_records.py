@@ -12,11 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bmburst.config import parse_json
-from bmburst.data import Batches, ByteTokenizer, evaluation_batches, load_tokenizer, open_corpus
-from bmburst.data import rows as rows_of_data
+from bmburst.data import Batches, ByteTokenizer, documents, evaluation_batches, load_tokenizer, open_corpus
 from bmburst.data.chat import RecordEncoder
+from bmburst.data.documents import check_arrays, first_row
 from bmburst.data.records import Record, hold_records, read_records
-from bmburst.data.rows import check_arrays, first_row
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked, write_masked_file
@@ -133,7 +132,7 @@ def test_the_kind_of_an_array_is_told_by_its_beginning(tmp_path, first, monkeypa
     path, sizes = tmp_path / "x.json", []
     rest = [{"text": "x" * 100} for _ in range(3000)]
     path.write_text(json.dumps([first, *rest], ensure_ascii=False, indent=1)[:-9], encoding="utf-8-sig")  # cut
-    monkeypatch.setattr(rows_of_data, "parse_json", lambda text: sizes.append(len(text)) or parse_json(text))
+    monkeypatch.setattr(documents, "parse_json", lambda text: sizes.append(len(text)) or parse_json(text))
     files = find_sources([path])
     assert hold_records(files) == ("prompt" in first)
     assert list(first_row(files[0])) == [(f"{path}: element 1", first)]

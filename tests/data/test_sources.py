@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.data.sources import PIECE_BYTES, find_sources, read_documents
+from bmburst.data.documents import read_documents
+from bmburst.data.sources import PIECE_BYTES, find_sources
 from tests.refusals import refused
 
 

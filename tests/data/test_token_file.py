@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, TokenFile
-from bmburst.data.sources import Document
+from bmburst.data.documents import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, is_token_file
 from bmburst.data.token_writer import write_token_file
 from tests import tiny

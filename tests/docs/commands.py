@@ -2,10 +2,9 @@
 
 import os
 import re
-from importlib import import_module
 from pathlib import Path
 
-from bmburst.cli import CommandParser, main
+from bmburst.cli import CommandParser, find_command, main
 from bmburst.runtime.install_bmtrain import REQUIREMENT
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +35,9 @@ def exists(words: list[str]) -> bool:
     if program == "bmburst" and rest[0] == "launch":
         return main(["launch", "--dry-run", *rest[1:]]) == 0
     if program == "bmburst":
-        module = import_module(f"bmburst.cli.{rest[0].replace('-', '_')}")
-        parser = CommandParser(prog=rest[0], description=module.HELP)
-        module.configure(parser)
+        command = find_command(rest[0])
+        parser = CommandParser(prog=rest[0], description=command.HELP)
+        command.configure(parser)
         parser.read(rest[1:])
         return True
     if program == ".venv/bin/pre-commit":  # of the extra "dev", which `make install` installs

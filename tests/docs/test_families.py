@@ -13,8 +13,8 @@ from bmburst.blocks.families import FAMILIES, SCALES
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli.train import configure, resolve_options
-from tests.convert.test_convert import assert_same, weights_of
-from tests.convert.test_families import THERE, published
+from tests.checkpoint.test_convert import assert_same, weights_of
+from tests.checkpoint.test_families import THERE, published
 from tests.docs.blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from bmburst.config.tree import leaves
+from bmburst.config import leaves
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal

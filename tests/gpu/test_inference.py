@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import small_sums
-from bmburst.convert.weights import open_weights
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import ResidentWeights

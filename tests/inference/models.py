@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.convert.weights import open_weights
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.session import Engine
 from bmburst.inference.weights import ResidentWeights

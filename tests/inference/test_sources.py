@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmburst.convert.conversion import convert
+from bmburst.checkpoint.conversion import convert
 from bmburst.inference.generator import Generator, Source
 from tests.inference.models import VOCAB, directory, greedy, prompt
 from tests.refusals import refusal_of, says

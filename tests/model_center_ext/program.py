@@ -285,7 +285,7 @@ def _converted(folder: Path) -> Tensor:
     import bmtrain as bmt
     from model_center.model import Llama
 
-    from bmburst.convert.conversion import convert
+    from bmburst.checkpoint.conversion import convert
 
     if bmt.rank() == 0:
         convert(folder / "plain", folder / "hf", to="huggingface")

@@ -9,9 +9,9 @@ from bmburst.blocks.config import LlamaConfig as Shape
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint.hugging_face import expected_shapes
+from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
 from bmburst.cli import CommandParser
 from bmburst.cli.train import configure, resolve_options
-from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.train.resolve import resolve
 from model_center_ext import LlamaConfig, config_files
 from tests.refusals import refused

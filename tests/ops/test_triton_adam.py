@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst.runtime.host import kernels
+from bmburst.runtime.host.extension import adam_step
 from bmburst_ops.triton_elementwise import adamw_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def test_equals_bmtrains_to_the_last_bits():
     theirs = [t.clone() for t in tensors]
     low = torch.empty(count, dtype=torch.bfloat16)
     rates = {"eps": 1e-8, "weight_decay": 0.1}
-    kernels.adam(
+    adam_step(
         count, theirs[0].data_ptr(), low.data_ptr(), gradient.data_ptr(), theirs[1].data_ptr(), theirs[2].data_ptr(),
         betas, rates["eps"], 0.01, 2.0, rates["weight_decay"], (1 - 0.9**5, 1 - 0.999**5), dtype=torch.bfloat16,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.runtime import build_bmtrain
-from bmburst.runtime.doctor import CHECKS, bmtrain, checks
+from bmburst.runtime.doctor import CHECKS, GpuPackageCheck, bmtrain
 from tests.docs.blocks import DOCS
 from tests.docs.commands import exists
 from tests.packaging.wheel import NEEDED, PACKAGES, ROOT
@@ -112,7 +112,7 @@ def test_the_image_is_what_doctor_recommends(monkeypatch: pytest.MonkeyPatch) ->
     recipe = shlex.split(bmtrain.fix_command())
     assert recipe[-2:] in [plain(words)[-2:] for words in RUNS]
     (fa4,) = (check.run for check in CHECKS if check.name == "kernel fa4")
-    assert isinstance(fa4, checks.GpuPackageCheck)
+    assert isinstance(fa4, GpuPackageCheck)
     extra = re.search(r'"gpu": \["([\w-]+)', (ROOT / "setup.py").read_text())
     assert extra is not None and extra[1] == fa4.distribution and fa4.install.endswith(extra[1])
     assert any(".[gpu]" in words for words in RUNS)

@@ -15,8 +15,9 @@ from tests.distributed.started import Program, fresh_program
 ROOT = Path(__file__).parents[2]
 # `bmburst` with another patience with ranks that do not end.
 PATIENT_FOR = """
-from bmburst.runtime.launch import agent, run
-agent.GRACE = run.GRACE = {seconds}
+from bmburst.runtime import launch
+from bmburst.runtime.launch import agent
+agent.GRACE = launch.GRACE = {seconds}
 """
 # Names of what works underneath, and what lines that torch logs begin with: [rank0]:[W1122 06:10:16.460 store.cpp:125].
 NOISE = re.compile(r"ChildFailedError|torch\.distributed|elastic|Root Cause|runpy|rank\.py|\b[IWE]\d{4} \d\d:")

@@ -19,7 +19,6 @@ from bmburst.runtime.doctor import (
     Finding,
     bmtrain,
     can_train,
-    checks,
     examine,
     system,
     to_json,
@@ -243,16 +242,16 @@ def test_only_what_training_needs_decides():
 def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmburst_test_package")
     (folder / "__init__.py").write_text("import no_such_module_at_all\n")
-    look = checks.PackageCheck("bmburst_test_package", "some-name", "nothing")
+    look = doctor.PackageCheck("bmburst_test_package", "some-name", "nothing")
     assert look("x").status == "broken" and look("x").fix.endswith("--force-reinstall some-name")
-    look = checks.PackageCheck("bmburst_no_package", "some-name", "nothing")
+    look = doctor.PackageCheck("bmburst_no_package", "some-name", "nothing")
     assert look("x").status == "missing" and look("x").fix.endswith("pip install some-name")
 
 
 @pytest.mark.parametrize(("gpus", "status"), [([], "note"), ([75], "note"), ([90], "missing")])
 def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status, monkeypatch):
-    monkeypatch.setattr(checks, "capabilities", lambda: gpus)
-    look = checks.GpuPackageCheck("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
+    monkeypatch.setattr(doctor, "capabilities", lambda: gpus)
+    look = doctor.GpuPackageCheck("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
     found = look("kernel")
     assert found.status == status
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")
@@ -262,12 +261,12 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "cpm_kernels")
     (folder / "kernels").mkdir()
     (folder / "kernels" / "gelu.fatbin").write_bytes(fat_binary((CUBIN, 61), (CUBIN, 86)))
-    monkeypatch.setattr(checks, "capabilities", lambda: [90])
-    found = checks.cpm_kernels("cpm-kernels")
+    monkeypatch.setattr(doctor, "capabilities", lambda: [90])
+    found = doctor.cpm_kernels("cpm-kernels")
     assert found.status == "note" and "sm_61 sm_86: cannot run on sm_90, and is refused there" in found.detail
-    monkeypatch.setattr(checks, "capabilities", lambda: [89])
+    monkeypatch.setattr(doctor, "capabilities", lambda: [89])
     try:
-        assert checks.cpm_kernels("cpm-kernels").status == "ok"
+        assert doctor.cpm_kernels("cpm-kernels").status == "ok"
     finally:
         sys.modules.pop("cpm_kernels", None)
     missing = "raise ModuleNotFoundError('no pkg_resources', name='pkg_resources')"
@@ -277,7 +276,7 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     ):
         (folder / "__init__.py").write_text(code)
         importlib.invalidate_caches()
-        found = checks.cpm_kernels("cpm-kernels")
+        found = doctor.cpm_kernels("cpm-kernels")
         assert (
             (found.status, found.detail) == ("broken", detail)
             and found.fix.endswith(fix)
@@ -369,6 +368,6 @@ def test_the_kernel_of_cpus_names_the_compiler_of_long_tiles(capability, path, w
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setenv("PATH", path and str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    found = checks.cpu_flash("kernel cpu")
+    found = doctor.cpu_flash("kernel cpu")
     assert found.status == "ok" and says(found.detail, words)
     assert ("compiled by" in found.detail) == bool(path) and (capability == "AVX512") == ("tiles" in found.detail)

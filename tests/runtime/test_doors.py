@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.runtime.launch.relay import Relay, dial, to_store
-from bmburst.runtime.stores import address_of, listen, owner_of, serve, tcp_sockets
+from bmburst.runtime.stores import Relay, address_of, dial, listen, owner_of, serve, tcp_sockets, to_store
 from tests.distributed.ports import held_port
 from tests.refusals import says
 from tests.runtime.launcher import ended, lines_of, start, wait_until

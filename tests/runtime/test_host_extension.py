@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst.runtime.host import patches
 from bmburst.runtime.host.cuda import Streams
+from bmburst.runtime.host.extension import build_extension
 from bmburst.runtime.host.nccl import Nccl, Rendezvous
 
 LOW = [("fp16", torch.float16), ("bf16", torch.bfloat16)]
-C = patches.build_extension(Nccl(Streams(), Rendezvous({})))
+C = build_extension(Nccl(Streams(), Rendezvous({})))
 
 
 def test_every_function_that_bmtrain_calls_is_there() -> None:

@@ -13,11 +13,12 @@ import torch
 
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.runtime.launch import LaunchSpec, run
+from bmburst.runtime import launch
+from bmburst.runtime.launch import LaunchSpec
 from bmburst.runtime.launch.agent import Outcome, RankEnd
-from bmburst.runtime.launch.guard import rank_pids
 from bmburst.runtime.launch.result import launch_result
 from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
+from bmburst.runtime.rank import rank_pids
 from tests.refusals import refused, says
 
 STEP = {
@@ -120,7 +121,7 @@ def no_cuda(monkeypatch):
 @pytest.mark.usefixtures("no_cuda")
 def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(run, "usable_cores", lambda: 7)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 7)
     script = tmp_path / "a b.py"
     script.touch()
     assert (
@@ -136,44 +137,44 @@ def test_settings_leave_the_users_alone():
     own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     own |= {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
-    assert run.open_defaults(own, 2, 8, cuda=True) == {}
+    assert launch.open_defaults(own, 2, 8, cuda=True) == {}
     on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     on_gpus |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert run.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
-    assert run.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
-    assert run.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
-    assert not [name for name in run.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
+    assert launch.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
+    assert launch.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
+    assert launch.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
+    assert not [name for name in launch.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
 
 def test_compiled_kernels_are_kept_where_no_one_else_can_put_any(tmp_path):
-    found = run.kernel_cache(tmp_path)
+    found = launch.kernel_cache(tmp_path)
     place = Path(found["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
     assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1" and place.parent.parent == tmp_path
     assert place.parent.stat().st_mode & 0o777 == 0o700
-    assert run.kernel_cache(tmp_path) == found
+    assert launch.kernel_cache(tmp_path) == found
     place.parent.chmod(0o777)
-    assert run.kernel_cache(tmp_path) == {}
+    assert launch.kernel_cache(tmp_path) == {}
     place.parent.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.parent.symlink_to(tmp_path / "elsewhere")
-    assert run.kernel_cache(tmp_path) == {}
-    assert run.kernel_cache(tmp_path / "none") == {}
+    assert launch.kernel_cache(tmp_path) == {}
+    assert launch.kernel_cache(tmp_path / "none") == {}
 
 
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with refused("CUDA_DEVICE_MAX_CONNECTIONS", "unset"):
-        run.open_defaults(one, 1, 1, cuda=True)
-    run.open_defaults(one, 1, 1, cuda=False)
-    run.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
+        launch.open_defaults(one, 1, 1, cuda=True)
+    launch.open_defaults(one, 1, 1, cuda=False)
+    launch.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), ("", 64)])
 def test_a_containers_quota_counts(text, cores, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(64)))
     (tmp_path / "cpu.max").write_text(text)
-    assert run.usable_cores(tmp_path / "cpu.max") == cores
-    assert run.usable_cores(tmp_path / "none") == 64
+    assert launch.usable_cores(tmp_path / "cpu.max") == cores
+    assert launch.usable_cores(tmp_path / "none") == 64
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from bmburst.blocks.presets import PRESETS
-from bmburst.data.corpus import open_corpus
+from bmburst.data import open_corpus
 from bmburst.train.config import (
     DataConfig,
     TrainConfig,

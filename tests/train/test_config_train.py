@@ -12,7 +12,7 @@ from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build_config, read_layer, to_dict
-from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
+from bmburst.data.sources import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape

@@ -13,10 +13,10 @@ import pytest
 
 from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint.conversion import convert
 from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, require_whole
 from bmburst.checkpoint.sharded_files import together
 from bmburst.cli import main
-from bmburst.convert.conversion import convert
 from bmburst.errors import RunError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, EvalConfig, TrainConfig

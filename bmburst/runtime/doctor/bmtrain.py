@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from bmburst.runtime.doctor.finding import BMBURST, Finding
+from bmburst.runtime.doctor.system import BMBURST, Finding
 from bmburst.runtime.install_bmtrain import has_wheel, install_command
 
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, header size, size of the entries

@@ -1,4 +1,4 @@
-"""Checks of Python, torch, the GPUs, their access to each other, and NCCL.
+"""Checks of Python, torch, the GPUs, their access to each other, and NCCL, and `Finding`, the result of any check.
 
 The packages nvidia-nccl-cu11, -cu12 and -cu13 all contain nvidia/nccl/lib/libnccl.so.2. pip overwrites the file without
 a warning, and removing one package removes the file for all. Then torch cannot be imported, or runs with an NCCL that
@@ -11,15 +11,39 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from bmburst.amounts import GIB
 from bmburst.errors import one_line
-from bmburst.runtime.doctor.finding import PIP, Finding
+
+Status = Literal["ok", "missing", "broken", "note"]
+
+PIP = f"{sys.executable} -m pip"
+BMBURST = f"{sys.executable} -m bmburst"
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check.
+
+    Attributes:
+        name: Subject of the check.
+        status: "ok": usable; "missing": absent, `fix` installs it; "broken": present but unusable, `fix` repairs it;
+            "note": for information, no action needed.
+        detail: The result in words.
+        fix: A shell command; empty if nothing needs to be done or no command helps.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
 
 
 def python(name: str) -> Finding:

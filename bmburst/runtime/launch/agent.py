@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bmburst.runtime.launch import guard
 from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
+from bmburst.runtime.rank import guard_command, is_stopped, kill_groups, rank_pids, start_time
 
 GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank that waits for a dead one never ends
 
@@ -26,7 +26,7 @@ GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank t
 def start_guard(folder: Path) -> subprocess.Popen[bytes]:
     """Start the process that cleans up if this one is killed. Closing its standard input ends it."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(folder)],
+        guard_command(folder),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -63,9 +63,9 @@ class GracefulStop:
     def press(self, *, now: bool = False) -> None:
         """Send the signal to ranks that have not received it. Kill all ranks after `GRACE`, or with `now`."""
         if now or self.overdue:
-            guard.kill_groups(self.folder)
+            kill_groups(self.folder)
             return
-        for pid in guard.rank_pids(self.folder).values():
+        for pid in rank_pids(self.folder).values():
             if pid not in self._told:
                 self._told.add(pid)
                 with contextlib.suppress(ProcessLookupError):
@@ -74,7 +74,7 @@ class GracefulStop:
 
 def all_polite(folder: Path) -> bool:
     """Return whether ranks are running and each of them handles the signal itself (`watchdog.polite`)."""
-    living = [rank for rank, pid in guard.rank_pids(folder).items() if guard.start_time(pid)]
+    living = [rank for rank, pid in rank_pids(folder).items() if start_time(pid)]
     return bool(living) and all((folder / f"polite.{rank}").exists() for rank in living)
 
 
@@ -216,7 +216,7 @@ class AgentThread(threading.Thread):
                 any(statuses) or watch.overdue([self._ranks[rank].pid for rank in living])
             ):
                 self.outcome.stood_still = not any(statuses)
-                self.outcome.stopped = [rank for rank in living if guard.is_stopped(self._ranks[rank].pid)]
+                self.outcome.stopped = [rank for rank in living if is_stopped(self._ranks[rank].pid)]
                 deadline = time.monotonic() + GRACE
                 for rank in living:
                     self._ranks[rank].terminate()
@@ -259,5 +259,5 @@ class _StoppedRanks:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK
-            self._since = {pid: self._since.get(pid, now) for pid in pids if guard.is_stopped(pid)}
+            self._since = {pid: self._since.get(pid, now) for pid in pids if is_stopped(pid)}
         return any(now - since > self._limit for since in self._since.values())

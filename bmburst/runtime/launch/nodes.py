@@ -3,11 +3,13 @@
 Otherwise the ranks of the other nodes would wait in a collective for ever. Each launcher increments a key in the run's
 store on node 0, its heartbeat, and node 0 checks that the keys change. Node 0 keeps the store until the other launchers
 have left, because torch writes a stack trace for each connection that breaks. The store listens on node 0's loopback.
-`relay` lets the other launchers reach it.
+A relay lets the other launchers reach it.
 """
 
+import hashlib
 import json
 import math
+import os
 import secrets
 import select
 import socket
@@ -20,13 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
-from bmburst.runtime.launch.guard import is_stopped, rank_pids
-from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_store
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
-from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
+from bmburst.runtime.rank import is_stopped, rank_pids
+from bmburst.runtime.stores import LOOPBACK, TOKEN, Relay, address_of, dial, listen, serve, to_node_0, to_store
 
 LEFT = -1  # instead of a number of heartbeats: the node has left the run
 SILENT = 60.0  # seconds without a new heartbeat until a node is lost; a launcher sends two a second
+
+
+def _secret_of(spec: LaunchSpec) -> bytes:
+    """Return the key that the launchers of a run share. It is derived from the run's name and BMBURST_TOKEN, if set."""
+    return hashlib.sha256(f"bmburst\0{spec.job}\0{os.environ.get(TOKEN, '')}".encode()).digest()
 
 
 class Heartbeats:
@@ -95,7 +101,7 @@ class NodeWatch(threading.Thread):
         self._spec, self._folder = spec, folder
         self._stopped, self._changes = "{}", 0
         self._served: Any = None
-        self._secret = secret_of(spec)
+        self._secret = _secret_of(spec)
         self._unknown = ""
         self._others = Heartbeats(range(1, spec.nnodes) if spec.node_rank == 0 else ())
         self._rounds = 0

@@ -12,22 +12,20 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.checkpoint.adapter import is_adapter_directory
+from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
 from bmburst.checkpoint.files import require_whole
-from bmburst.checkpoint.sharded_files import index_name
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
-from bmburst.config import read_json
-from bmburst.convert.model_center import ModelCenterConfig, model_center_name
-from bmburst.convert.weights import (
+from bmburst.checkpoint.hugging_face import (
     CONFIG_FILE,
     HUGGING_FACE,
     MODEL_CENTER,
     MODEL_CENTER_FILE,
-    TorchFileWriter,
     Weights,
-    open_merged,
     open_weights,
 )
+from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
+from bmburst.checkpoint.sharded_files import index_name
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_text
+from bmburst.config import read_json
 from bmburst.data.tokenizer import TOKENIZER_FILE, TOKENIZER_FILES, require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing

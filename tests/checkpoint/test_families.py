@@ -14,9 +14,9 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint import hugging_face
-from bmburst.convert.conversion import convert
+from bmburst.checkpoint.conversion import convert
 from model_center_ext import config_files
-from tests.convert.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of
+from tests.checkpoint.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of
 from tests.refusals import refusal_of, says
 
 SIZES: dict[str, int] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_layers": 2, "head_dim": 6}

@@ -1,24 +1,56 @@
-"""Implements BMTrain's CUDA and CPU kernels with torch operations.
+"""Replaces BMTrain's extension `bmtrain.C` without CUDA: its kernels as torch operations, and NCCL over gloo.
 
-The formulas are those of BMTrain 1.0.1's csrc (adam_cuda.cu, adam_cpu.hpp, cross_entropy.cu, has_inf_nan.cu), computed
-in fp32. One result differs on purpose: BMTrain's CPU code truncates fp32 to bf16, which shrinks weights by 0.28 % on
-average. This module rounds to nearest, as BMTrain's CUDA code does.
+The replacement has every name that BMTrain's csrc/bind.cpp defines. The formulas are those of BMTrain 1.0.1's csrc
+(adam_cuda.cu, adam_cpu.hpp, cross_entropy.cu, has_inf_nan.cu), computed in fp32. One result differs on purpose:
+BMTrain's CPU code truncates fp32 to bf16, which shrinks weights by 0.28 % on average. This module rounds to nearest, as
+BMTrain's CUDA code does.
 
-Pointers are addresses of contiguous memory. No function takes a stream, because operations run at once.
+Pointers are addresses of contiguous memory. Streams are ignored, because operations run at once.
 """
 
 import ctypes
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bmburst.runtime.host.cuda import view
+from bmburst.runtime.host.nccl import Nccl
 
+EXTENSION = "bmtrain.C"
+MARK = "__bmburst_host_runtime__"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 _LOWEST_MAXIMUM = -1e6  # cross_entropy.cu: a row of -inf has this maximum
 _NOT_ZERO = 1e-10  # cross_entropy.cu: added to a sum of exponentials before dividing by it
 _BLOCK = 1 << 22  # elements of a logits block that is held in fp32 at a time
+
+
+def build_extension(nccl: Nccl) -> types.ModuleType:
+    """Return the module that replaces `bmtrain.C`."""
+    module = types.ModuleType(EXTENSION, "BMTrain's extension on the CPU, by bmburst's host runtime.")
+    functions: dict[str, Callable[..., object]] = {
+        "is_bf16_supported": lambda: 1,
+        "to_fp16_from_fp32": partial(cast, dtype=F16),
+        "to_bf16_from_fp32": partial(cast, dtype=BF16),
+    }
+    launchers: tuple[Callable[..., None], ...] = (
+        has_nan_inf,
+        adam,
+        adam_cpu,
+        cross_entropy_forward,
+        cross_entropy_backward_inplace,
+        fused_sumexp,
+        fused_softmax_inplace,
+    )
+    for suffix, dtype in (("fp16", F16), ("bf16", BF16)):
+        for launcher in launchers:
+            functions[f"{launcher.__name__}_{suffix}_launcher"] = partial(launcher, dtype=dtype)
+    functions |= {name: getattr(nccl, name) for name in dir(nccl) if name.startswith("nccl")}
+    vars(module).update(functions)
+    vars(module)[MARK] = nccl
+    return module
 
 
 def cast(count: int, source: int, target: int, dtype: torch.dtype) -> None:
@@ -26,13 +58,39 @@ def cast(count: int, source: int, target: int, dtype: torch.dtype) -> None:
     view(target, count, dtype).copy_(view(source, count, F32))
 
 
-def has_nan_inf(count: int, numbers: int, out: int, dtype: torch.dtype) -> None:
-    """Set the byte at `out` to 1 if any number is not finite. Otherwise leave it unchanged."""
-    if count > 0 and not torch.isfinite(view(numbers, count, dtype)).all():
+def has_nan_inf(n: int, g: int, mid: int, out: int, stream: int, *, dtype: torch.dtype) -> None:
+    """Set the byte at `out` to 1 if any of `n` numbers is not finite. `mid` is scratch memory of the CUDA kernel."""
+    del mid, stream
+    if n > 0 and not torch.isfinite(view(g, n, dtype)).all():
         view(out, 1, torch.uint8).fill_(1)
 
 
 def adam(
+    n: int, p: int, p_low: int, g: int, m: int, v: int,
+    beta1: float, beta2: float, eps: float, lr: float, scale: float, decay: float,
+    correction1: float, correction2: float, stream: int, *, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """BMTrain's CUDA Adam; see `adam_step`. In fp16 the moments are stored multiplied by the loss scale."""
+    del stream
+    adam_step(
+        n, p, p_low, g, m, v, (beta1, beta2), eps, lr, scale, decay, (correction1, correction2),
+        dtype=dtype, scaled_moments=dtype == F16,
+    )  # fmt: skip
+
+
+def adam_cpu(
+    n: int, p: int, p_low: int, delta_info: int, g: int, m: int, v: int,
+    beta1: float, beta2: float, eps: float, lr: float, scale: float, decay: float,
+    correction1: float, correction2: float, *, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """BMTrain's CPU Adam, which AdamOffloadOptimizer calls; see `adam_step`."""
+    adam_step(
+        n, p, p_low, g, m, v, (beta1, beta2), eps, lr, scale, decay, (correction1, correction2),
+        dtype=dtype, delta_info=delta_info,
+    )  # fmt: skip
+
+
+def adam_step(
     count: int,
     param: int,
     param_low: int,
@@ -94,13 +152,15 @@ def adam(
 
 
 def cross_entropy_forward(
-    rows: int, columns: int, logits: int, target: int, softmax: int, out: int, ignore: int, dtype: torch.dtype
-) -> None:
+    rows: int, columns: int, logits: int, target: int, softmax: int, out: int, ignore: int, stream: int,
+    *, dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Write the softmax of each row in `dtype` and its loss in fp32. The loss of an ignored row is 0.
 
     Raises:
         IndexError: A target is neither a column nor `ignore`. (BMTrain's CUDA kernel reads out of bounds.)
     """
+    del stream
     targets = view(target, rows, torch.int32).long()
     valid = targets != ignore
     wrong = targets[valid & ((targets < 0) | (targets >= columns))]
@@ -117,8 +177,11 @@ def cross_entropy_forward(
         losses[at] = torch.where(valid[at], (largest + total.log() - picked)[:, 0], 0.0)
 
 
-def cross_entropy_backward(rows: int, columns: int, grad: int, target: int, softmax: int, dtype: torch.dtype) -> None:
-    """Replace each row of softmax by the gradient of its logits, in place."""
+def cross_entropy_backward_inplace(
+    rows: int, columns: int, grad: int, target: int, softmax: int, ignore: int, stream: int, *, dtype: torch.dtype
+) -> None:
+    """Replace each row of softmax by the gradient of its logits. The incoming one of an ignored row is already 0."""
+    del ignore, stream
     targets, grads = view(target, rows, torch.int32).long(), view(grad, rows, F32)
     for at, (probability,) in _blocks(rows, columns, dtype, softmax):
         gradient = probability.float()
@@ -128,15 +191,21 @@ def cross_entropy_backward(rows: int, columns: int, grad: int, target: int, soft
         probability.copy_(gradient.mul_(grads[at][:, None]))
 
 
-def sum_exp(rows: int, columns: int, logits: int, largest: int, out: int, dtype: torch.dtype) -> None:
+def fused_sumexp(
+    rows: int, columns: int, logits: int, largest: int, out: int, stream: int, *, dtype: torch.dtype
+) -> None:
     """Write the sum of `exp(logit - largest)` of each row in fp32."""
+    del stream
     maxima, sums = view(largest, rows, F32), view(out, rows, F32)
     for at, (x,) in _blocks(rows, columns, dtype, logits):
         sums[at] = (x.float() - maxima[at][:, None]).exp_().sum(1)
 
 
-def softmax(rows: int, columns: int, logits: int, largest: int, total: int, dtype: torch.dtype) -> None:
-    """Replace each row of logits by `exp(logit - largest) / total`, in place."""
+def fused_softmax_inplace(
+    rows: int, columns: int, logits: int, largest: int, total: int, stream: int, *, dtype: torch.dtype
+) -> None:
+    """Replace each row of logits by `exp(logit - largest) / total`."""
+    del stream
     maxima, totals = view(largest, rows, F32), view(total, rows, F32)
     for at, (x,) in _blocks(rows, columns, dtype, logits):
         x.copy_((x.float() - maxima[at][:, None]).exp_().div_(totals[at][:, None]))

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
+from bmburst.checkpoint import conversion as converting
 from bmburst.checkpoint import hugging_face
-from bmburst.checkpoint.tensor_files import SafetensorsWriter
+from bmburst.checkpoint.conversion import convert
+from bmburst.checkpoint.model_center import model_center_name
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter
 from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
-from bmburst.convert import conversion as converting
-from bmburst.convert.conversion import convert
-from bmburst.convert.model_center import model_center_name
-from bmburst.convert.weights import TorchFileWriter
 from tests import tiny
 from tests.refusals import refusal_of, says
 

@@ -1,20 +1,40 @@
-"""`bmburst build-bmtrain`: builds a BMTrain wheel for this Python, CUDA and GPUs."""
+"""`bmburst doctor` and `bmburst build-bmtrain`: examine this machine, and build BMTrain for it."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from bmburst.cli import Command
 from bmburst.errors import UserError
 
-HELP = (
+_DOCTOR_HELP = (
+    "Check Python, torch, GPUs, BMTrain and its machine code, NCCL, attention kernels and packages. Print what is "
+    "usable and, for everything missing or broken, the command that repairs it. Exit status: 0 if training can run on "
+    "this machine, else 1."
+)
+_BUILD_HELP = (
     "Build BMTrain's unmodified source package for this Python and CUDA and for the GPUs of this machine or of --arch, "
     "against the NCCL library of torch. Needs nvcc, cmake and a C++ compiler; for each one missing, prints the command "
     "that installs it."
 )
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add --json to the parser of `bmburst doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print the findings; return 0 if training can run here, else 1."""
+    from bmburst.runtime.doctor import CHECKS, can_train, examine, to_json, to_text
+
+    findings = examine()
+    print(to_json(CHECKS, findings) if args.json else to_text(CHECKS, findings))
+    return 0 if can_train(CHECKS, findings) else 1
+
+
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bmburst build-bmtrain`."""
     add = parser.add_argument
     add("--arch", nargs="+", metavar="SM", help="GPU architectures, such as 90 or 9.0 (default: those of this machine)")
     add("--output", type=Path, metavar="DIR", default=Path("dist"), help="folder for the wheel (default: dist)")
@@ -37,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_build(args: argparse.Namespace) -> int:
     """Build the wheel, and return the exit status.
 
     Raises:
@@ -71,3 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.install:
         print(f"install it: {sys.executable} -m pip install --no-deps --force-reinstall {wheel}", file=sys.stderr)
     return 0
+
+
+COMMANDS = {
+    "doctor": Command(_DOCTOR_HELP, configure_doctor, run_doctor),
+    "build-bmtrain": Command(_BUILD_HELP, configure_build, run_build),
+}

@@ -1,0 +1,320 @@
+"""Reads documents from text files, and rows from JSONL and JSON files and data sets: `find_sources` finds the files."""
+
+import codecs
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bmburst.config import parse_json
+from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
+from bmburst.errors import UserError, first_line
+
+KINDS = (
+    '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
+    '{"instruction": "...", "output": "..."} or {"text": "..."}'
+)
+# First bytes of files that must be converted first: what they are, and how to convert them.
+_PACKED = {
+    b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
+    b"\xfd7zXZ\0": ("compressed with xz", "unxz it"),
+    b"(\xb5/\xfd": ("compressed with zstd", "unzstd it"),
+    b"PK\x03\x04": ("a zip archive", "unzip it"),
+    b"PAR1": ("a Parquet file", "save its rows as JSONL: datasets.load_dataset('parquet', data_files=FILE)"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text, in pieces of about 1 MiB that end at line ends, so that a large file is never in memory as a whole."""
+
+    name: str
+    pieces: Iterable[str]
+
+
+def read_documents(
+    files: Iterable[SourceFile],
+    *,
+    text_field: str = "text",
+    on_read: Callable[[int], object] = lambda _: None,
+    on_skip: Callable[[str], object] = lambda _: None,
+) -> Iterator[Document]:
+    """Yield the documents of `files` in order. Consume a document's pieces before requesting the next document.
+
+    Args:
+        files: From `find_sources`.
+        text_field: Key of the text in a line of JSONL.
+        on_read: Called with the number of bytes of each read.
+        on_skip: Called with a line about each skipped file.
+
+    Raises:
+        UserError: A named file cannot be read or is not text, or a line of JSONL is malformed.
+    """
+    for file in files:
+        try:
+            if file.kind != "text":
+                yield from _texts(text_field, rows(file, on_read))
+            elif problem := _why_not_text(file.path):
+                raise _not_text(file, problem)
+            else:
+                yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
+        except OSError as error:
+            if file.named:
+                raise unreadable(file.name, error) from error
+            on_skip(f"{file.name}: {error.strerror or error}")
+        except UserError as error:
+            if file.named or file.kind != "text":
+                raise
+            on_read(file.path.stat().st_size)
+            on_skip(str(error).splitlines()[0])
+
+
+def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
+    """Check the beginning of the named text files and of the first JSONL file; the rest is checked while reading.
+
+    Args:
+        files: From `find_sources`.
+        text_field: Key of the text in a line of JSONL.
+
+    Raises:
+        UserError: A beginning cannot be read, is not text, or its line of JSONL is malformed.
+    """
+    lines = [file for file in files if file.kind != "text"]
+    for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
+        try:
+            if file.kind != "text":
+                next(_texts(text_field, first_row(file)), None)
+            elif problem := _why_not_text(file.path, most=PIECE_BYTES):
+                raise _not_text(file, problem)
+        except OSError as error:
+            if file.named:
+                raise unreadable(file.name, error) from error
+
+
+def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    """Yield (name for messages, value) for the lines, elements or rows of a file that is not plain text.
+
+    Args:
+        file: A file of kind "jsonl", "json" or "dataset".
+        on_read: Called with the number of bytes of each read; not for a data set.
+
+    Raises:
+        UserError: A line or the file is not valid JSON, or a data set cannot be read.
+        OSError: A JSON or JSONL file cannot be read.
+    """
+    if file.kind == "dataset":
+        return _dataset_rows(file)
+    return _json_array(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
+
+
+def first_row(file: SourceFile) -> Iterator[tuple[str, Any]]:
+    """Yield what `rows` yields first, if there is a row, without reading the rest of a JSON or JSONL file.
+
+    Raises:
+        UserError: As `rows`.
+        OSError: As `rows`.
+    """
+    found = _first_element(file) if file.kind == "json" else None
+    if found is None:
+        yield from islice(rows(file, lambda _: None), 1)
+    else:
+        yield _element(file, 1), found
+
+
+def check_arrays(files: Iterable[SourceFile]) -> None:
+    """Check the JSON arrays among files, which are not checked line by line while they are read.
+
+    Raises:
+        UserError: A file is not valid JSON, or cannot be read.
+    """
+    for file in files:
+        if file.kind == "json":
+            try:
+                next(_json_array(file, lambda _: None), None)
+            except OSError as error:
+                raise UserError(
+                    f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
+                ) from error
+
+
+def _not_text(file: SourceFile, problem: str) -> UserError:
+    with file.path.open("rb") as opened:
+        begin = opened.read(8)
+    for magic, (kind, fix) in _PACKED.items():
+        if begin.startswith(magic):
+            return UserError(
+                f"'{file.name}' is {kind}\nallowed: text files, JSONL files, directories of them\nfix: {fix}"
+            )
+    return UserError(
+        f"'{file.name}' is not a text file: {problem}\n"
+        "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
+        "fix: convert it to UTF-8, or leave it out"
+    )
+
+
+def _why_not_text(path: Path, most: float = math.inf) -> str | None:
+    """Return why a file is not UTF-8 text, or None. Checks it before use, so that no document is cut by a bad end.
+
+    Args:
+        path: The file.
+        most: Number of bytes to check, rounded up to blocks.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        done = 0
+        while True:
+            block = file.read(PIECE_BYTES)
+            waiting = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return f"byte {done - waiting + error.start} is not UTF-8"
+            if (at := block.find(b"\0")) >= 0:  # binary files with small numbers can be valid UTF-8
+                return f"byte {done + at} is zero"
+            done += len(block)
+            if not block or done >= most:
+                return None
+
+
+def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
+    """Yield the text of a file in pieces, cut after a line end if possible; a file of at most one piece is not cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held = ""
+    with path.open("rb") as file:
+        while block := file.read(PIECE_BYTES):
+            on_read(len(block))
+            cut = held.rfind("\n") + 1
+            if cut or len(held) >= 2 * PIECE_BYTES:
+                cut = cut or len(held)
+                yield held[:cut]
+                held = held[cut:]
+            held += decoder.decode(block)
+    if held:
+        yield held
+
+
+def _texts(text_field: str, values: Iterable[tuple[str, Any]]) -> Iterator[Document]:
+    for name, value in values:
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{name}: the line is not a JSON object: {_short(value)}\n"
+                f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+            )
+        if text_field not in value:
+            raise UserError(
+                f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+                f"allowed: {KINDS}\n"
+                "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
+                "records to fine-tune on, rename the keys: docs/fine_tuning_data.md"
+            )
+        text = value[text_field]
+        if not isinstance(text, str):
+            raise UserError(
+                f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+                "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
+            )
+        # "\ud800" is valid JSON, but an unpaired surrogate, which UTF-8 cannot encode.
+        yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped.
+
+    Raises:
+        UserError: A line is not valid JSON.
+    """
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            on_read(len(line))
+            if not line.strip():
+                continue
+            name = f"{file.name}:{number}"
+            try:  # an editor may have put a byte-order mark before the first line
+                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
+                    "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
+                ) from error
+            except ValueError as error:
+                raise UserError(
+                    f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line"
+                ) from error
+            yield name, value
+
+
+def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    text = file.path.read_bytes()
+    try:
+        values = parse_json(text.decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(
+            f"'{file.name}' is not valid JSON: {_reason(error)}\nfix: write an array of JSON objects"
+        ) from error
+    on_read(len(text))
+    for number, value in enumerate(values, 1):
+        yield _element(file, number), value
+
+
+def _first_element(file: SourceFile) -> Any:
+    """Return the first object of an array by reading only the beginning of the file; None if it is not valid."""
+    decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
+    with file.path.open("rb") as opened:
+        # Each read is as long as all before it: a long element is tried a few times, not once a block.
+        while block := opened.read(max(PIECE_BYTES, len(text))):
+            try:
+                text += decoder.decode(block)
+                begin = text.index("{")
+                _, end = json.JSONDecoder().raw_decode(text, begin)
+                return parse_json(text[begin:end])
+            except UnicodeDecodeError:
+                return None
+            except (ValueError, RecursionError):
+                continue
+    return None
+
+
+def _element(file: SourceFile, number: int) -> str:
+    return f"{file.name}: element {number}"
+
+
+def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a data set, each with its name; if there are several splits, those of "train".
+
+    Raises:
+        UserError: The package datasets is not installed or cannot read the folder, or there is no split "train".
+    """
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise UserError(
+            f"'{folder.name}' is a data set of the package datasets, and importing it failed\n"
+            "fix: pip install datasets, or save the rows as JSONL: dataset.to_json('rows.jsonl')"
+        ) from error
+    try:
+        rows = load_from_disk(str(folder.path))  # memory-mapped
+    except Exception as error:  # errors of Arrow, JSON or the package
+        raise UserError(
+            f"cannot read data set '{folder.name}': {first_line(error)}\nfix: write it again with save_to_disk"
+        ) from error
+    if isinstance(rows, dict):
+        if "train" not in rows:
+            raise UserError(
+                f"data set '{folder.name}' has no split 'train'\nallowed: {', '.join(rows)}\n"
+                f"fix: give one of them by its folder: {folder.path / next(iter(rows), 'train')}"
+            )
+        rows = rows["train"]
+    for number, row in enumerate(rows, 1):
+        yield f"{folder.name}:{number}", dict(row)
+
+
+def _reason(error: ValueError) -> str:
+    return str(error).splitlines()[0].removeprefix("is not valid JSON: ")
