@@ -119,7 +119,7 @@ def table(rows: list[dict[str, Any]], gpus: int) -> str:
 def _rank(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     # Ranks must agree on which cases there is time for: rank 0 says so before each.
-    from bmburst.comm.protocol import gather_objects
+    from bmburst.comm import gather_objects
     from bmburst.mesh import Mesh
     from bmburst.runtime import start
 

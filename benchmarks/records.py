@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import hugging_face, logprobs, lora_peers, slow_links, sparse_cross, strategies
-from benchmarks.engine.kind import KINDS, Results, load_kind
+from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, overheads, perplexity, tables
 from benchmarks.paper.claims import CLAIMS

@@ -35,9 +35,9 @@ from benchmarks.paper.measure import Counting, backward_transfers
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
+from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
-from bmburst.comm.protocol import gather_objects
 from bmburst_ops.flash import BackwardInputs
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}

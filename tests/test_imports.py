@@ -42,7 +42,7 @@ FORBIDDEN = {
     "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.runtime"},
     "bmburst/runtime": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
     "benchmarks/engine": {"model_center_ext", "benchmarks.attention", "benchmarks.training", "benchmarks.inference"},
-    "benchmarks/attention/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
+    "benchmarks/attention/__init__.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
     "benchmarks/attention": {
         "model_center_ext",
         "benchmarks.training",
@@ -51,8 +51,8 @@ FORBIDDEN = {
         "bmburst.data",
         "bmburst.blocks",
     },
-    "benchmarks/training/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
-    "benchmarks/inference/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
+    "benchmarks/training/__init__.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
+    "benchmarks/inference/__init__.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
     "bmburst/cli": {"model_center_ext"},
     "bmburst": {"model_center_ext"},
 }

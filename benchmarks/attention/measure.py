@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.attention.cells import (
+from benchmarks.attention import (
     PLAIN_MASKS,
     Cell,
     accuracy_ranks,
@@ -35,8 +35,8 @@ from benchmarks.attention.method import (
     prepare,
 )
 from benchmarks.attention.methods import all_methods
+from benchmarks.engine import ONE_GPU, Row
 from benchmarks.engine.job import Job, RankRun
-from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import (
+from benchmarks.attention import (
     MASKS,
     PLAIN_MASKS,
     Cell,
@@ -25,7 +25,7 @@ from benchmarks.attention.cells import (
     pattern_of,
     sizes,
 )
-from benchmarks.engine.kind import ONE_GPU
+from benchmarks.engine import ONE_GPU
 from benchmarks.engine.machine import RankGroup
 from bmburst.schedule.layout import make_layout
 from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import KINDS, Kind, Results, load_kind
+from benchmarks.engine import KINDS, Kind, Results, load_kind
 from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own

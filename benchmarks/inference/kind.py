@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine.kind import OK, Kind, Results, Row, selection_of
+from benchmarks.engine import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
     Rows,
     columns_of,
@@ -20,7 +20,7 @@ from benchmarks.engine.report import (
     ranks_name,
     scale_heights,
 )
-from benchmarks.inference.cells import (
+from benchmarks.inference import (
     CAUSAL,
     METHODS,
     SUITES,

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.attention.cells import GQA, HEAD_DIM, MHA, Cell, forward_flops
-from benchmarks.engine.kind import OK, ONE_GPU, BaseCell, BaseSelection, Kind, Results, Row, selection_of
+from benchmarks.attention import GQA, HEAD_DIM, MHA, Cell, forward_flops
+from benchmarks.engine import OK, ONE_GPU, BaseCell, BaseSelection, Kind, Results, Row, selection_of
 from benchmarks.engine.report import Rows, grid, groups, known, ranks_name
 from bmburst.errors import UserError
 

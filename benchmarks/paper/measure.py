@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.attention.method import LocalKernel, Method, Setting, prepare, random_inputs
 from benchmarks.attention.methods import all_methods
+from benchmarks.engine import Row
 from benchmarks.engine.job import RankRun
-from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.timing import Times, in_turns, once
 from benchmarks.paper.kind import AT_THE_END, BURST, KV, NO_OVERLAP, WHOLE_TILE, PaperCell
@@ -25,7 +25,7 @@ from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.local import tile_forward
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import carry_home, ring_backward, ring_forward, visiting_kv
-from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
+from bmburst.comm import BlockMover, CompletedTransfer, Transfer
 from bmburst.schedule.exchange import Exchange
 from bmburst.schedule.ring_schedule import Step
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine.machine import publish
-from benchmarks.training.cells import METHODS, TrainCell, TrainMethod
+from benchmarks.training import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
@@ -164,7 +164,7 @@ def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[st
 def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     """Return a method of the attention benchmark, bound to the trainer's shapes."""
 
-    from benchmarks.attention.cells import Cell
+    from benchmarks.attention import Cell
     from benchmarks.attention.method import LocalKernel, Setting
     from benchmarks.attention.methods import all_methods
     from benchmarks.engine.machine import RankGroup

@@ -1,6 +1,400 @@
 """`bmburst bench train`: compares training steps of this library and of other methods with a bound from their FLOPs.
 
-`cells` defines models, lengths, methods and the bound without torch. `tensor_v1` is the method that changes the model.
-`measure` builds a cell's trainer and runs it on a rank. `report` contains the tables. `kind` registers the benchmark
-with the engine: options, estimates of time, and pictures.
+This module defines models, lengths, methods and the bound, without torch. `tensor_v1` changes a model for a method,
+`measure` runs a cell on a rank, `report` has the tables, and `kind` registers the benchmark with the engine.
 """
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import NamedTuple
+
+from benchmarks.engine import BaseCell, BaseSelection
+from bmburst.amounts import GIB
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.errors import UserError, require_known
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import attention_flops, multiplied
+from bmburst.plan.search import Prediction, predict
+from bmburst.plan.step import model_flops
+from bmburst.plan.ways import candidates, with_attention_choice
+from bmburst.recompute.policy import Policy
+from bmburst.schedule.hardware import Hardware, load_hardware
+from bmburst.schedule.parallelism import MeshShape
+from bmburst.train.config import ParallelConfig, TrainConfig
+from bmburst_ops import ATTENTION_BACKWARD
+
+STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
+OURS = "ours"
+ZERO, STAGES = 3, (2, 3)  # the stage of ZeRO that is measured by default, and those that BMTrain has
+
+
+class TrainSuite(NamedTuple):
+    """What a suite measures where the options do not say.
+
+    Attributes:
+        presets: Models.
+        tokens: Sequence lengths.
+        dtypes: Of weights and activations; none: what the device is best at.
+    """
+
+    presets: tuple[str, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
+
+
+SUITES: Mapping[str, TrainSuite] = MappingProxyType(
+    {
+        "step": TrainSuite(("llama-3-8b", "llama-2-7b"), tuple(1024 * n for n in (32, 128, 256, 512, 1024, 2048))),
+        "loss": TrainSuite(("tiny-8-heads",), (2048,), ("float32", "bfloat16")),
+        "curve": TrainSuite(("llama-95m",), (131072,)),
+    }
+)
+# Models that are trained: the presets, and two small ones for losses.
+SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        **PRESETS,
+        # As narrow as llama-tiny, with heads for up to 8 ranks, wide enough for every kernel.
+        "tiny-8-heads": replace(PRESETS["llama-tiny"], num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64),
+        # 95 million parameters.
+        "llama-95m": LlamaConfig(
+            vocab_size=320,  # 256 bytes and special ids, rounded up
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=4,
+            rope_theta=500000.0,
+            max_position_embeddings=131072,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCell(BaseCell):
+    """One measurement: all ranks of the run share each sequence of a step.
+
+    Attributes:
+        suite: One of `SUITES`.
+        method: One of `METHODS`.
+        dtype: Of weights and activations.
+        preset: A name of `SHAPES`.
+        layers: Of the model, where they are fewer than the preset's, too.
+        tokens: Of a sequence.
+        recompute: Policy of `bmburst.recompute`; "" leaves it to the method.
+        batch: Sequences of a step, all computed at once.
+        zero: ZeRO stage: 3, or 2, which keeps the gathered weights from forward to backward.
+    """
+
+    preset: str
+    layers: int
+    tokens: int
+    recompute: str = ""
+    batch: int = 1
+    zero: int = ZERO
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's shape, for sequences of so many tokens."""
+        longest = max(self.tokens, SHAPES[self.preset].max_position_embeddings)
+        return replace(SHAPES[self.preset], num_layers=self.layers, max_position_embeddings=longest)
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of the preset."""
+        return SHAPES[self.preset].num_layers
+
+    @property
+    def model_name(self) -> str:
+        """The preset, and its layers where they are not all: `llama-3-8b-x2`."""
+        return self.preset + ("" if self.layers == self.all_layers else f"-x{self.layers}")
+
+    @property
+    def name(self) -> str:
+        """For example `step/llama-3-8b-x2/131072/ours` or `step/llama-2-7b/8x4096/ours`; globs take it."""
+        tokens = f"{self.batch}x{self.tokens}" if self.batch > 1 else f"{self.tokens}"
+        return f"{self.suite}/{self.model_name}/{tokens}/{self.method}"
+
+    @property
+    def key(self) -> str:
+        """See `BaseCell.key`; with the recompute policy and ZeRO-2, where asked for: `...@8-block-zero2`."""
+        stage = "" if self.zero == ZERO else f"-zero{self.zero}"
+        return super().key + (f"-{self.recompute}" if self.recompute else "") + stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSelection(BaseSelection):
+    """Which cells are listed; None takes what the suite has.
+
+    Attributes:
+        presets: Models.
+        layers: Numbers of layers, in place of the preset's.
+        recompute: Policy for all methods, or "".
+        batches: Sequences of a step, of the suite step.
+        stages: Stages of ZeRO, likewise.
+
+    Raises:
+        UserError: A preset is unknown, it has not so many layers, a length does not divide, or there is no such batch
+            or stage.
+    """
+
+    presets: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    recompute: str = ""
+    batches: tuple[int, ...] = (1,)
+    stages: tuple[int, ...] = (ZERO,)
+
+    def __post_init__(self) -> None:
+        for name in self.presets or ():
+            require_known("preset", name, SHAPES)
+        for batch in self.batches:
+            if batch < 1:
+                raise UserError(f"--batch {batch}\nallowed: at least 1\nfix: for example --batch 1,2,4,8")
+        for stage in self.stages:
+            if stage not in STAGES:
+                raise UserError(f"--zero {stage}\nallowed: 2, 3 or 2,3\nfix: leave it out for ZeRO-3")
+        most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
+        for layers in self.layers or ():
+            if not 1 <= layers <= most:
+                raise UserError(f"--layers {layers}\nallowed: 1 to {most}\nfix: no more layers than the model has")
+        super().__post_init__()
+
+
+def list_cells(selection: TrainSelection) -> tuple[TrainCell, ...]:
+    """Return the selected cells of every suite, in the order in which they are listed: short sequences first."""
+    found = (cell for suite in SUITES for cell in _cells(selection, suite))
+    return tuple(cell for cell in found if selection.fits(cell))
+
+
+def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
+    suite = SUITES[name]
+    first = None if name == "step" else 1  # for losses one model is trained
+    dtypes = suite.dtypes if selection.dtype is None else ()
+    for dtype, tokens, batch, stage, preset in product(
+        dtypes or (selection.plain_dtype,),
+        selection.tokens or suite.tokens,  # before models: what cells leave in memory only grows
+        selection.batches if name == "step" else (1,),
+        selection.stages if name == "step" else (ZERO,),
+        (selection.presets or suite.presets)[:first],
+    ):
+        layers = (selection.layers or (SHAPES[preset].num_layers,))[:first]
+        for number, ranks in product(layers, sorted({1, *selection.ranks}) if name == "loss" else selection.ranks):
+            for method in _methods(selection, name, ranks):
+                yield TrainCell(
+                    suite=name,
+                    preset=preset,
+                    layers=number,
+                    tokens=tokens,
+                    method=method,
+                    ranks=ranks,
+                    device=selection.device,
+                    dtype=dtype,
+                    recompute=selection.recompute,
+                    batch=batch,
+                    zero=stage,
+                )
+
+
+def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ...]:
+    """Return the selected methods; on one rank all are ours, and only ours is asked for a curve."""
+    if ranks > 1 and suite != "curve":
+        return selection.methods
+    # Losses are compared with one rank's, whatever is selected.
+    return (OURS,) if suite == "loss" or OURS in selection.methods else ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one GPU does, in FLOP/s.
+
+    Attributes:
+        attention: Of the attention kernel, forward and backward together, a causal mask counted as half.
+        matmul: Of a large product of matrices.
+    """
+
+    attention: float
+    matmul: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Seconds of a step in which nothing is done but the model's own FLOPs.
+
+    Attributes:
+        attention: Causal attention, 3.5 times its forward, at the kernel's rate.
+        matmul: 6 N FLOPs a token at a product's rate, N without an embedding that is only looked up.
+    """
+
+    attention: float
+    matmul: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.attention + self.matmul
+
+
+def bound(cell: TrainCell, rates: Rates) -> Bound:
+    """Return the bound of a cell's step, spread evenly over its ranks."""
+    model = cell.model
+    attention = cell.batch * model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
+    products = 6.0 * multiplied(model) * cell.tokens * cell.batch  # forward, inputs' gradient, weights'
+    return Bound(
+        attention=attention / rates.attention / cell.ranks,
+        matmul=products / rates.matmul / cell.ranks,
+    )
+
+
+def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backward: float) -> float:
+    """Return model FLOPs utilisation: causal attention halved, recomputation not counted.
+
+    Args:
+        cell: What took the seconds.
+        seconds: Of a step.
+        peak: FLOP/s of a GPU that it is of.
+        attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
+    """
+    return flops(cell, attention_backward=attention_backward) / seconds / cell.ranks / peak
+
+
+def flops(cell: TrainCell, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a cell's step as utilisation counts them."""
+    return model_flops(task_of(cell), attention_backward=attention_backward)
+
+
+def task_of(cell: TrainCell) -> Task:
+    """Return a cell's step as the planner knows it."""
+    return Task(
+        model=cell.model,
+        preset=cell.preset,
+        sequence=cell.tokens,
+        gpus=cell.ranks,
+        batch=cell.batch,
+        micro_batch=cell.batch,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMethod:
+    """One way to train one sequence on all ranks of a run, under ZeRO-3.
+
+    Attributes:
+        name: In cells.
+        shares_matrices: Whether ranks share matrices and heads in place of the sequence.
+        replicated: With that, whether each rank has all tokens between the matrices, too.
+        peer: Method of `benchmarks.attention.methods` that is attention in place of ours, or "".
+        layout: Which rank holds which tokens.
+        strategy: Of our attention.
+        by_messages: Whether our attention's blocks go by NCCL, on CPUs by gloo, in place of what is fastest.
+        stores_scores: Whether attention stores each rank's rows of scores, which the planner does not count.
+    """
+
+    name: str
+    shares_matrices: bool = False
+    replicated: bool = False
+    peer: str = ""
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    by_messages: bool = False
+    stores_scores: bool = False
+
+    def tensor(self, cell: TrainCell) -> int:
+        """Return how many ranks share each matrix."""
+        return cell.ranks if self.shares_matrices else 1
+
+    def recompute(self, cell: TrainCell) -> str:
+        """Return the recompute policy: ours is the trainer's default, peers keep attention's results."""
+        default = TrainConfig().recompute if self.name == OURS else "block-keep-attention"
+        return cell.recompute or default
+
+    def parallel(self, cell: TrainCell) -> ParallelConfig:
+        """Return the ranks' part of the trainer's configuration."""
+        tensor = self.tensor(cell)
+        messages = "nccl" if cell.device == "cuda" else "gloo"
+        return ParallelConfig(
+            sequence_parallel=cell.ranks // tensor,
+            tensor_parallel=tensor,
+            layout=self.layout,  # type: ignore[arg-type]  # check_fields looks
+            strategy=self.strategy,  # type: ignore[arg-type]
+            transport=messages if self.by_messages else "auto",  # type: ignore[arg-type]
+            zero_level=cell.zero,  # type: ignore[arg-type]
+        )
+
+    def refusal(self, cell: TrainCell) -> str | None:
+        """Return why the cell cannot run, as far as it is known before any tensor is made, or None."""
+        model = cell.model
+        if self.peer and not self.stores_scores and (model.num_heads % cell.ranks or model.num_kv_heads % cell.ranks):
+            return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
+        try:
+            model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
+            Policy.parse(self.recompute(cell)).require_layers(model.num_layers)
+        except UserError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def predict(self, cell: TrainCell, machine: str | None) -> Prediction | None:
+        """Return what the planner says of a cell; None of other types than bfloat16, and of what it cannot price.
+
+        Args:
+            cell: What is asked for.
+            machine: A name of `bmburst.schedule.hardware.shipped`; of None nothing is known.
+        """
+        policy = self.recompute(cell)
+        if machine is None or cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
+            return None
+        hardware = load_hardware(machine)
+        ways = self._ways(cell, policy, hardware)
+        return min((predict(way, hardware) for way in ways), key=lambda found: found.seconds)
+
+    def _ways(self, cell: TrainCell, policy: str, hardware: Hardware) -> list[Candidate]:
+        task = task_of(cell)
+        if self.name == OURS:
+            return candidates(task, recompute=(policy,), zero=(cell.zero,), tensor=(1,))
+        alone = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, zero=cell.zero, transport="nccl")
+        spread = "heads" if self.peer else self.strategy
+        return [with_attention_choice(alone, spread, None, hardware)]
+
+    def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
+        """Return why the cell would not fit, by the planner's prediction, or None.
+
+        Args:
+            cell: What is asked for.
+            machine: See `predict`.
+            capacity: Bytes of a GPU.
+        """
+        found = self.predict(cell, machine)
+        if found is None:
+            return None
+        needed = found.memory.total + self.replicated_bytes(cell)
+        if needed <= capacity:
+            return None
+        return f"would not fit: about {needed / GIB:.0f} GiB a rank by the planner, of {capacity / GIB:.0f} GiB"
+
+    def replicated_bytes(self, cell: TrainCell) -> float:
+        """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""
+        if not self.replicated:
+            return 0.0
+        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks)
+        at_work = 2  # the stream inside a block, and its gradient
+        return 2.0 * others * cell.model.hidden_size * (cell.layers + at_work)
+
+
+METHODS: Mapping[str, TrainMethod] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            TrainMethod(name=OURS),
+            TrainMethod(name="ulysses", peer="ulysses", layout="contiguous"),
+            # K and V around a zigzag ring, dK and dV home: what ring-flash-attn does
+            TrainMethod(name="zigzag-ring-nccl", strategy="kv", by_messages=True),
+            # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
+            TrainMethod(name="tensor-v1", shares_matrices=True, replicated=True, layout="contiguous"),
+            TrainMethod(name="tensor-v3", shares_matrices=True, layout="contiguous"),
+            # K, then V around a ring, rows of scores in memory (arXiv:2105.13120)
+            TrainMethod(name="ring-li", peer="ring-li-2021", layout="contiguous", stores_scores=True),
+        )
+    }
+)

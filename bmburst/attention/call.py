@@ -15,8 +15,8 @@ from bmburst.attention.options import (
     require_transport,
     scale_of,
 )
+from bmburst.comm import BlockMover
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
-from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import (
     DoubleRingGroups,
     StridedSubgroup,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.comm import CompletedTransfer, Transfer, device_of, gather_objects
 from bmburst.comm.memory import MessageMover, bytes_of, contiguous
-from bmburst.comm.protocol import CompletedTransfer, Transfer, device_of, gather_objects
 from bmburst.comm.streams import SideStreamTransfer
 from bmburst.errors import UserError
 

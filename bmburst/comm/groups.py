@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.comm import Communicator, Transfer, device_of
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
 from bmburst.comm.memory import MessageMover
-from bmburst.comm.protocol import Communicator, Transfer, device_of
 from bmburst.errors import UserError
 
 Split = Callable[[Sequence[Sequence[int]]], CheckedCommunicator]

@@ -25,11 +25,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from bmburst.comm import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
-from bmburst.comm.protocol import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange

@@ -15,8 +15,8 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
 from bmburst.checkpoint.files import own_tokenizer, verified, warn
 from bmburst.checkpoint.hugging_face import Weights, open_weights
+from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator, contents
-from bmburst.comm.protocol import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from bmburst.amounts import GIB
-from bmburst.comm.protocol import gather_objects
+from bmburst.comm import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
 from bmburst.plan.memory import KEPT, Memory, memory_of

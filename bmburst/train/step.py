@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from bmburst.comm.protocol import Communicator
+from bmburst.comm import Communicator
 from bmburst.errors import RunError
 from bmburst.runtime.watchdog import polite
 from bmburst.train.clock import StepTiming

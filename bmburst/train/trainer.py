@@ -16,8 +16,8 @@ from bmburst.amounts import GIB
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.adapter import Base
+from bmburst.comm import gather_objects
 from bmburst.comm.host_memory import HostMemory
-from bmburst.comm.protocol import gather_objects
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate

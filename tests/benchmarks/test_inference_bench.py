@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from benchmarks.engine import FAILED, OK, REFUSED, Results
 from benchmarks.engine.job import RankRun
-from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown
-from benchmarks.inference.cells import (
+from benchmarks.inference import (
     HEADS,
     METHODS,
     NO_LAO,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.engine import OK, BaseSelection, Results
 from benchmarks.engine.job import Job
-from benchmarks.engine.kind import OK, BaseSelection, Results
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, measure, perplexity
 from benchmarks.paper.kind import KIND, METHODS, PaperCell, list_cells

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention.method import Setting
+from benchmarks.engine import FAILED, OK, REFUSED, Results
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
-from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.training.cells import (
+from benchmarks.training import (
     METHODS,
     Rates,
     TrainCell,

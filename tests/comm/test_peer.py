@@ -14,10 +14,9 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.comm import peer, shared_memory
+from bmburst.comm import gather_objects, peer, shared_memory
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
-from bmburst.comm.protocol import gather_objects
 from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, SharedMemoryError, Signals
 from bmburst.comm.streams import UnitStreams
 from bmburst.schedule.exchange import Block, Move, make_exchange

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import records
-from benchmarks.engine.kind import Results, load_kind
+from benchmarks.engine import Results, load_kind
 from benchmarks.engine.report import markdown
 
 

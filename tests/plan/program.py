@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks import config as block_config
+from bmburst.comm import CompletedTransfer
 from bmburst.comm.memory import MessageMover, copy_own
-from bmburst.comm.protocol import CompletedTransfer
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
 from bmburst.schedule.exchange import Exchange
