@@ -228,8 +228,12 @@ def _steps(trainer: Trainer, run: TrainRun) -> tuple[list[float], list[float], l
     if warm_up[0] < run.job.cell_seconds * 1e3 / 4:
         more, again = _timed(trainer, 1, run)
         warm_up, found = warm_up + more, found + again
-    affordable = int(run.job.cell_seconds * 1e3 / warm_up[-1])
-    milliseconds, rest = _timed(trainer, min(run.job.repeats, max(_LEAST, affordable)), run)
+    milliseconds, rest = _timed(trainer, min(run.job.repeats, _LEAST), run)
+    # Not by the warm-up, which compiled kernels.
+    affordable = int((run.job.cell_seconds * 1e3 - sum(milliseconds)) / milliseconds[-1])
+    if (count := min(run.job.repeats - len(milliseconds), affordable)) > 0:
+        more, again = _timed(trainer, count, run)
+        milliseconds, rest = milliseconds + more, rest + again
     return warm_up, milliseconds, [*found, *rest]
 
 
