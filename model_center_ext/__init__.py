@@ -6,7 +6,7 @@ Names are imported on first use: `Llama` needs BMTrain, which must not be import
 
 from typing import TYPE_CHECKING, Any
 
-from bmburst.lazy import public_name
+from bmburst import public_name
 
 if TYPE_CHECKING:
     from model_center_ext.config import LlamaConfig, config_files
