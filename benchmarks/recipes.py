@@ -14,7 +14,7 @@ from typing import Any
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli.recipe import FIRST_LINE, recipe, settings_of
+from bmburst.cli.files import FIRST_LINE, recipe, settings_of
 from bmburst.config import overlay
 from bmburst.plan.candidates import Task
 from bmburst.plan.search import search

@@ -1,12 +1,16 @@
 """bmburst: exact training on sequences longer than one GPU holds, with BurstAttention on BMTrain.
 
 Names are imported on first use: the help of the command line needs no torch, and BMTrain must not be imported before
-the runtime is set up.
+the runtime is set up. Moved modules are found under their earlier names.
 """
 
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from bmburst.lazy import keep_moved_modules, public_name
 
 if TYPE_CHECKING:
     from bmburst.attention.api import (
@@ -83,9 +87,62 @@ _HOMES = {
     "start": "runtime",
     "unshard": "sequence",
 }
+MOVED = {
+    "bmburst.attention.strategy": "bmburst.schedule.strategy",
+    "bmburst.comm.exchange": "bmburst.schedule.exchange",
+    "bmburst.double_schedule": "bmburst.schedule.ring_schedule",
+    "bmburst.layout": "bmburst.schedule.layout",
+    "bmburst.mask": "bmburst.schedule",
+    "bmburst.schedule.double_schedule": "bmburst.schedule.ring_schedule",
+    "bmburst.tiles": "bmburst.schedule.tiles",
+    "bmburst.units": "bmburst.schedule.units",
+}
+"""Import paths shown in earlier documentation, and the modules that replace them."""
 
 
-keep_moved_modules()
+def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
+    """Return the object of a public name, for the package's `__getattr__`.
+
+    Args:
+        package: The package's name.
+        name: The name.
+        homes: The module of the package that defines each public name.
+        over_bmtrain: The module that imports BMTrain at its top, if there is one.
+
+    Raises:
+        AttributeError: The package has no such name.
+        UserError: `over_bmtrain` defines the name and cannot be imported.
+    """
+    home = homes.get(name)
+    if home is None:
+        raise AttributeError(f"module '{package}' has no attribute {name!r}")
+    try:
+        module = import_module(f"{package}.{home}")
+    except ImportError as error:
+        if home != over_bmtrain:
+            raise
+        from bmburst.errors import needs_bmtrain
+
+        raise needs_bmtrain(f"{package}.{name}") from error
+    return getattr(module, name)
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds the modules of `MOVED`: the same module object under both names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Replace the empty module that `import` created with the module of the new name."""
+        sys.modules[module.__name__] = import_module(MOVED[module.__name__])
+
+
+sys.meta_path.append(_Moved())
 
 
 def __getattr__(name: str) -> Any:

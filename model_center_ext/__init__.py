@@ -6,7 +6,7 @@ is set up (`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
 
 from typing import TYPE_CHECKING, Any
 
-from bmburst.lazy import public_name
+from bmburst import public_name
 
 if TYPE_CHECKING:
     from model_center_ext.config import LlamaConfig, config_files

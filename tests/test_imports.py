@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.lazy import MOVED
+from bmburst import MOVED
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(

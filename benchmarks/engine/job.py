@@ -141,7 +141,7 @@ def _start(job: Job, cell_timeout: float) -> tuple[int, str]:
             start_timeout=cell_timeout or None,
             host_runtime=job.runtime == "bmtrain",
         )
-        status = launch(spec, ["-m", "bmburst.cli.bench", str(clone), name])
+        status = launch(spec, ["-m", "bmburst.cli.machine", str(clone), name])
         reason = Path(name) / REASON_FILE
         return status, reason.read_text(encoding="utf-8") if reason.exists() else ""
 

@@ -39,7 +39,14 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 TOGETHER: Mapping[str, str] = MappingProxyType(
-    {"doctor": "machine", "build-bmtrain": "machine", "data": "files", "convert": "files"}
+    {
+        "doctor": "machine",
+        "build-bmtrain": "machine",
+        "launch": "machine",
+        "bench": "machine",
+        "data": "files",
+        "convert": "files",
+    }
 )
 """Modules of the commands that share one."""
 # argparse's message for a value of the wrong type.

@@ -1,10 +1,20 @@
-"""`bmburst doctor` and `bmburst build-bmtrain`: examine this machine, and build BMTrain for it."""
+"""`bmburst doctor`, `build-bmtrain`, `launch` and `bench`: check this machine, and start programs on it.
+
+The benchmarks are in a clone of the repository but not in an installation. `python -m bmburst.cli.machine CLONE FOLDER`
+runs one rank of the benchmark job in FOLDER.
+"""
 
 import argparse
+import importlib
+import importlib.util
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from bmburst.cli import Command
+from bmburst import __version__
+from bmburst.cli import Command, ranks_to_start
 from bmburst.errors import UserError
 
 _DOCTOR_HELP = (
@@ -17,6 +27,30 @@ _BUILD_HELP = (
     "against the NCCL library of torch. Needs nvcc, cmake and a C++ compiler; for each one missing, prints the command "
     "that installs it."
 )
+_LAUNCH_HELP = (
+    "Start a BMTrain script on N ranks, with torchrun's environment, and supervise them. Ctrl-C ends all ranks. The "
+    "error of the first rank that fails is shown once and ends the others. Ranks end with their launcher. A rank that "
+    "takes no optimizer step for --hang-timeout seconds ends the run, and its stack is shown."
+)
+_LAUNCH_USAGE = "bmburst launch [OPTIONS] -- SCRIPT ARGS\n       bmburst launch [OPTIONS] -- -m MODULE ARGS"
+_LAUNCH_EPILOG = (
+    "In a SLURM step on several nodes, --nnodes, --node-rank, --master-addr and --master-port are read from SLURM's "
+    "variables: srun --ntasks-per-node=1 bmburst launch --nproc 8 -- SCRIPT. "
+    "OMP_NUM_THREADS and NCCL variables keep values that are already set. "
+    "Without CUDA, an installed BMTrain runs on the CPU (host runtime). "
+    "Exit status: the script's own; 1 after an error in a rank, 2 for bad input, 130 after Ctrl-C."
+)
+_BENCH_HELP = (
+    "Measure speed, memory and accuracy. attention: burst_attention with every strategy and transport, and the methods "
+    "of other projects, each relative to one GPU's kernel on the same FLOPs. Suites: sequence (32K to 1M tokens), "
+    "batch (1 to 8), block (with projections and rotary), documents (packed), window (4,096 tokens), accuracy (errors "
+    "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. "
+    "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text). inference: first "
+    "token, time of a token and memory, relative to their bounds. Suites: prompt (4K to 1M tokens), batch (8 and 32). "
+    "paper: the BurstAttention paper's ablations and README tables. Suites: backward, merge, tile, batch, sequence."
+)
+_BENCHMARKS = "benchmarks"
+_MARK = 'PROJECT = "bmburst"'  # a line of our engine, which other packages of this name do not have
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +127,153 @@ def run_build(args: argparse.Namespace) -> int:
     return 0
 
 
+def configure_launch(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bmburst launch`, and the script to run."""
+    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_PORT, DEFAULT_START_TIMEOUT
+
+    parser.usage, parser.epilog = _LAUNCH_USAGE, _LAUNCH_EPILOG
+    add = parser.add_argument
+    add("--nproc", type=int, metavar="N", help="ranks on this node (default: one a GPU, or 1 without CUDA)")
+    add("--nnodes", type=int, metavar="N", help="number of nodes; start this command on each of them (default: 1)")
+    add("--node-rank", type=int, metavar="R", help="rank of this node, from 0 (default: 0)")
+    add("--master-addr", metavar="HOST", help="host name or address of node 0")
+    add(
+        "--master-port",
+        type=int,
+        metavar="P",
+        help=f"port on node 0 (default: a free port; {DEFAULT_PORT} with several nodes)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_HANG_TIMEOUT,
+        help=f"time without progress of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"time until a rank's first step (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
+    )
+    add("--no-host-runtime", action="store_true", help="without CUDA, do not install the host runtime")
+    add("--dry-run", action="store_true", help="print the settings and the torchrun command without starting it")
+    add("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="Python script, or -m MODULE, to run")
+
+
+def run_launch(args: argparse.Namespace) -> int:
+    """Start the ranks and return the exit status.
+
+    Raises:
+        UserError: The arguments cannot work on this machine.
+    """
+    from bmburst.runtime.launch import LaunchSpec, check_launch, launch
+
+    command = _script_command(args.command)
+    spec = LaunchSpec(
+        nproc=ranks_to_start(None, 1) if args.nproc is None else args.nproc,
+        hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
+        host_runtime=not args.no_host_runtime,
+        **_placement(args),
+    )
+    if args.dry_run:
+        print(check_launch(spec, command))
+        return 0
+    return launch(spec, command)
+
+
+def _script_command(words: list[str]) -> list[str]:
+    """Return the words after the `--`.
+
+    Raises:
+        UserError: There is no `--`, so the script's options cannot be told from the launcher's.
+    """
+    if words and words[0] != "--":
+        raise UserError(
+            f"'{words[0]}' is not an option, and there is no -- before it\n"
+            f"fix: bmburst launch --nproc 2 -- {words[0]} ..."
+        )
+    return words[1:]
+
+
+def _placement(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of LaunchSpec about nodes: the given ones, or else SLURM's."""
+    from bmburst.runtime.launch.spec import read_step
+
+    names = ("nnodes", "node_rank", "master_addr", "master_port")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    step = None if "nnodes" in given else read_step(os.environ)
+    if step is None:
+        return given
+    return {name: getattr(step, name) for name in (*names, "job")} | given
+
+
+def configure_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bmburst bench`.
+
+    Raises:
+        UserError: No clone was found.
+    """
+    _engine(_find_clone(), "command").configure(parser)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run, list or redraw benchmarks, and return the exit status.
+
+    Raises:
+        UserError: An option cannot work.
+    """
+    status: int = _engine(_find_clone(), "command").run(args)
+    return status
+
+
+def _find_clone() -> Path:
+    """Return the clone with the benchmarks: the one that contains this package, or the current directory.
+
+    Raises:
+        UserError: Neither is a clone, or the current directory is a clone of another version.
+    """
+    own, here = Path(__file__).parents[2], Path.cwd()
+    if _has_benchmarks(own):
+        return own
+    if not _has_benchmarks(here):
+        raise UserError(
+            f"the benchmarks are not part of an installation, and {here} is not a clone of bmburst's repository\n"
+            "fix: clone the repository and run bmburst bench inside the clone"
+        )
+    if f'__version__ = "{__version__}"' not in (here / "bmburst" / "__init__.py").read_text(encoding="utf-8"):
+        raise UserError(
+            f"the clone in {here} is of another version than the installed bmburst {__version__}\n"
+            "fix: pip install --no-build-isolation --editable . inside the clone"
+        )
+    return here
+
+
+def _has_benchmarks(folder: Path) -> bool:
+    file = folder / _BENCHMARKS / "engine" / "__init__.py"
+    return file.is_file() and _MARK in file.read_text(encoding="utf-8").splitlines()
+
+
+def _engine(clone: Path, name: str) -> ModuleType:
+    """Import a module of the clone's engine, even if another package of its name is on Python's path."""
+    folder = clone / _BENCHMARKS
+    if list(getattr(sys.modules.get(_BENCHMARKS), "__path__", ())) != [str(folder)]:
+        spec = importlib.util.spec_from_file_location(
+            _BENCHMARKS, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None  # the file is there
+        package = sys.modules[_BENCHMARKS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{_BENCHMARKS}.engine.{name}")
+
+
 COMMANDS = {
     "doctor": Command(_DOCTOR_HELP, configure_doctor, run_doctor),
     "build-bmtrain": Command(_BUILD_HELP, configure_build, run_build),
+    "launch": Command(_LAUNCH_HELP, configure_launch, run_launch),
+    "bench": Command(_BENCH_HELP, configure_bench, run_bench),
 }
+
+if __name__ == "__main__":
+    _engine(Path(sys.argv[1]), "job").run_rank(Path(sys.argv[2]))

@@ -219,7 +219,7 @@ def _require_question(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from bmburst.cli.recipe import named_model
+    from bmburst.cli.files import named_model
     from bmburst.plan.inference import GenerationTask, counts, predict_generation
     from bmburst.plan.presentation import generation_json, generation_report
     from bmburst.schedule.hardware import load_hardware
@@ -245,7 +245,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from bmburst.cli.recipe import named_model, require_recipe, write_recipe
+    from bmburst.cli.files import named_model, require_recipe, write_recipe
     from bmburst.plan.candidates import ZERO, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, search

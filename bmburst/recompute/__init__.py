@@ -5,7 +5,7 @@ Names are imported on first use, because the planner uses `bmburst.recompute.pol
 
 from typing import TYPE_CHECKING, Any
 
-from bmburst.lazy import public_name
+from bmburst import public_name
 
 if TYPE_CHECKING:
     from bmburst.recompute.checkpointing import PrefixRecompute, checkpoint, is_recomputing, keep

@@ -14,7 +14,7 @@ Nothing here imports torch or communicates, so that `bmburst plan` works without
 
 from typing import TYPE_CHECKING, Any
 
-from bmburst.lazy import public_name
+from bmburst import public_name
 
 if TYPE_CHECKING:
     from bmburst.schedule.documents import Documents, PrefixLM
