@@ -41,12 +41,12 @@ def test_there_are_scripts():
         "logprobs",
         "main_job",
         "operators",
-        "plan_measure",
+        "predictions",
         "records",
         "slow_links",
         "sparse_cross",
     }
-    assert known | {"hugging_face", "lora_peers", "records", "strategies"} <= {*SCRIPTS}
+    assert known | {"hugging_face", "lora_peers", "records"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
