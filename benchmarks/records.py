@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import hugging_face, logprobs, lora_peers, slow_links, sparse_cross, strategies
+from benchmarks import hugging_face, logprobs, lora_peers, predictions, slow_links, sparse_cross
 from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, overheads, perplexity, tables
@@ -39,7 +39,7 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "lora_peers": lora_peers.table,
         "perplexity": perplexity.table,
         "slow_link": slow_links.backward_table,
-        "strategies": lambda found: strategies.table(found["rows"]),
+        "strategies": lambda found: predictions.strategies_table(found["rows"]),
     }
 )
 """Tables of single measurements, by how the names of their records begin."""
@@ -193,7 +193,7 @@ def _run(row: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _rows(name: str) -> Any:
-    """Return the rows of a record: by cell, or those of `benchmarks.plan_measure` in a list."""
+    """Return the rows of a record: by cell, or those of `benchmarks.predictions steps` in a list."""
     return json.loads((_RESULTS / name).read_text(encoding="utf-8"))["rows"]
 
 

@@ -28,9 +28,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults import KINDS, Fault, FaultOutcome, faults
-from benchmarks.faults.inject import CHAINS, DisturbedRun, Workspace
-from benchmarks.faults.scenarios import SINGLE, SingleFault, nodes
+from benchmarks.faults import CHAINS, KINDS, SINGLE, SingleFault, faults, nodes
+from benchmarks.faults.inject import DisturbedRun, FaultOutcome, Workspace
+from benchmarks.faults.programs import Fault
 from bmburst.outputs import replacing
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h

@@ -1,23 +1,52 @@
-"""Interrupts a run (kill, SIGTERM, SIGSTOP, full disk), resumes it, and compares it with an undisturbed run."""
+"""Interrupts a run (kill, SIGTERM, SIGSTOP), resumes it, and compares it with an undisturbed run."""
 
 import contextlib
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from benchmarks.faults import Fault, FaultOutcome, programs
-from benchmarks.faults.programs import JOB, STEPS, Program, RunWatch, UndisturbedRun, base_of, wait_for
+from benchmarks.faults import programs
+from benchmarks.faults.programs import JOB, STEPS, Fault, Program, RunWatch, UndisturbedRun, base_of, wait_for
 
 _DISK_MIB = 64
 LIMIT = 90.0  # seconds until all processes of a killed run are gone; added to the expected time of other runs
+
+
+@dataclass(frozen=True, slots=True)
+class FaultOutcome:
+    """The outcome of a fault.
+
+    Attributes:
+        fault: The fault.
+        seconds: From the fault until no process of the run was left.
+        survivors: Processes that had to be killed after the time limit.
+        differs: Whether a loss, an evaluation or a final weight differs from the undisturbed run.
+        unseen: For a flip: whether the run that read the file again reported nothing.
+        problems: Other errors.
+        left: What the disturbed run left or printed, for readers of the JSON file.
+    """
+
+    fault: Fault
+    seconds: float
+    survivors: int = 0
+    differs: bool = False
+    unseen: bool = False
+    problems: tuple[str, ...] = ()
+    left: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether there is no error of any kind."""
+        return not (self.survivors or self.differs or self.unseen or self.problems)
+
+
 ReportOutcome = Callable[[FaultOutcome], None]
 
 
@@ -324,41 +353,6 @@ class StoppedRun(DisturbedRun):
         return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
 
 
-class FullDiskRun(DisturbedRun):
-    """A run whose disk becomes full at some moment, except for some kilobytes."""
-
-    def __init__(self, bench: Workspace, place: Path, report: ReportOutcome) -> None:
-        self._is_mounted = bench.disk(place)
-        super().__init__(bench, place, report)
-
-    def inject(self, fault: Fault, program: Program) -> None:
-        """Fill the disk; without the permission to mount, limit the size of the files that processes write."""
-        room = int(fault.draw("room") * 160) << 10  # a checkpoint has 180 KiB
-        if not self._is_mounted:
-            for pid in program.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room // 4, room // 4))
-            return
-        free = os.statvfs(self.place)
-        with (self.place / "ballast").open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
-
-    def undo(self, fault: Fault) -> None:  # noqa: ARG002
-        """Free the disk space."""
-        (self.place / "ballast").unlink(missing_ok=True)
-
-    def limit(self, fault: Fault) -> float:  # noqa: ARG002
-        """See `DisturbedRun.limit`: the rest of the run, since the space may suffice until the end."""
-        return LIMIT + 5 * self.base.timing.total
-
-    def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
-        """See `DisturbedRun.judge`: the message has a fix."""
-        (status,) = program.statuses
-        if status == 0 or (status in (1, 2) and "room" in program.said):
-            return []
-        return [f"status {status}: {program.last_words}"]
-
-
 def _signal(program: Program, target: str, signum: signal.Signals) -> None:
     """Send a signal; a rank that is not there yet is waited for."""
     found: list[int] = []
@@ -375,11 +369,3 @@ def _signal(program: Program, target: str, signum: signal.Signals) -> None:
 
 def _line_with(text: str, words: str) -> str:
     return next((line[:200] for line in text.splitlines() if words in line), "")
-
-
-CHAINS: dict[str, type[DisturbedRun]] = {
-    "kill": KilledRun,
-    "term": TerminatedRun,
-    "stop": StoppedRun,
-    "disk": FullDiskRun,
-}

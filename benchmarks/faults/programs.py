@@ -1,9 +1,10 @@
-"""Starts training runs, follows their progress by the files that they write, and finds all their processes."""
+"""Starts training runs, follows them to the moment of a fault by the files they write, and finds their processes."""
 
 import contextlib
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from benchmarks.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 12, 4, 3
@@ -135,6 +134,30 @@ class Program:
         for launcher in self.launchers:
             launcher.wait()
         return left
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault to inject.
+
+    Attributes:
+        kind: A key of `benchmarks.faults.KINDS`.
+        moment: One of the kind's moments.
+        target: One of the kind's targets.
+        seed: Determines everything else, for example the delay after the moment: see `draw`.
+    """
+
+    kind: str
+    moment: str
+    target: str
+    seed: int
+
+    def draw(self, what: str) -> float:
+        """Return a pseudorandom number in [0, 1) from the seed and the name of a choice."""
+        return random.Random(f"{self.seed} {what}").random()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.target} at {self.moment}, seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import families, hugging_face, lora_peers, main_job, sparse_cross
+from benchmarks import families, hugging_face, lora_peers, sparse_cross, train_jobs
 from benchmarks.engine.machine import write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
@@ -39,14 +39,14 @@ def test_there_are_scripts():
         "biased",
         "families",
         "logprobs",
-        "main_job",
         "operators",
-        "plan_measure",
+        "predictions",
         "records",
         "slow_links",
         "sparse_cross",
+        "train_jobs",
     }
-    assert known | {"hugging_face", "lora_peers", "records", "strategies"} <= {*SCRIPTS}
+    assert known | {"hugging_face", "lora_peers", "records"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
@@ -224,10 +224,10 @@ def test_out_of_memory_is_a_result_of_lora():
 
 def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():
     metrics = [{"tokens_per_second": 100.0 + n, "loss": 5.0, "memory_gib": 0.5} for n in range(13)]
-    run = main_job.FinishedRun(2, "bmburst train --nproc 2", "done", 61.4, metrics, {"bits_per_byte": 2.5})
+    run = train_jobs.FinishedRun(2, "bmburst train --nproc 2", "done", 61.4, metrics, {"bits_per_byte": 2.5})
     machine = {"date": "2026-11-22", "device": "H200", "bmburst": "0.1", "commit": "abc", "python": "3.12"}
-    machine |= {"packages": {"bmtrain": "1.0.1"}, "command": "python -m benchmarks.main_job"}
-    text = main_job.record([run], machine)
+    machine |= {"packages": {"bmtrain": "1.0.1"}, "command": "python -m benchmarks.train_jobs main-job"}
+    text = train_jobs.main_job_record([run], machine)
     assert "2026-11-22, H200: bmburst 0.1 (abc), python 3.12, bmtrain 1.0.1." in text
     assert re.search(r"^\| 2 \| 2\.5000 \| 5\.0000 \| 111 \| 0\.50 \| 61 \|$", text, re.M)
     assert "$ bmburst train --nproc 2\ndone\n" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention import mask_of
-from benchmarks.strategies import predicted
+from benchmarks.predictions import predicted_choice
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import make_layout
@@ -29,7 +29,8 @@ MASKED = {
 @pytest.mark.long
 def test_two_ranks_measure_each_strategy(tmp_path):
     path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "bmburst", "launch", "--nproc", "2", "--", "-m", "benchmarks.strategies"]
+    command = [sys.executable, "-m", "bmburst", "launch", "--nproc", "2"]
+    command += ["--", "-m", "benchmarks.predictions", "strategies"]
     done = subprocess.run(
         [*command, "--cases", "3", "--output", str(path)], capture_output=True, text=True, timeout=300
     )
@@ -44,13 +45,13 @@ def test_two_ranks_measure_each_strategy(tmp_path):
 
 @pytest.mark.parametrize("row", LONG, ids=lambda row: "{query_heads}-{kv_heads}-{tokens}-{mask}".format(**row))
 def test_long_windows_and_documents_take_what_is_predicted(row):
-    _, costs = predicted(row, 2)
+    _, costs = predicted_choice(row, 2)
     assert {"heads", "gather", "ring"} == set(costs)
     assert costs == pytest.approx({strategy: row[strategy] for strategy in costs}, rel=0.06)
 
 
 def test_what_is_taken_is_at_most_two_percent_slower_than_the_best():
-    taken = [(row, predicted(row, 2)[0]) for row in RECORDED]
+    taken = [(row, predicted_choice(row, 2)[0]) for row in RECORDED]
     assert len(taken) == 18
     assert max(row[name] / min(row[s] for s in ("heads", "gather", "ring") if s in row) for row, name in taken) < 1.02
 

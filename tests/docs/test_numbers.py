@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hugging_face import TRAINERS
-from benchmarks.strategies import predicted
+from benchmarks.predictions import predicted_choice
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -107,7 +107,7 @@ def test_attention_on_two_gpus():
 
 
 def test_what_auto_takes_where_predictions_are_close():
-    found = [(row, *predicted(row, 2)) for row in rows("strategies_2xh200_202611")]
+    found = [(row, *predicted_choice(row, 2)) for row in rows("strategies_2xh200_202611")]
     ratios = [row[auto] / min(row[name] for name in costs) for row, auto, costs in found]
     fastest = ratios.count(1)
     assert max(ratios) <= 1.02

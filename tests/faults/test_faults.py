@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
-from benchmarks.faults.inject import CHAINS, Workspace
-from benchmarks.faults.programs import processes
-from benchmarks.faults.scenarios import SINGLE
+from benchmarks.faults import CHAINS, CHECKPOINT_FILES, SINGLE, TOKEN_CACHE, TOKEN_FILE
+from benchmarks.faults.inject import Workspace
+from benchmarks.faults.programs import Fault, processes
 
 ROOT = Path(__file__).parents[2]
 CASES = {

@@ -4,10 +4,10 @@ import json
 from collections import Counter
 from dataclasses import asdict, replace
 
-from benchmarks.faults import KINDS, Fault, FaultOutcome, faults
+from benchmarks.faults import KINDS, faults, flipped_bit, with_flipped
 from benchmarks.faults.__main__ import OutcomeLog, main, outcome_of, record, table
-from benchmarks.faults.programs import STEPS, RunTiming, RunWatch, base_of, left_in, newest
-from benchmarks.faults.scenarios import flipped_bit, with_flipped
+from benchmarks.faults.inject import FaultOutcome
+from benchmarks.faults.programs import STEPS, Fault, RunTiming, RunWatch, base_of, left_in, newest
 
 FACTS = {
     "date": "2026-11-22",

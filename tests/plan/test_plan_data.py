@@ -140,7 +140,7 @@ def test_measured_rows_are_those_of_the_records():
 
 
 def _step_of(rows, row):
-    """Return seconds and GiB of a row of the record of `bmburst bench train`, or of `benchmarks.plan_measure`."""
+    """Return seconds and GiB of a row of the record of `bmburst bench train`, or of `benchmarks.predictions steps`."""
     if isinstance(rows, dict):
         found = rows[row["name"]]
         return found["milliseconds"]["median"] / 1e3, found["allocated_gib"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import recipes
+from benchmarks import train_jobs
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.cli.files import FIRST_LINE
@@ -21,7 +21,7 @@ from tests.distributed.programs import run_program
 from tests.refusals import refused, says
 
 ROOT = Path(__file__).parents[2]
-JOBS = {job.name: job for job in recipes.jobs()}
+JOBS = {job.name: job for job in train_jobs.recipe_jobs()}
 TOYS = ("pretrain", "continue", "extend_1", "extend_2", "chat", "chat_lora")
 
 
@@ -35,17 +35,17 @@ def directory(folder, model):
 
 def test_every_recipe_is_taken_and_its_numbers_are_the_planners(tmp_path):
     """Relative tolerance 1e-3, and of GiB half the last digit: what rounding in the comments leaves."""
-    written = {path.stem for path in recipes.FOLDER.glob("*.yaml") if not path.name.startswith("toy_")}
+    written = {path.stem for path in train_jobs.FOLDER.glob("*.yaml") if not path.name.startswith("toy_")}
     assert written == set(JOBS)
     for name in written:
-        job, path = JOBS[name], recipes.FOLDER / f"{name}.yaml"
+        job, path = JOBS[name], train_jobs.FOLDER / f"{name}.yaml"
         config = resolve((path,), {"init_from": str(directory(tmp_path, job.model))})
         assert config.nproc == job.gpus and config.sequence_length == job.tokens and config.batch_size == job.batch
         assert config.lora.is_on == job.lora and config.optimizer.lr == (1e-4 if job.lora else 1e-5), name
         assert config.model.max_position_embeddings >= job.tokens
         hardware, text = load_hardware(job.hardware), path.read_text()
         found = predict(planned(config, job.gpus, 1, hardware), hardware)
-        said = recipes.expectation(text)
+        said = train_jobs.expectation(text)
         assert found.memory.fits and f"on {job.gpus} x {hardware.name}:" in text, name
         assert found.tokens_per_second * job.gpus == pytest.approx(said["tokens/s"], rel=1e-3), name
         assert found.seconds == pytest.approx(said["seconds"], rel=1e-3), name
@@ -56,26 +56,26 @@ def test_every_recipe_is_taken_and_its_numbers_are_the_planners(tmp_path):
 
 def test_every_model_length_and_number_of_gpus_has_a_recipe():
     found = {(job.model, job.tokens, job.gpus) for job in JOBS.values() if job.kind == "pretrain"}
-    assert found == {(m, n * recipes.K, g) for m in recipes.MODELS for n in (32, 128, 512) for g in (1, 2, 8)}
+    assert found == {(m, n * train_jobs.K, g) for m in train_jobs.MODELS for n in (32, 128, 512) for g in (1, 2, 8)}
     assert {job.hardware for job in JOBS.values()} == {"h100", "h200"}
 
 
 def test_the_table_of_the_page_is_that_of_the_recipes():
-    assert recipes.table() in recipes.PAGE.read_text()
+    assert train_jobs.recipes_table() in train_jobs.PAGE.read_text()
 
 
 def test_the_commands_of_the_page_name_recipes():
-    named = re.findall(r"--config recipes/(\S+)\.yaml", recipes.PAGE.read_text())
-    assert len(named) > 4 and all((recipes.FOLDER / f"{name}.yaml").is_file() for name in named)
+    named = re.findall(r"--config recipes/(\S+)\.yaml", train_jobs.PAGE.read_text())
+    assert len(named) > 4 and all((train_jobs.FOLDER / f"{name}.yaml").is_file() for name in named)
 
 
 def test_a_recipe_is_made_again_as_it_is():
     name = "pretrain_minicpm5-1b_32k_1xh200"
-    assert recipes.text_of(JOBS[name]) == (recipes.FOLDER / f"{name}.yaml").read_text()
+    assert train_jobs.text_of_recipe(JOBS[name]) == (train_jobs.FOLDER / f"{name}.yaml").read_text()
 
 
 def test_placeholders_are_refused_by_name(tmp_path, capsys):
-    recipe = recipes.FOLDER / "pretrain_llama-3-8b_32k_1xh200.yaml"
+    recipe = train_jobs.FOLDER / "pretrain_llama-3-8b_32k_1xh200.yaml"
     assert main(["train", "--config", str(recipe)]) == 2
     says(capsys.readouterr().err.strip(), f"{PLACEHOLDER}llama-3-8b | placeholder of a recipe | fix: add --init-from")
     options = {"init_from": str(directory(tmp_path, "llama-3-8b"))}
@@ -112,13 +112,13 @@ def _train(folder):
 
 
 def test_every_toy_is_tested():
-    assert sorted(path.stem for path in recipes.FOLDER.glob("toy_*")) == sorted(f"toy_{name}" for name in TOYS)
+    assert sorted(path.stem for path in train_jobs.FOLDER.glob("toy_*")) == sorted(f"toy_{name}" for name in TOYS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOYS)
 def test_a_toy_trains(trained, name):
-    path = recipes.FOLDER / f"toy_{name}.yaml"
+    path = train_jobs.FOLDER / f"toy_{name}.yaml"
     text, values = path.read_text(), yaml.safe_load(path.read_text())
     assert f"#   bmburst train --config recipes/{path.name}\n" in text and not text.startswith(FIRST_LINE)
     run = trained / values["output"]

@@ -1,16 +1,33 @@
-"""Generates the recipes of real models, recipes/*.yaml, and their table in docs/recipes.md, with the planner.
+"""Jobs of `bmburst train`: runs the default one and records it, and writes the recipes of others.
 
-    python -m benchmarks.recipes
+    python -m benchmarks.train_jobs main-job --ranks 1 2 --output DIR
+    python -m benchmarks.train_jobs recipes
 
-Toy recipes, recipes/toy_*.yaml, are written by hand. tests/train/test_recipes.py recomputes the numbers.
+main-job: a whole training job on 1, 2, ... ranks. The record (`main_job_<device>_<date>.md`) contains the command, the
+machine, each run's output and a table. The runs' metrics.jsonl are written next to it. Arguments after `--` are passed
+to `bmburst train`.
+
+recipes: the recipes of real models, recipes/*.yaml, and their table in docs/recipes.md, by the planner. Toy recipes,
+recipes/toy_*.yaml, are written by hand. tests/train/test_recipes.py recomputes the numbers.
 """
 
 import argparse
 import dataclasses
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from benchmarks.engine.machine import describe_run
+from benchmarks.engine.report import versions
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
@@ -28,11 +45,107 @@ K, M = 1 << 10, 1 << 20
 MODELS = ("llama-3-8b", "qwen3-8b", "mistral-7b-v0.3", "minicpm5-1b")
 NATIVE = {"qwen3-8b": 32 * K}
 """Tokens that a model was trained on, where config.json allows more: of Qwen3, its model card."""
-_BEGIN, _END = "<!-- table: python -m benchmarks.recipes -->", "<!-- end of table -->"
+_BEGIN, _END = "<!-- table: python -m benchmarks.train_jobs recipes -->", "<!-- end of table -->"
+_WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
+
+
+class FinishedRun(NamedTuple):
+    """One finished run of the main job."""
+
+    ranks: int
+    command: str
+    output: str
+    seconds: float
+    metrics: list[dict[str, Any]]
+    held_out: dict[str, Any]
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(required=True, metavar="WHAT")
+    main_job, recipes = programs.add_parser("main-job"), programs.add_parser("recipes")
+    main_job.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to run on")
+    main_job.add_argument("--output", type=Path, required=True, help="folder of the record")
+    main_job.add_argument("options", nargs="*", help="options of bmburst train, after --")
+    main_job.set_defaults(run=_main_job)
+    recipes.set_defaults(run=_recipes)
+    args = parser.parse_args()
+    args.run(args)
+    return 0
+
+
+def _main_job(args: argparse.Namespace) -> None:
+    """Run the main job on each number of ranks, and write its record."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = [run_main_job(ranks, args.options) for ranks in args.ranks]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = describe_run(["python", "-m", "benchmarks.train_jobs", *sys.argv[1:]], device, max(args.ranks))
+    name = f"main_job_{machine['device'].split()[-1].lower() if device == 'cuda' else 'cpu'}_{time.strftime('%Y%m')}"
+    for run in runs:
+        lines = "".join(json.dumps(line) + "\n" for line in run.metrics)
+        (args.output / f"{name}_{run.ranks}_ranks.jsonl").write_text(lines)
+    (args.output / f"{name}.md").write_text(main_job_record(runs, machine))
+    print(f"{args.output / name}.md")
+
+
+def run_main_job(ranks: int, options: list[str]) -> FinishedRun:
+    """Run the main job on some ranks of this machine.
+
+    Raises:
+        RuntimeError: It failed; the message is its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", "--nproc", str(ranks), *options]
+        command = [sys.executable, "-m", "bmburst", *words, "--output", f"{folder}/run"]
+        started = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        seconds = time.perf_counter() - started
+        if done.returncode != 0:
+            raise RuntimeError(done.stdout)
+        run = Path(folder) / "run"
+        metrics, evals = (
+            [json.loads(line) for line in (run / name).read_text().splitlines()]
+            for name in ("metrics.jsonl", "evals.jsonl")
+        )
+        output = "\n".join(line.split("\r")[-1].rstrip() for line in done.stdout.splitlines() if folder not in line)
+        return FinishedRun(ranks, shlex.join(["bmburst", *words]), output, seconds, metrics, evals[-1])
+
+
+def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
+    """Return the record of runs on a machine as Markdown."""
+    lines = [
+        "# The main job",
+        "",
+        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        "",
+        f"Tokens/s is the median over the steps after the first {_WARM_UP}. A model of a million parameters and 4,096",
+        "tokens are bound by launches, not by arithmetic: this shows that the path works, not how fast it is.",
+        "",
+        "| ranks | held-out bits per byte | last loss (nats/token) | tokens/s | GiB a rank | whole command (s) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        speed = statistics.median(line["tokens_per_second"] for line in run.metrics[_WARM_UP:])
+        lines.append(
+            f"| {run.ranks} | {run.held_out['bits_per_byte']:.4f} | {run.metrics[-1]['loss']:.4f} | {speed:,.0f} | "
+            f"{run.metrics[-1]['memory_gib']:.2f} | {run.seconds:.0f} |"
+        )
+    for run in runs:
+        lines += [
+            "",
+            f"## {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}",
+            "",
+            "```",
+            f"$ {run.command}",
+            run.output,
+            "```",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class RecipeJob:
     """What a recipe is for.
 
     Attributes:
@@ -100,16 +213,18 @@ class Job:
         return {**own, "data": data, "checkpoint_every": 100} | ({"model": longer} if longer else {})
 
 
-def jobs() -> Iterator[Job]:
+def recipe_jobs() -> Iterator[RecipeJob]:
     """Yield every recipe of a real model, those too that do not fit."""
     for model in MODELS:
         for tokens in (32 * K, 128 * K, 512 * K):
             for gpus in (1, 2, 8):
                 for hardware in _machines(model, tokens, gpus):
                     batch = max(1, gpus * 32 * K // tokens)
-                    yield Job(kind="pretrain", model=model, tokens=tokens, gpus=gpus, hardware=hardware, batch=batch)
+                    yield RecipeJob(
+                        kind="pretrain", model=model, tokens=tokens, gpus=gpus, hardware=hardware, batch=batch
+                    )
     for rope, lora in (("yarn", False), ("yarn", True), ("theta", False)):
-        first = Job(
+        first = RecipeJob(
             kind="extend", model="llama-3-8b", tokens=128 * K, gpus=8, hardware="h200", batch=2, rope=rope, lora=lora
         )
         yield first
@@ -117,7 +232,7 @@ def jobs() -> Iterator[Job]:
             first, tokens=M, batch=1, base="MERGED_MODEL_OF_128K" if lora else "CHECKPOINT_OF_128K"
         )
     for model in ("llama-3-8b", "qwen3-8b"):
-        one = Job(kind="chat", model=model, tokens=8 * K, gpus=8, hardware="h100", batch=16)
+        one = RecipeJob(kind="chat", model=model, tokens=8 * K, gpus=8, hardware="h100", batch=16)
         yield one
         yield dataclasses.replace(one, gpus=1, batch=4, lora=True)
 
@@ -129,7 +244,7 @@ def _machines(model: str, tokens: int, gpus: int) -> tuple[str, ...]:
     return ("h100",) if gpus == 8 and tokens < 512 * K else ("h200",)
 
 
-def text_of(job: Job) -> str | None:
+def text_of_recipe(job: RecipeJob) -> str | None:
     """Return the recipe of a job; None if it does not fit."""
     hardware = load_hardware(job.hardware)
     task = Task(
@@ -148,13 +263,13 @@ def text_of(job: Job) -> str | None:
     return recipe(best, settings, f"recipes/{job.name}.yaml", job.title)
 
 
-def _model(job: Job) -> LlamaConfig:
+def _model(job: RecipeJob) -> LlamaConfig:
     fields: Mapping[str, Any] = job.longer()
     scaling = {"rope_scaling": RopeScaling(**fields["rope_scaling"])} if "rope_scaling" in fields else {}
     return dataclasses.replace(PRESETS[job.model], **{**fields, **scaling})
 
 
-def table() -> str:
+def recipes_table() -> str:
     """Return the table of all recipes of real models, from the comments in their files."""
     lines = ["| recipe | tokens/s | s a step | GiB of a GPU | GiB of the host |", "| --- | --- | --- | --- | --- |"]
     for path in sorted(FOLDER.glob("*.yaml")):
@@ -183,20 +298,19 @@ def expectation(text: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def _recipes(_args: argparse.Namespace) -> None:
     """Write recipes and table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
     for path in FOLDER.glob("*.yaml"):
         if not path.name.startswith("toy_") and path.read_text().startswith(FIRST_LINE):
             path.unlink()
-    for job in jobs():
-        text = text_of(job)
+    for job in recipe_jobs():
+        text = text_of_recipe(job)
         if text is not None:
             (FOLDER / f"{job.name}.yaml").write_text(text)
     if PAGE.is_file():
         before, _, rest = PAGE.read_text().partition(_BEGIN)
-        PAGE.write_text(f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{rest.partition(_END)[2]}")
+        PAGE.write_text(f"{before}{_BEGIN}\n\n{recipes_table()}\n\n{_END}{rest.partition(_END)[2]}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

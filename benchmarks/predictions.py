@@ -1,0 +1,312 @@
+"""Compares what the planner predicts with measurements: `python -m benchmarks.predictions WHAT`.
+
+WHAT is one of:
+
+steps: time and memory of training steps, compared with `bmburst plan`. Each case is some layers of a preset, which the
+trainer trains for a few steps. It prints, with the prediction, the median time of a step, the peak of torch's
+allocator, and the driver's memory outside the allocator. `--output FILE` also writes them as JSON. No case starts after
+`--budget`.
+
+strategies: `strategy="auto"`, compared with all strategies: `bmburst launch --nproc 2 -- -m benchmarks.predictions
+strategies`. The cases are those with close predictions for the strategies on 2 GPUs: short sequences, windows and
+packed documents. A time is the median of forward and backward of one call, on the slowest rank; calls of the strategies
+alternate. Without GPUs the sequences are shorter, and the numbers only show that the program runs.
+"""
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from bmburst.comm.protocol import gather_objects
+
+import bmburst
+from benchmarks.attention.method import both
+from benchmarks.engine.machine import RankGroup, beside_peak, publish, start_ranks, write_record
+from benchmarks.engine.timing import in_turns
+from bmburst.amounts import GIB
+from bmburst.attention.call import head_shapes
+from bmburst.blocks.presets import preset
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.search import predict
+from bmburst.runtime import start
+from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.schedule.cost import Placement, Problem
+from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Mask
+from bmburst.schedule.parallelism import Strategy
+from bmburst.schedule.strategy import choose_strategy
+from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
+
+_MODULE = "benchmarks.predictions"
+
+
+class StepCase(NamedTuple):
+    """One run: layers of a preset, tokens of a sequence, recompute policy, ZeRO's stage."""
+
+    preset: str
+    layers: int
+    tokens: int
+    recompute: str
+    zero: int
+
+    @property
+    def name(self) -> str:
+        """The case in a line."""
+        return f"{self.preset} x{self.layers}, {self.tokens // 1024}K, {self.recompute}, ZeRO-{self.zero}"
+
+
+STEP_CASES = (
+    StepCase("llama-2-7b", 4, 8192, "block-keep-attention", 3),
+    StepCase("llama-2-7b", 4, 32768, "block-keep-attention", 3),
+    StepCase("llama-2-7b", 4, 32768, "block", 3),
+    StepCase("llama-2-7b", 4, 32768, "none", 3),
+    StepCase("llama-2-7b", 4, 32768, "block-keep-attention", 2),
+    StepCase("llama-3-8b", 2, 65536, "block-keep-attention", 3),
+    StepCase("llama-2-7b", 2, 131072, "block-keep-attention", 3),
+    StepCase("llama-2-7b", 8, 65536, "block-keep-attention", 3),
+    StepCase("llama-2-7b", 4, 16384, "none", 2),
+)
+SMALL_STEP_CASES = (StepCase("llama-tiny", 2, 512, "block", 3), StepCase("llama-tiny", 3, 512, "none", 2))
+HEAD_DIM, WINDOW = 128, 4096
+LENGTHS = (1024, 4096, 16384, 700, 9000)  # of documents, again and again
+STRATEGY_CASES = (
+    *((heads, 8192, "documents") for heads in ((32, 32), (40, 40))),
+    *(((7, 7), 8192, mask) for mask in ("causal", "full", "window")),
+    *((heads, tokens, "window") for heads in ((32, 32), (32, 8)) for tokens in (131072, 262144)),
+    *(((8, 1), tokens, mask) for tokens in (65536, 131072, 524288) for mask in ("window", "documents")),
+    *((heads, 524288, "window") for heads in ((12, 4), (28, 4))),
+    ((32, 8), 131072, "documents"),
+)
+STRATEGIES = ("heads", "gather", "ring")
+_META: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+WARM_UP, REPEATS, SECONDS = 5, 31, 2.0
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(required=True, metavar="WHAT")
+    steps, strategies = programs.add_parser("steps"), programs.add_parser("strategies")
+    steps.add_argument("--gpus", type=int, default=1, help="ranks that share each sequence (default: 1)")
+    steps.add_argument("--hardware", default="h200", help="machine of the predictions (default: h200)")
+    steps.add_argument("--steps", type=int, default=4, help="steps that are measured (default: 4)")
+    steps.add_argument("--budget", type=float, default=85.0, help="seconds after which no case begins (default: 85)")
+    steps.add_argument("--small", action="store_true", help="two tiny cases, to see it work, also on a CPU")
+    steps.add_argument("--output", type=Path, help="JSON file of the results")
+    steps.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    steps.set_defaults(run=_steps)
+    strategies.add_argument(
+        "--cases", type=int, default=len(STRATEGY_CASES), help="how many of the cases (default: all)"
+    )
+    strategies.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    strategies.set_defaults(run=_strategies)
+    options = parser.parse_args()
+    return int(options.run(options))
+
+
+def _steps(args: argparse.Namespace) -> int:
+    """Train the cases on launched ranks, print them with their predictions, and return the launcher's status."""
+    if args.rank is not None:
+        return _rank(args)
+    with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
+        words = ["--rank", folder, "--steps", str(args.steps), "--budget", str(args.budget)]
+        words += ["--gpus", str(args.gpus), *(["--small"] if args.small else [])]
+        status = launch(LaunchSpec(nproc=args.gpus), ["-m", _MODULE, "steps", *words])
+        file = Path(folder) / "measured.jsonl"
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    rows = [row | predicted_step(StepCase(*row["case"]), args.gpus, args.hardware) for row in found]
+    write_record(args.output, _MODULE, args.gpus, rows=rows)
+    print(steps_table(rows, args.gpus))
+    return status
+
+
+def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
+    """Return what the planner says of a case."""
+    model = dataclasses.replace(preset(case.preset), num_layers=case.layers)
+    task = Task(model=model, preset=case.preset, sequence=case.tokens, gpus=gpus)
+    way = Candidate(task=task, ulysses_degree=gpus, recompute=case.recompute, zero=case.zero)
+    found = predict(way, load_hardware(hardware))
+    return {
+        "predicted_seconds": found.seconds,
+        "predicted_allocated_gib": found.memory.allocated / GIB,
+        "predicted_moment": found.memory.moment,
+        "predicted_outside_gib": sum(found.memory.outside.values()) / GIB,
+        "predicted_parts": dataclasses.asdict(found.time),
+        "predicted_lines": dict(found.memory.lines),
+    }
+
+
+def steps_table(rows: list[dict[str, Any]], gpus: int) -> str:
+    """Return measured and predicted side by side, as Markdown."""
+    lines = [
+        f"| {gpus} GPU{'s' if gpus > 1 else ''} | s a step | predicted | error | GiB allocated | predicted | error "
+        "| GiB beside torch | predicted |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        seconds, memory = row["seconds"], row["allocated_gib"]
+        wrong = row["predicted_seconds"] / seconds - 1
+        more = row["predicted_allocated_gib"] / memory - 1 if memory else 0.0
+        lines.append(
+            f"| {StepCase(*row['case']).name} | {seconds:.3f} | {row['predicted_seconds']:.3f} | {wrong:+.1%} | "
+            f"{memory:.2f} | {row['predicted_allocated_gib']:.2f} | {more:+.1%} | {row['outside_gib']:.2f} | "
+            f"{row['predicted_outside_gib']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _rank(args: argparse.Namespace) -> int:
+    begun = time.monotonic()
+    runtime = start()
+    world = bmburst.Mesh.over_bmtrain().world
+    for case in SMALL_STEP_CASES if args.small else STEP_CASES:
+        # ranks must agree on which cases there is time for: rank 0 says so before each
+        late = gather_objects(world, time.monotonic() - begun > args.budget)
+        if late[0]:
+            break
+        row = {"case": list(case), **_measured_steps(case, args, args.rank)}
+        if runtime.rank == 0:
+            with (args.rank / "measured.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{time.monotonic() - begun:5.0f} s  {case.name}: {row['seconds']:.3f} s a step", flush=True)
+    return 0
+
+
+def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from bmburst.train.trainer import Trainer  # it imports BMTrain, which `start` has made importable
+
+    model = dataclasses.replace(preset(case.preset), num_layers=case.layers, max_position_embeddings=1 << 20)
+    config = TrainConfig(
+        preset=None,
+        model=model,
+        sequence_length=case.tokens,
+        steps=args.steps + 2,
+        dtype="bfloat16",
+        recompute=case.recompute,
+        output=folder / "run",
+        data=DataConfig(source="stdlib", tokenizer="bytes"),
+        parallel=ParallelConfig(
+            sequence_parallel=args.gpus,
+            strategy="auto",
+            zero_level=case.zero,  # type: ignore[arg-type]  # check_fields looks
+        ),
+    )
+    on_gpu = torch.cuda.is_available()
+    trainer = Trainer(config)
+    for _ in range(2):  # kernels are compiled, gradients and optimizer states made
+        trainer.step()
+    steps = [trainer.step() for _ in range(args.steps)]
+    seconds = [step.seconds for step in steps]
+    found = {
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "allocated_gib": max(step.memory_gib for step in steps) if on_gpu else 0.0,  # a step begins a new peak
+        "outside_gib": 0.0,
+    }
+    if on_gpu:
+        found["outside_gib"] = beside_peak(torch.device("cuda", torch.cuda.current_device())) / GIB
+    del trainer
+    gc.collect()
+    bmburst.empty_cache()  # or what lies beside torch would be the largest case's from here on
+    return found
+
+
+def _strategies(options: argparse.Namespace) -> int:
+    """Measure the strategies in the cases, and print and record them with what "auto" takes."""
+    device = start_ranks()
+    is_cuda = device.type == "cuda"
+    rows = []
+    for heads, tokens, mask in STRATEGY_CASES[: options.cases]:
+        rows.append(_measured_strategies(heads, tokens if is_cuda else tokens // 64, mask, device))
+        if is_cuda:
+            bmburst.empty_cache()
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        publish(options.output, _MODULE, strategies_table(rows), dist.get_world_size(), rows=rows)
+    dist.destroy_process_group()
+    return 0
+
+
+def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
+    """Return what "auto" takes in a recorded case on H200s, and the predicted milliseconds of each measured strategy.
+
+    Args:
+        row: A row of the record.
+        ranks: The number of GPUs.
+    """
+    layout = make_layout("zigzag", ranks, row["tokens"] // ranks)
+    q, k = (torch.empty(1, layout.tokens, row[heads], HEAD_DIM, **_META) for heads in ("query_heads", "kv_heads"))
+    mask, machine = _mask(row["mask"], row["tokens"]), load_hardware("h200")
+    problem = Problem(head_shapes(layout, q, k), row["tokens"], mask, Placement("peer"), machine)
+
+    def choose(strategy: str) -> Strategy:
+        return choose_strategy(strategy, problem.shapes, problem.length, mask, problem.placement, machine)
+
+    costs = {strategy: 1e3 * problem.cost(choose(strategy)).total for strategy in STRATEGIES if strategy in row}
+    return _name(choose("auto"), ranks), costs
+
+
+def _mask(name: str, tokens: int) -> Mask:
+    if name == "documents":
+        ends = itertools.takewhile(lambda end: end < tokens, itertools.accumulate(itertools.cycle(LENGTHS)))
+        return bmburst.Documents.from_cu_seqlens([0, *ends, tokens])
+    return {"window": bmburst.SlidingWindow(WINDOW), "causal": bmburst.Causal(), "full": bmburst.Full()}[name]
+
+
+def _measured_strategies(heads: tuple[int, int], tokens: int, name: str, device: torch.device) -> dict[str, Any]:
+    """Return a case's row: predicted choice, and milliseconds of each strategy that can do it."""
+    group, mask = RankGroup.world(device), _mask(name, tokens)
+    local = tokens // group.size
+    torch.manual_seed(group.rank)
+    q, k, v, grad = (
+        torch.randn(1, local, count, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
+    shapes = head_shapes(make_layout("zigzag", group.size, local), q, k)
+    placement = Placement("peer" if device.type == "cuda" else "gloo")
+    machine = hardware_like(torch.cuda.get_device_name(device) if device.type == "cuda" else HOST)
+    taken = _name(choose_strategy("auto", shapes, tokens, mask, placement, machine), group.size)
+    can = [each for each in STRATEGIES if each != "heads" or not heads[0] % group.size]
+
+    ways = (partial(bmburst.burst_attention, mask=mask, strategy=strategy) for strategy in can)
+    calls = [partial(both, way, *inputs) for way in ways]
+    for call in calls * WARM_UP:
+        call()
+    times = in_turns(*calls, group=group, repeats=REPEATS, seconds=SECONDS)
+    row = {"query_heads": heads[0], "kv_heads": heads[1], "tokens": tokens, "mask": name, "auto": taken}
+    return row | {strategy: statistics.median(found) for strategy, found in zip(can, times, strict=True)}
+
+
+def _name(strategy: Strategy, ranks: int) -> str:
+    return "heads" if strategy.ulysses_degree == ranks else strategy.outer
+
+
+def strategies_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown; the last column is auto's time over the best one's."""
+    names = " | ".join(f"{name}, ms" for name in STRATEGIES)
+    lines = [f"| query / KV heads | tokens | mask | {names} | auto takes | auto / best |", "|---" * 8 + "|"]
+    for row in rows:
+        found = {name: row[name] for name in STRATEGIES if name in row}
+        cells = (f"{found[name]:.3f}" if name in found else "-" for name in STRATEGIES)
+        ratio = found[row["auto"]] / min(found.values())
+        own = f"{row['query_heads']} / {row['kv_heads']}"
+        lines.append(f"| {own} | {row['tokens']} | {row['mask']} | {' | '.join(cells)} | {row['auto']} | {ratio:.3f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
