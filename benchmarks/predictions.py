@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bmburst.comm.protocol import gather_objects
 
 import bmburst
 from benchmarks.attention.method import both
@@ -38,6 +37,7 @@ from benchmarks.engine.timing import in_turns
 from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import preset
+from bmburst.comm import gather_objects
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.search import predict
 from bmburst.runtime import start
