@@ -90,6 +90,7 @@ _HOMES = {
 MOVED = {
     "bmburst.attention.strategy": "bmburst.schedule.strategy",
     "bmburst.comm.exchange": "bmburst.schedule.exchange",
+    "bmburst.comm.protocol": "bmburst.comm",
     "bmburst.double_schedule": "bmburst.schedule.ring_schedule",
     "bmburst.layout": "bmburst.schedule.layout",
     "bmburst.mask": "bmburst.schedule",
