@@ -21,7 +21,7 @@ from bmburst_ops.biased.kernel import (
     require_relations,
 )
 from bmburst_ops.biased.triton import BiasedTritonKernel
-from bmburst_ops.errors import KernelError
+from bmburst_ops.errors import KernelError, unknown_kernel
 
 __all__ = [
     "BIASED_NAMES",
@@ -58,9 +58,7 @@ def select_biased_kernel(name: str, q: Tensor) -> BiasedKernel:
         KernelError: The name is unknown, or the named kernel does not support these inputs.
     """
     if name not in BIASED_NAMES:
-        raise KernelError(
-            f"unknown kernel '{name}' of biased attention\nknown: {', '.join(BIASED_NAMES)}\nfix: kernel='auto'"
-        )
+        raise unknown_kernel(name, BIASED_NAMES)
     if name == "auto":
         able = (kernel for kernel in _KERNELS if kernel.refusal(q) is None)
         return next(kernel for kernel in able if q.is_cuda or kernel.name == "reference")

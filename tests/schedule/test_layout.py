@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.schedule.documents import Documents, PrefixLM
@@ -125,6 +125,7 @@ def test_chunks_of_one_token_are_avoided():
             assert all(run.tokens % 2 == 0 for run in make_layout("balanced", size, 8, Causal()).runs(rank))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_deal_keeps_its_bound(size, chunks, rng):
     highest = rng.choice((1, 10, 10**12))
