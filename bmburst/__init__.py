@@ -153,4 +153,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Show the public names to completion."""
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
