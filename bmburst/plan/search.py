@@ -18,6 +18,8 @@ from bmburst_ops import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""
+MLP_GAIN = 1e-2
+"""Fraction of a step that outputs of MLPs in host memory must save over other ways, because formulas have errors."""
 MARGIN = 0.05
 """Fraction of the free memory that is reserved for fragmentation and errors of the formulas."""
 
@@ -104,8 +106,13 @@ def search(
                 break
     require_possible(recompute, spreads)
     found = [predict(candidate, hardware) for candidate in ways]
-    found.sort(key=lambda each: (each.memory.lacking, each.seconds if each.memory.fits else each.memory.total))
+    found.sort(key=lambda each: (each.memory.lacking, _rank(each) if each.memory.fits else each.memory.total))
     return _own_choice_first(_frugal_first(found))
+
+
+def _rank(found: Prediction) -> float:
+    """Return the seconds by which a way that fits is ordered."""
+    return found.seconds * (1 + MLP_GAIN if found.candidate.policy.offloads_mlp else 1)
 
 
 def _own_choice_first(found: list[Prediction]) -> list[Prediction]:

@@ -174,6 +174,9 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
     return next((one for one in tried if memory_of(one, room).fits), None)
 
 
+_MLP_GPUS = 2
+"""GPUs of a host that may copy MLP outputs at once: so many were measured. More share the bandwidth of its memory."""
+
 _LEAST_MLPS = 1 / 2
 """Fraction of the layers whose MLP outputs must fit in host memory: fewer save less than 2 % of a step of 128K."""
 
@@ -185,7 +188,7 @@ def mlp_output_candidates(
 
     The outputs are those of the gate and up matrices, which backward then does not compute again. The candidates extend
     those that keep attention of all layers on the GPU. Ways whose optimizer is in host memory are left out: its copies
-    and these would share the link, which is not measured.
+    and these would share the link, which is not measured. So are hosts with more than `_MLP_GPUS` GPUs.
 
     Args:
         way: The candidate without its policy.
@@ -194,7 +197,7 @@ def mlp_output_candidates(
         some: Candidates that recompute only the first layers.
     """
     allowed = {"none", ALL_ATTENTION, f"{ALL_ATTENTION}+offload"} <= set(policies)
-    if not allowed or way.tensor > 1 or way.offload is not Offload.NOTHING:
+    if not allowed or way.tensor > 1 or way.offload is not Offload.NOTHING or way.task.gpus_per_node > _MLP_GPUS:
         return []
     if memory_of(replace(way, recompute="none"), room).fits:
         return []
