@@ -1,7 +1,7 @@
 """ModelCenter's LLaMA with BurstAttention: `from model_center_ext import Llama, LlamaConfig`.
 
-Names are imported on first use: all but the configuration need BMTrain, which must not be imported before the runtime
-is set up (`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
+Names are imported on first use: `Llama` needs BMTrain, which must not be imported before the runtime is set up
+(`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from bmburst import public_name
 
 if TYPE_CHECKING:
-    from model_center_ext.config import LlamaConfig, config_files
-    from model_center_ext.llama import DistributedDataLoader, Llama, LlamaOutput
+    from model_center_ext.config import DistributedDataLoader, LlamaConfig, config_files
+    from model_center_ext.llama import Llama, LlamaOutput
 
 __all__ = ["DistributedDataLoader", "Llama", "LlamaConfig", "LlamaOutput", "config_files"]
 
 _HOMES = {
-    "DistributedDataLoader": "llama",
+    "DistributedDataLoader": "config",
     "Llama": "llama",
     "LlamaConfig": "config",
     "LlamaOutput": "llama",

@@ -1,13 +1,20 @@
-"""Configuration of ModelCenter's LLaMA with BurstAttention: ModelCenter's and runtime fields. Imports no torch."""
+"""ModelCenter's configuration of LLaMA with BurstAttention, and its data loader for ranks that share sequences.
+
+Neither needs BMTrain.
+"""
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import field, read_config_file, write_json
 from bmburst.errors import unknown
+from bmburst.mesh import Mesh, require_mesh
 from bmburst.recompute.policy import Policy
 
 Self = TypeVar("Self", bound="LlamaConfig")
@@ -106,3 +113,40 @@ class LlamaConfig(ModelCenterConfig):
 def config_files() -> dict[str, Path]:
     """Return the paths of this package's configurations by name; `bmburst train --config` accepts them too."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
+
+
+class DistributedDataLoader:
+    """Distributes samples over the sequence groups of a mesh; ModelCenter's loader distributes them over ranks.
+
+    All ranks of a sequence group read the same batches. Group i of n reads what rank i of n would read from
+    ModelCenter's loader, in the same order (model-center 1.0.2).
+
+    Args:
+        dataset: The samples; every rank has all of them.
+        shuffle: Whether to shuffle the samples anew in each epoch.
+        seed: Seed of the shuffling.
+        mesh: The mesh.
+        options: Further arguments of `torch.utils.data.DataLoader`, such as batch_size.
+
+    Raises:
+        UserError: `mesh` is not a mesh, or has tensor parallelism.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, *, mesh: Mesh, **options: Any
+    ) -> None:
+        require_mesh(mesh, "mesh=bmburst.Mesh.over_bmtrain()", "ModelCenter's")
+        self.shuffle, self.epoch = shuffle, 0
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=mesh.shape.data, rank=mesh.data_rank, shuffle=shuffle, seed=seed
+        )
+        self.loader: DataLoader[Any] = DataLoader(dataset, sampler=self.sampler, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += self.shuffle
+        self.sampler.set_epoch(self.epoch)
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank's group."""
+        return len(self.loader)

@@ -1,7 +1,7 @@
-"""ModelCenter's Llama and data loader over a split sequence, with ModelCenter's parameter names and call signatures."""
+"""ModelCenter's Llama over a split sequence: bmburst's LLaMA with ModelCenter's parameter names and call signature."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import bmtrain as bmt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
@@ -20,7 +19,7 @@ from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
-from bmburst.mesh import Mesh, current_mesh, require_mesh
+from bmburst.mesh import Mesh, current_mesh
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
@@ -342,40 +341,3 @@ def _set_initializers(model: torch.nn.Module, methods: Mapping[str, bmt.Paramete
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters:
         parameter._init_method = next(method for part, method in methods.items() if part in name)
-
-
-class DistributedDataLoader:
-    """Distributes samples over the sequence groups of a mesh; ModelCenter's loader distributes them over ranks.
-
-    All ranks of a sequence group read the same batches. Group i of n reads what rank i of n would read from
-    ModelCenter's loader, in the same order (model-center 1.0.2).
-
-    Args:
-        dataset: The samples; every rank has all of them.
-        shuffle: Whether to shuffle the samples anew in each epoch.
-        seed: Seed of the shuffling.
-        mesh: The mesh.
-        options: Further arguments of `torch.utils.data.DataLoader`, such as batch_size.
-
-    Raises:
-        UserError: `mesh` is not a mesh, or has tensor parallelism.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, *, mesh: Mesh, **options: Any
-    ) -> None:
-        require_mesh(mesh, "mesh=bmburst.Mesh.over_bmtrain()", "ModelCenter's")
-        self.shuffle, self.epoch = shuffle, 0
-        self.sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=mesh.shape.data, rank=mesh.data_rank, shuffle=shuffle, seed=seed
-        )
-        self.loader: DataLoader[Any] = DataLoader(dataset, sampler=self.sampler, **options)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += self.shuffle
-        self.sampler.set_epoch(self.epoch)
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        """Return the number of batches of this rank's group."""
-        return len(self.loader)
