@@ -106,11 +106,11 @@ def search(
                 break
     require_possible(recompute, spreads)
     found = [predict(candidate, hardware) for candidate in ways]
-    found.sort(key=lambda each: (each.memory.lacking, _rank(each) if each.memory.fits else each.memory.total))
+    found.sort(key=lambda each: (each.memory.lacking, _ordered_by(each) if each.memory.fits else each.memory.total))
     return _own_choice_first(_frugal_first(found))
 
 
-def _rank(found: Prediction) -> float:
+def _ordered_by(found: Prediction) -> float:
     """Return the seconds by which a way that fits is ordered."""
     return found.seconds * (1 + MLP_GAIN if found.candidate.policy.offloads_mlp else 1)
 

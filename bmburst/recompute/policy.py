@@ -71,16 +71,6 @@ _FIELDS = MappingProxyType(
     }
 )
 _OPTION = re.compile(rf"\+({'|'.join(_FIELDS)})-([^+]*)")
-MIXED = (
-    ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
-    ("block", "block+offload"),
-)
-"""Policies that the planner and "auto" also compare for the first N layers only, with the smallest N that fits.
-
-In each row, the other policies, which need host memory, are tried only if the first one does not fit. If the first one
-fits, the formulas predict that an offload needs up to an eighth fewer layers and saves at most 1 % of a step, less than
-their error. Fractions of attention are left out: at any length they free less memory per second of recompute.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +193,17 @@ class Policy:
             f"fix: {everywhere}, which holds for all of them{fewer}"
         )
 
+    def allows_tensor(self, ranks: int) -> bool:
+        """Return whether it works with a tensor degree of `ranks`, as +every-K and +offload-mlp-first-N do not."""
+        return ranks == 1 or (self.every == 1 and not self.offloads_mlp)
+
     def require_tensor(self, ranks: int) -> None:
         """Check that the policy works with a tensor degree of `ranks`.
 
         Raises:
-            UserError: It has "+every-K" or "+offload-mlp-first-N", which tensor parallelism does not support.
+            UserError: It does not; see `allows_tensor`.
         """
-        if ranks > 1 and (self.every > 1 or self.offloads_mlp):
+        if not self.allows_tensor(ranks):
             raise UserError(
                 f"recompute policy '{self.name}' with tensor parallelism {ranks}\n"
                 f"fix: {replace(self, every=1, offloads_mlp=0).name}, or tensor parallelism 1"

@@ -224,6 +224,9 @@ REFUSALS = {
     "--calibrate --optimizer-offload": "--calibrate | --optimizer-offload | fix: leave --optimizer-offload out",
     "--longest --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
     "--seq 4096 --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
+    "--seq 4096 --model llama-3-8b --gpus 2 --tensor 2 --recompute block+offload-mlp-first-4": (
+        "block+offload-mlp-first-4 | tensor | fix: block, "
+    ),
     "--longest --gpus 1": "--model | missing",
     "--longest --model llama-3-8b --seq 4096": "--longest | --seq | fix: leave --seq out",
     "--longest --model llama-3-8b --host-memory 0": "--host-memory 0 | 128G",
