@@ -25,7 +25,6 @@ ONLINE, AT_THE_END, NO_OVERLAP = "online", "at-the-end", "no-overlap"
 FLASH, WHOLE_TILE = "flash", "whole-tile"
 OURS = "ours"
 _KIB = 1024
-LONGEST_ALONE = 512 * _KIB  # tokens that one GPU attends to: longer, the README has no time either
 
 
 class PaperSuite(NamedTuple):
@@ -118,7 +117,7 @@ class PaperCell(BaseCell):
 def list_cells(selection: BaseSelection) -> tuple[PaperCell, ...]:
     """Return the selected cells of every suite, in the order in which they run: short sequences first."""
     found = (cell for suite in SUITES for cell in _cells(selection, suite))
-    return tuple(cell for cell in found if selection.fits(cell) and (cell.ranks > 1 or cell.tokens <= LONGEST_ALONE))
+    return tuple(cell for cell in found if selection.fits(cell))
 
 
 def _cells(selection: BaseSelection, name: str) -> Iterator[PaperCell]:
