@@ -9,15 +9,24 @@ from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.fused import triton_twin
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Rotate x by the angles of cos and sin, or by the negative angles if `back`."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, out: Tensor | None = None) -> Tensor:
+    """Return `apply_rotary`, without autograd.
+
+    Args:
+        x: See `apply_rotary`.
+        cos: See `apply_rotary`.
+        sin: See `apply_rotary`.
+        back: Whether to rotate by the negative angles: the inverse, and the gradient.
+        out: Receives the result, the shape and dtype of x. Default: a new tensor.
+    """
     if fused := _fused(x, cos, sin):
-        turned: Tensor = fused.rotate(x, cos, sin, back=back)
+        turned: Tensor = fused.rotate(x, cos, sin, back=back, out=out)
         return turned
     wide = torch.promote_types(x.dtype, cos.dtype)
     first, second = x.to(wide).chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), (-sin if back else sin).unsqueeze(-2)  # the same angle for every head
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
@@ -33,13 +42,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, back=False)
+        return rotate(x, cos, sin)
 
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad_output, cos, sin, back=True), None, None
+        return rotate(grad_output, cos, sin, back=True), None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

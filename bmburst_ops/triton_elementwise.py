@@ -228,16 +228,17 @@ def _swiglu_block(width, BLOCK: tl.constexpr):
     return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Return x rotated, contiguous. A program rotates a tile of tokens and heads: heads share the loads of angles.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, out: Tensor | None = None) -> Tensor:
+    """Return x rotated. A program rotates a tile of tokens and heads: heads share the loads of angles.
 
     Args:
         x: `[batch, tokens, heads, head_dim]`, any strides.
         cos: fp32 `[batch, tokens, head_dim / 2]`, any strides.
         sin: As `cos`.
         back: Whether to rotate by the negative angles.
+        out: Receives the result, any strides. Default: a new, contiguous tensor.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if not x.numel():
         return out
     batch, tokens, heads, head_dim = x.shape

@@ -63,12 +63,42 @@ def test_a_chain_leaves_another_as_it_is():
         assert alive.now - store.nbytes == 2 * nbytes
         last = store.new_group("a")
         assert alive.now - store.nbytes == nbytes, "the group of the other chain is still there"
-        store.settle()
+        last.put(numbers.clone())
+        store.settle("a")
+        assert alive.now - store.nbytes == nbytes
+        store.settle("b")
         assert alive.now == store.nbytes
-        last.begin()
+        last.begin(ahead=False)
         assert alive.now - store.nbytes == nbytes, "it fetches what its chain had before, and nothing else"
         groups["b"].begin()
-        assert torch.equal(groups["b"].get(0), numbers) and torch.equal(groups["a"].get(0), numbers)
+        assert torch.equal(groups["b"].get(0), numbers)
+        groups["a"].begin()
+        assert torch.equal(groups["a"].get(0), numbers)
+
+
+def test_a_block_without_groups_prefetches_those_before_it():
+    """Of the same forward: a later one has groups of its own."""
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    numbers = torch.full((1024,), 3.0, dtype=torch.float64)
+    with alive:
+        groups = []
+        for chain in "aab":
+            groups.append(store.new_group(chain))
+            groups[-1].put(numbers.clone())
+        hook = store.prefetcher()
+        later = store.new_group("a")
+        later.put(numbers.clone())
+        for chain in "ab":
+            store.settle(chain)
+        assert alive.now == store.nbytes
+        hook(numbers)
+        assert alive.now - store.nbytes == 2 * nbytes  # of each chain the last one before the hook
+        later.begin(ahead=False)
+        assert alive.now - store.nbytes == 2 * nbytes  # another group is taken: the prefetched one has left
+        groups[1].begin()
+        assert torch.equal(groups[1].get(0), numbers)
+        del groups, later
+        assert hook(numbers) is None  # a graph that is gone
 
 
 def test_memory_of_the_host_is_used_again():

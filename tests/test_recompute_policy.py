@@ -120,6 +120,11 @@ def test_outputs_of_an_mlp_in_host_memory():
     assert [each.kept(block) for each in layers] == [block.attended, *[block.input + block.attended] * 2]
     with refused("tensor parallelism 2", "fix: block-keep-attention+offload-first-1,"):
         policy.require_tensor(2)
+    mostly = Policy.parse("block-keep-attention+offload-mlp-first-2+first-2")
+    assert [i for i in range(5) if mostly.prefetches(i, 5)] == [2]
+    assert not any(mostly.prefetches(i, 4) for i in range(4))  # too little memory is free by then
+    assert not any(Policy.parse("block+first-2").prefetches(i, 5) for i in range(5))
+    assert not any(Policy.parse("block+offload").prefetches(i, 5) for i in range(5))
     first = Policy.parse("block-keep-attention+first-2+offload-mlp-first-1")  # the third layer keeps all on the GPU
     assert first.name == "block-keep-attention+offload-mlp-first-1+first-2" and Policy.parse(first.name) == first
     assert [each.hosted(block) for each in first.of_layers(3)] == [block.mlp, 0, 0]

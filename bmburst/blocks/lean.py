@@ -29,13 +29,14 @@ from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import kv_heads_at_once
 from bmburst.blocks.layers import Linear, RMSNorm
 from bmburst.recompute.checkpointing import Tape, is_keeping, recording
+from bmburst.recompute.host_store import MLP_OUTPUTS
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.gated_mlp import Adapter, chunk_backward, gate_and_up
 from bmburst_ops.linears import GradientSum, low_rank_backward, low_rank_product, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.rotary import rotate
 from bmburst_ops.swiglu import swiglu
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class BlockWork:
             outputs = [whole]
         else:
             outputs = [self._attended(group, is_kept=is_kept and self._is_ours) for group in self._groups]
+        block.store.settle(MLP_OUTPUTS)
         result = outputs[0] if overwrites else torch.empty_like(self._stream)
         for at in self._chunks:
             added = self._attention.o_proj(_columns_of(outputs, at))
@@ -207,43 +209,41 @@ class BlockWork:
 
     def _projected(self, group: Span) -> list[Tensor]:
         """Return queries, keys and values of a group of heads, `[rows, heads * head_dim]` each."""
-        if len(self._chunks) == 1:
-            return self._projected_chunk(group, self._chunks[0])
         whole = self._empty_heads(group)
         for at in self._chunks:
-            for each, part in zip(whole, self._projected_chunk(group, at), strict=True):
-                each[at] = part
+            self._project_chunk(group, at, [each[at] for each in whole])
         return whole
 
-    def _projected_chunk(self, group: Span, at: slice) -> list[Tensor]:
+    def _project_chunk(self, group: Span, at: slice, outputs: Sequence[Tensor]) -> None:
+        """Write a chunk's rows of queries, keys and values of a group of heads."""
         normed = self._block.input_layernorm(self._stream[at])
-        q, k, v = self._products(normed, group)
-        if self._attention.has_norms:
-            norms = self._attention.q_norm, self._attention.k_norm
-            q, k = (
-                norm(each.unflatten(1, (-1, self._attention.head_dim)))
-                for norm, each in zip(norms, (q, k), strict=True)
-            )
-        return [self._rotated(q, at), self._rotated(k, at), v]
+        *rotated, value = self._linears()
+        self._product(normed, value, self._columns(group, kv=True), out=outputs[2])
+        norms = (self._attention.q_norm, self._attention.k_norm) if self._attention.has_norms else (None, None)
+        for i, (linear, norm) in enumerate(zip(rotated, norms, strict=True)):
+            heads = self._product(normed, linear, self._columns(group, kv=i == 1))
+            if norm is not None:
+                heads = norm(heads.unflatten(1, (-1, self._attention.head_dim)))
+            self._rotated(heads, at, out=outputs[i])
 
-    def _products(self, normed: Tensor, group: Span) -> list[Tensor]:
-        pairs = zip(self._linears(), (False, True, True), strict=True)
-        return [self._product(normed, linear, self._columns(group, kv=is_kv)) for linear, is_kv in pairs]
-
-    def _product(self, normed: Tensor, linear: Linear, rows: slice) -> Tensor:
-        product = torch.nn.functional.linear(normed, linear.weight[rows])
+    def _product(self, normed: Tensor, linear: Linear, rows: slice, out: Tensor | None = None) -> Tensor:
+        product = torch.mm(normed, linear.weight[rows].t(), out=out)
         if term := linear.adapter:
             product += low_rank_product(normed, term, rows)
-        return product + linear.bias[rows] if linear.has_bias else product
+        if linear.has_bias:
+            product += linear.bias[rows]
+        return product
 
     def _linears(self) -> tuple[Linear, Linear, Linear]:
         return self._attention.q_proj, self._attention.k_proj, self._attention.v_proj
 
-    def _rotated(self, x: Tensor, at: slice, *, back: bool = False) -> Tensor:
+    def _rotated(self, x: Tensor, at: slice, *, back: bool = False, out: Tensor | None = None) -> Tensor:
         """Return heads of a chunk after rotary embedding, or its inverse (`back`): `[rows, heads * head_dim]`."""
-        cos, sin = self._cos[None, at], self._sin[None, at]
-        heads = x.reshape(1, len(x), -1, self._attention.head_dim)
-        return apply_rotary(heads, cos, -sin if back else sin).view(len(x), -1)
+        shape = 1, len(x), -1, self._attention.head_dim
+        result = None if out is None else out.view(shape)
+        return rotate(x.reshape(shape), self._cos[None, at], self._sin[None, at], back=back, out=result).view(
+            len(x), -1
+        )
 
     def _fed_forward(self, normed: Tensor, keep_outputs: KeepOutputs | None) -> Tensor:
         """Return the MLP's result for a chunk of tokens, `[rows, hidden_size]`."""

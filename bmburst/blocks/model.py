@@ -108,11 +108,15 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
             # bmburst.recompute replaces BMTrain's checkpointing, which would run the ring a second time.
             return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
 
-        shared = tensor, store, segments, mlp_chunk, norm, lora
+        def block(number: int, policy: Policy) -> TransformerBlock:
+            prefetches = recompute.prefetches(number, config.num_layers)
+            shared = tensor, store, segments, mlp_chunk, norm, lora
+            return TransformerBlock(config, attention, dtype, policy, *shared, prefetches=prefetches)
+
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
             [
-                wrapped(TransformerBlock(config, attention, dtype, policy, *shared), number)
+                wrapped(block(number, policy), number)
                 for number, policy in enumerate(recompute.of_layers(config.num_layers))
             ]
         )

@@ -18,7 +18,7 @@ from bmburst.blocks.lean import Batch, BlockWork, KeepOutputs, MLPOutputs, whole
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
-from bmburst.recompute.host_store import OffloadGroup
+from bmburst.recompute.host_store import MLP_OUTPUTS, OffloadGroup
 from bmburst_ops.errors import first_order
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class _Pass:
         return self._put_outputs if self.block.recompute.offloads_mlp else None
 
     def _put_outputs(self, outputs: MLPOutputs) -> None:
-        if self._mlp_group is None:  # now: attention has run, and the block before has copied its outputs meanwhile
-            self._mlp_group = self.block.store.new_group("mlp")
+        if self._mlp_group is None:
+            self._mlp_group = self.block.store.new_group(MLP_OUTPUTS)
         gate, up = outputs
         self._outputs.append((self._mlp_group.put(gate), self._mlp_group.put(up)))
 

@@ -21,7 +21,7 @@ from bmburst.blocks.config import mlp_chunk as choose_chunk
 from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, project
 from bmburst.blocks.lean import Batch
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
-from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rms_norm import stream_norm
@@ -144,6 +144,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         mlp_chunk: See `Llama`.
         norm: Factory of the norms.
         lora: Adapters to train; None: the weights are trained.
+        prefetches: See `Policy.prefetches`.
     """
 
     def __init__(
@@ -158,6 +159,8 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         mlp_chunk: int | None,
         norm: NormFactory,
         lora: LoRAConfig | None = None,
+        *,
+        prefetches: bool = False,
     ) -> None:
         super().__init__()
         self.input_layernorm = norm(config.hidden_size)
@@ -167,6 +170,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         if lora is not None:
             add_adapters(self, lora)
         self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
+        self._prefetches = prefetches
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
@@ -180,13 +184,17 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
             mask: Mask of the batch; replaces that of the attention module.
         """
+        prefetch = None
         if not self.recompute.offloads and torch.is_grad_enabled():
             self.store.settle()
+            prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
             return recomputed_block(self, hidden, Batch(cos, sin, length, mask))
         result: Tensor = recompute.checkpoint(
             self.recompute, self._forward, hidden, cos, sin, length, mask, store=self.store
         )
+        if prefetch is not None:
+            result.register_hook(prefetch)
         return result
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
@@ -195,6 +203,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         hidden, normed = self.post_attention_layernorm.of_stream(
             hidden, self.self_attn(normed, cos, sin, length, mask), self.factor
         )
+        self.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         # Backward does not read the MLP's result, so that recompute can skip it.
         is_needed = not recompute.is_recomputing(self._forward)
         mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)

@@ -5,7 +5,7 @@ created, the caller's stream waits for the copies, and the GPU memory is freed. 
 the group created before it: at most two groups are on the GPU, one in use and one being copied.
 
 Groups that are created at different moments of a block are in different chains: a group frees and prefetches groups of
-its own chain only. So tensors that a block makes at its end have until the end of the next block to be copied.
+its own chain only. The outputs of a block's MLP are made at its end: the next block frees them after its attention.
 
 Pinned memory is divided into pieces of `PIECE` bytes. A piece is reused as soon as backward has read it or its group is
 deleted. So nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds
@@ -26,6 +26,8 @@ PIECE = 1 << 26
 """Bytes of a piece of pinned memory. Its copy takes 1.3 ms, far longer than the launch of the copy."""
 AT_ONCE = 4
 """Pieces of pinned memory that are allocated at once."""
+BLOCK_INPUTS, MLP_OUTPUTS = "block inputs", "MLP outputs"
+"""Chains of the groups that a block creates. The first also has attention's results."""
 _LEAST = 1 << 12
 
 
@@ -47,7 +49,7 @@ class HostStore:
         self._ahead: dict[str, weakref.ref[OffloadGroup]] = {}
         self._stream: Any = None
 
-    def new_group(self, chain: str = "") -> "OffloadGroup":
+    def new_group(self, chain: str = BLOCK_INPUTS) -> "OffloadGroup":
         """Return a new group of a chain, and free the GPU memory of the chain's previous group."""
         before = _alive(self._latest, chain)
         for held in (before, _alive(self._ahead, chain)):
@@ -57,12 +59,27 @@ class HostStore:
         self._latest[chain] = weakref.ref(made)
         return made
 
-    def settle(self) -> None:
-        """Free the GPU memory of each chain's latest group after its copies; for groups that no others follow."""
-        for chain in self._latest:
-            latest = _alive(self._latest, chain)
-            if latest is not None:
-                latest.release()
+    def settle(self, chain: str = BLOCK_INPUTS) -> None:
+        """Free the GPU memory of a chain's latest group after its copies; for groups that no others follow."""
+        latest = _alive(self._latest, chain)
+        if latest is not None:
+            latest.release()
+
+    def prefetcher(self) -> Callable[[Tensor], None]:
+        """Return a hook for the gradient of a block's output: it prefetches each chain's group that is the latest now.
+
+        For a block that has no groups, and so does not prefetch those of the block before it.
+        """
+        latest = dict(self._latest)
+
+        def prefetch(_grad: Tensor) -> None:
+            for chain in latest:
+                group = _alive(latest, chain)
+                if group is not None:
+                    group.start_fetch()
+                    self._ahead[chain] = latest[chain]
+
+        return prefetch
 
     def fetch(self, group: "OffloadGroup", *, ahead: bool) -> None:
         """Start to copy a group's tensors to the GPU; `ahead`: also prefetch the chain's group before it."""

@@ -243,6 +243,14 @@ class Policy:
             feeds_next=(i + 1) % self.every != 0 and i + 1 < layers,
         )
 
+    def prefetches(self, i: int, layers: int) -> bool:
+        """Return whether the backward of layer `i` prefetches what the layer before it has in host memory.
+
+        The first layer that saves everything does, if at least two others follow it. Their backward has then freed
+        more memory than the prefetched tensors take.
+        """
+        return self.layers == i and self.of_layer(i - 1, layers).offloads and layers - i > 2
+
     def _with_options(self, name: str, options: list[tuple[str, str]]) -> "Policy":
         """Return this policy with the options of a whole model that `name` appends."""
         if len(dict(options)) < len(options):
@@ -254,9 +262,8 @@ class Policy:
                 )
         given: dict[str, Any] = {option: int(text) for option, text in options}
         if not self.recomputes:
-            raise UserError(
-                f"recompute policy '{name}' keeps everything\nfix: block{name.removeprefix('none')}, or none"
-            )
+            fixed = f"block{name.removeprefix('none')}"
+            raise UserError(f"recompute policy '{name}' keeps everything\nfix: {fixed}, or none")
         if self.layers is not None and (others := given.keys() - {OFFLOAD_MLP}):
             raise UserError(f"recompute policy '{name}' has +first- beside +{min(others)}-\nfix: one of them alone")
         if KEEP_LAST in given and self.attention:
@@ -269,9 +276,8 @@ class Policy:
                 f"fix: +{OFFLOAD_FIRST}-{count}+{OFFLOAD_ATTENTION}-{count}"
             )
         if count and self.attention < 1 and KEEP_LAST not in given:
-            raise UserError(
-                f"recompute policy '{name}' keeps no attention to offload\nfix: +{KEEP_LAST}-5, or without it"
-            )
+            fix = f"+{KEEP_LAST}-5, or without it"
+            raise UserError(f"recompute policy '{name}' keeps no attention to offload\nfix: {fix}")
         if EVERY in given and (0 < self.attention < 1 or self.offload == "all"):
             raise UserError(
                 f"recompute policy '{name}' cannot recompute inputs\n"

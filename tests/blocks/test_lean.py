@@ -95,6 +95,41 @@ def _gradients_are_those_of_blocks_that_keep_everything(rows):
                         require_equal(got, wanted, dtype, f"{config} {policy} {chunk}")
 
 
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_block_that_saves_everything_prefetches_for_the_one_before(size):
+    run_program(size, _a_block_that_saves_everything_prefetches)
+
+
+def _a_block_that_saves_everything_prefetches():
+    """Its backward begins with that: the products of a block hide the copies."""
+    from bmburst.recompute.host_store import HostStore, OffloadGroup
+
+    config, fetched = tiny.config(num_layers=5, num_heads=6, num_kv_heads=3), []
+    wanted = step(config, "none", torch.float64)
+    prefetcher, start_fetch = HostStore.prefetcher, OffloadGroup.start_fetch
+
+    def watched(store):
+        hook = prefetcher(store)
+
+        def called(grad):
+            fetched.append("hook")
+            hook(grad)
+
+        return called
+
+    def fetch(group):
+        fetched.append(group.chain)
+        start_fetch(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStore, "prefetcher", watched)
+        patch.setattr(OffloadGroup, "start_fetch", fetch)
+        policy = "block-keep-attention+offload+offload-mlp-first-2+first-2"
+        require_equal(step(config, policy, torch.float64, chunk=7), wanted, torch.float64, policy)
+    both = ["MLP outputs", "block inputs"]
+    assert fetched[0] == "hook" and sorted(fetched[1:3]) == both and fetched.count("hook") == 1
+
+
 SEGMENTS = (
     *("block+every-2", "block+every-3", "block+every-4", "block+every-8", "block-keep-attention+every-2"),
     *("block+offload+every-2", "block+every-4+offload-first-1", "block+keep-attention-last-2+offload-first-3"),

@@ -143,6 +143,17 @@ def test_queries_and_keys_may_be_a_slice_of_one_projection(triton):
     torch.testing.assert_close(turned, torch.cat(parts, 2), rtol=1e-6, atol=1e-6)
 
 
+def test_a_rotation_may_write_into_a_part_of_a_tensor(triton):
+    x, cos, sin = random((2, 5, 3, 8), torch.float32), *random((2, 2, 5, 4), torch.float32, 1)
+    for back in (False, True):
+        whole = torch.zeros(4, 5, 5, 8, device=DEVICE)
+        rotary.rotate(x, cos, sin, back=back, out=whole[1:3, :, 1:4])
+        expected = rotary.apply_rotary(x, cos, -sin if back else sin)
+        torch.testing.assert_close(whole[1:3, :, 1:4], expected, rtol=0, atol=0)
+        assert whole.abs().sum().item() == pytest.approx(expected.abs().sum().item())
+    assert triton == {"rotate"}
+
+
 def test_many_rows_for_a_program(triton, monkeypatch):
     """Rows are added up in a fixed order: in 16 bits or with atomics the sum of so many would be off, or differ."""
     monkeypatch.setattr(triton_elementwise, "_PROGRAMS", 3)
