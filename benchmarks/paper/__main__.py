@@ -37,7 +37,7 @@ _BLOCKS = "bmburst launch --nproc {} -- -m benchmarks.sparse_cross block-sparse"
 _CROSS = "bmburst launch --nproc 2 -- -m benchmarks.sparse_cross cross"
 _TRAIN = "bmburst bench train --repeats 5 --cell-seconds 10"
 _METHODS = "--cells 'step/*' --methods 'ours,ulysses,zigzag*,tensor*,ring-li'"
-_FIRST = "bmburst bench inference --models llama-2-13b --masks causal --tokens 64K --repeats 3 --cell-seconds 60"
+_FIRST = "bmburst bench inference --masks causal --repeats 3 --cell-seconds 15"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,12 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
                 "--tokens 4K,8K,16K,32K,64K,128K,256K --cells 'prompt/*' "
                 "--methods heads,tokens,no-lao,tensor-v1,tensor-v3,ring-li --repeats 2 --cell-seconds 20",
             ),
-            Command(2, FIRST, f"{_FIRST} --gpus 2 --cells 'prompt/*/heads,prompt/*/tensor*'"),
+            Command(
+                2,
+                FIRST,
+                f"{_FIRST} --gpus 2 --models llama-2-7b,llama-2-13b --tokens 4K,8K,16K,32K,64K,128K "
+                "--cells 'prompt/*' --methods heads,tokens,tensor-v1,tensor-v3,ring-li",
+            ),
         ),
         "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False),),
         "figures-2-and-3": (
@@ -109,8 +114,12 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
             ),
         ),
         "figure-4": (
-            Command(1, FIRST, f"{_FIRST} --gpus 1 --cells 'prompt/*/heads'"),
-            Command(2, FIRST, f"{_FIRST} --gpus 2 --cells 'prompt/*/heads,prompt/*/tensor*'"),
+            Command(1, FIRST, f"{_FIRST} --gpus 1 --models llama-2-13b --tokens 64K --cells 'prompt/*/heads'"),
+            Command(
+                2,
+                FIRST,
+                f"{_FIRST} --gpus 2 --models llama-2-13b --tokens 64K --cells 'prompt/*/heads,prompt/*/tensor*'",
+            ),
             *(
                 Command(
                     gpus,
@@ -128,7 +137,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
         "readme": (
             Command(2, PAPER, "bmburst bench paper --gpus 2 --cells 'batch/*,sequence/*'"),
-            Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*@2'"),
+            Command(2, PAPER_H100, "bmburst bench paper --gpus 2 --cells 'sequence/1048576/*'"),
         ),
         "predictions": (Command(0, "", "python -m benchmarks.paper.curve", again=False),),
         "future-work": (

@@ -237,19 +237,19 @@ def _ring_out_of_memory(records: Recorded) -> Verdict:
 
 def _first_token(records: Recorded, size: str, version: int) -> Verdict:
     facts, model = first_token_facts(), f"llama-2-{size}"
-    theirs, ratios, papers, once = facts["models"][model], {}, [], True
+    theirs, ratios, papers, once = facts["models"][model], {}, [], []
     for place, tokens in enumerate(facts["tokens"]):
         keys = [f"prompt/{model}/{tokens}/causal/{method}@2" for method in ("heads", f"tensor-v{version}")]
         heads, tensor = (records.measured(FIRST, key) or records.measured(INFERENCE, key) for key in keys)
         if heads is not None and tensor is not None:
             ratios[tokens] = tensor["first_token_seconds"] / heads["first_token_seconds"]
             papers.append(theirs[f"TP v{version} + flash"][place] / theirs["Burst"][place])
-            once = once and heads.get("rounds") == tensor.get("rounds") == 1
+            once += [f"{tokens // KIB}K"] if heads.get("rounds") == tensor.get("rounds") == 1 else []
     if not ratios:
         return UNKNOWN
     said = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
     span = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in (min(papers), max(papers))))
-    where = f"on 2 GPUs with NVLink{', each measured once' if once else ''}"
+    where = f"on 2 GPUs with NVLink{', measured once at ' + ', '.join(once) if once else ''}"
     paper = f"the paper: {span} times on 8 A100 over PCIe"
     return by_length(ratios, f"TP takes {said}, {where} ({paper}); ours is `heads`")
 

@@ -178,7 +178,7 @@ def first_token(records: Recorded, model: str) -> list[str]:
     for mask in ("causal", "full"):
         for method, title in ways.items():
             keys = [f"prompt/{model}/{n}/{mask}/{method}@2" for n in tokens]
-            rows = [records.row(INFERENCE, key) or records.row(FIRST, key) for key in keys]
+            rows = [records.row(FIRST, key) or records.row(INFERENCE, key) for key in keys]
             texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
             lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
             cells += keys
