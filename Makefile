@@ -30,7 +30,11 @@ $(VENV)/installed: setup.py constraints.txt Makefile
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(MODEL_CENTER)
 	touch $@
 
+# Many tests start processes: compiled modules save each of them some tenths of a second.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: install
+	$(BIN)/python -m compileall -q -j 2 bmburst bmburst_ops model_center_ext benchmarks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not long" $(ARGS)
 
 test-long: install

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import hugging_face, logprobs, lora_peers, predictions, slow_links, sparse_cross
 from benchmarks.engine import KINDS, Results, load_kind
+from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
 from benchmarks.paper import curve, overheads, perplexity, tables
 from benchmarks.paper.claims import CLAIMS
@@ -43,7 +44,6 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     }
 )
 """Tables of single measurements, by how the names of their records begin."""
-_BEGINNING = 5  # letters of the line above a table by which it is found below what is written by hand
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 PAGE = _ROOT / "docs" / "paper.md"
 PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
@@ -107,7 +107,7 @@ def derived() -> Iterator[tuple[Path, str]]:
     for name, table in _TABLES.items():
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-            yield path, f"{_by_hand(path.read_text(encoding='utf-8'), text)}{text}\n"
+            yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
     yield _RESULTS / curve.NUMBERS, curve.as_json()
     yield PAGE, filled(PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
@@ -144,20 +144,6 @@ def claims_table(records: Recorded) -> list[str]:
         verdict, numbers = claim.judge(records)
         lines.append(f"| {claim.text} | {claim.source} | {verdict} | {numbers} |")
     return [*lines, ""]
-
-
-def _by_hand(text: str, table: str) -> str:
-    """Return what stands above the table of a record: nothing, where the file is as the run wrote it.
-
-    The table begins with its first row, or with the line above it. An earlier table may have had no such line.
-
-    Args:
-        text: The record.
-        table: The table that it is to have.
-    """
-    begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
-    head = (text if begins is None else text[: begins.start()]).rstrip()
-    return f"{head}\n\n" if head else ""
 
 
 def _with_rows(text: str) -> str:

@@ -25,6 +25,7 @@ from bmburst.comm.memory import bytes_of
 from bmburst.outputs import replacing
 
 _USABLE = 0.92  # fraction of a device; the rest is for context, communicators and fragmentation
+_BEGINNING = 5  # letters of the line above a table by which it is found below what is written by hand
 _PACKAGES = (
     "triton",
     "flash-attn-4",
@@ -88,11 +89,30 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
 
 
 def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
-    """Print the table of a module's results. With a path, also `write_record`, and write the table next to it."""
+    """Print the table of a module's results. With a path, also `write_record`, and write the table next to it.
+
+    What is written by hand above the table of an earlier run stays.
+    """
     write_record(path, module, ranks, **found)
     print(text)
     if path is not None:
-        path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        page = path.with_suffix(".md")
+        notes = notes_above(page.read_text(encoding="utf-8"), text) if page.exists() else ""
+        page.write_text(f"{notes}{text}\n", encoding="utf-8")
+
+
+def notes_above(text: str, table: str) -> str:
+    """Return what stands above the table of a record: nothing, where the file is as the run wrote it.
+
+    The table begins with its first row, or with the line above it. An earlier table may have had no such line.
+
+    Args:
+        text: The record.
+        table: The table that it is to have.
+    """
+    begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
+    head = (text if begins is None else text[: begins.start()]).rstrip()
+    return f"{head}\n\n" if head else ""
 
 
 def commit() -> str | None:

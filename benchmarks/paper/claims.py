@@ -290,7 +290,7 @@ def _perplexities(records: Recorded) -> Verdict:
     found = records.record(PERPLEXITY)
     if found is None:
         return UNKNOWN
-    values = [row["perplexity"] for row in found["rows"].values()]
+    values = [row["perplexity"] for row in found["rows"].values() if "perplexity" in row]
     rounded = {f"{value:.3f}" for value in values}
     spread = f"{min(values):.4f} to {max(values):.4f}, {len(values)} methods"
     papers = [value for value in FACTS["perplexity"].values() if isinstance(value, float)]

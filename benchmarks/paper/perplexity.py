@@ -3,7 +3,7 @@
 The text is the held-out part of a training corpus. All methods evaluate the same weights on the same sequences, in fp32
 on CPUs over gloo, in bfloat16 on GPUs. `--model` takes a checkpoint of `bmburst train`, or the directory of a Hugging
 Face LLaMA with its tokenizer. Without it, a small model is first trained on Python's standard library, and the record
-says so.
+says so. For a method that cannot evaluate the model, the row gives the reason.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.engine.machine import publish
 from benchmarks.training import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
+from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 
@@ -53,12 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", type=Path, metavar="FILE", help="JSON file of the results; a table is written beside it")
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.rank is not None:
-        run_rank(**json.loads(options.rank))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="bmburst-perplexity-") as folder:
-        found = _measure(options, Path(folder))
-    publish(options.output, MODULE, f"# Perplexity by method\n\n{table(found)}", options.ranks, **found)
+    try:
+        if options.rank is not None:
+            run_rank(**json.loads(options.rank))
+            return 0
+        with tempfile.TemporaryDirectory(prefix="bmburst-perplexity-") as folder:
+            found = _measure(options, Path(folder))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    publish(options.output, MODULE, table(found), options.ranks, **found)
     return 0
 
 
@@ -136,17 +141,33 @@ def run_rank(
         output=where / "evaluated",
         data=DataConfig(source=data, tokenizer=tokenizer, cache=where),
     )
-    rows = {name: evaluate(name, config, runtime.world_size, runtime.device.type) for name in ways}
+    rows = {name: _row(name, config, runtime.world_size, runtime.device.type) for name in ways}
     if runtime.rank == 0:
         (where / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
+def _row(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, Any]:
+    """Return `evaluate` with the number of ranks, or the reason why a way other than one rank refuses the model."""
+    try:
+        return {"ranks": ranks, **evaluate(name, config, ranks, device)}
+    except UserError as error:
+        if name == ALONE:
+            raise
+        return {"ranks": ranks, "refused": str(error).splitlines()[0]}
+
+
 def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, Any]:
-    """Return loss in nats a token, perplexity and labels of the held-out text by one way. Every rank calls it."""
+    """Return loss in nats a token, perplexity and labels of the held-out text by one way. Every rank calls it.
+
+    Raises:
+        UserError: The way cannot evaluate this model; on every rank.
+    """
     from benchmarks.training.measure import put
     from bmburst.train.trainer import Trainer
 
     way = WAYS[name]
+    if (way.peer or name == NO_LAO) and config.model.sliding_window is not None:
+        raise UserError(f"{name} has no sliding window, but the model has\nfix: a model without sliding_window")
     trainer = Trainer(replace(config, parallel=_parallel(way, ranks, device)))
     trainer.restore()
     if way.replicated:
@@ -158,7 +179,7 @@ def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[st
     if name == NO_LAO:
         put(trainer.model, _without_lao(trainer))
     found = trainer.evaluate()
-    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens, "ranks": ranks}
+    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
 
 
 def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
@@ -212,7 +233,11 @@ def table(found: dict[str, Any]) -> str:
     """Return the record as Markdown."""
     lines = ["| method | ranks | loss, nats a token | perplexity |", "|---|---|---|---|"]
     for name, row in found["rows"].items():
-        lines.append(f"| {name} | {row['ranks']} | {row['loss']:.6f} | {row['perplexity']:.4f} |")
+        if "refused" in row:
+            numbers = f"refused: {row['refused']} | -"
+        else:
+            numbers = f"{row['loss']:.6f} | {row['perplexity']:.4f}"
+        lines.append(f"| {name} | {row['ranks']} | {numbers} |")
     return "\n".join(lines)
 
 

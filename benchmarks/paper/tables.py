@@ -196,7 +196,7 @@ def perplexity(records: Recorded) -> list[str]:
         return [*lines, "", records.where(PERPLEXITY)]
     from benchmarks.paper.perplexity import table
 
-    labels = max(row["tokens"] for row in found["rows"].values())
+    labels = max(row.get("tokens", 0) for row in found["rows"].values())
     text = f"{found['sequences']} held-out sequences of {found['tokens']} tokens of {found['data']}, {labels:,} labels."
     trained = f" The model: `{found['trained']}`." if found["trained"] else f" The model: {found['model']}."
     return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]

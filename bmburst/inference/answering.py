@@ -1,6 +1,5 @@
 """Answers of a model: streamed text, a batch of prompts with timing and memory, and a sample of a model in training."""
 
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
 from bmburst.runtime.watchdog import beat
+from bmburst.train.metrics import peak_resident_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -323,7 +323,7 @@ def peak_gib(device: torch.device) -> float:
     """Return this rank's peak memory in GiB: of the GPU since the last reset, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return peak_resident_bytes() / GIB
 
 
 def generate(

@@ -192,11 +192,15 @@ def peak_bytes() -> tuple[int, int]:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return peak_resident_bytes(), 0
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak resident set of the process so far, in bytes."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kilobytes on Linux, bytes on macOS.
-    return peak if sys.platform == "darwin" else peak * 1024, 0
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes on Linux
 
 
 def forget_peak() -> None:

@@ -43,6 +43,7 @@ def test_files_run_on_the_ranks_that_bmtrains_list_gives_them(clone: Path) -> No
     says(str(error.value), "no clone of BMTrain | git clone")
 
 
+@pytest.mark.long
 def test_a_file_passes_or_fails_with_its_error(clone: Path) -> None:
     passed, failed = (run_file(clone, name, ranks, 300) for name, ranks in (("sum", 2), ("optim", 1)))
     assert (passed.result, passed.why) == (PASSED, "")

@@ -13,6 +13,7 @@ from benchmarks.paper.kind import KIND, METHODS, PaperCell, list_cells
 from benchmarks.paper.overheads import METHODS as FORMULAS
 from benchmarks.paper.overheads import Shape
 from bmburst.cli import main
+from tests import tiny
 from tests.refusals import says
 
 RUN = {"date": "d", "command": "c", "ranks": 2, "device": "H200", "python": "3", "torch": "2", "bmburst": "0"}
@@ -91,6 +92,19 @@ def test_every_method_gives_one_perplexity(tmp_path):
     losses = [row["loss"] for row in found["rows"].values()]
     assert max(losses) - min(losses) < 1e-5
     assert len({row["tokens"] for row in found["rows"].values()}) == 1
+
+
+@pytest.mark.long
+def test_a_method_that_cannot_evaluate_a_model_says_why(tmp_path):
+    """A peer without a window would give another model's perplexity."""
+    folder = tiny.save(tmp_path / "mistral", "mistral", vocab_size=300, sliding_window=9)
+    words = ["--model", str(folder), "--tokens", "32", "--sequences", "1", "--output", str(tmp_path / "p.json")]
+    assert perplexity.main(words) == 0
+    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+    refused = {name for name, row in rows.items() if "sliding window" in row.get("refused", "")}
+    assert refused == {name for name, way in perplexity.WAYS.items() if way.peer} | {perplexity.NO_LAO}
+    losses = [row["loss"] for row in rows.values() if "loss" in row]
+    assert len(losses) == len(rows) - len(refused) >= 4 and max(losses) - min(losses) < 1e-5
 
 
 def test_predictions_are_drawn_beside_what_is_published(tmp_path):

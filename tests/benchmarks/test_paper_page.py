@@ -201,6 +201,11 @@ def test_perplexities_are_equal_in_every_digit_or_not(tmp_path):
         records = Recorded(tmp_path)
         assert judge("All", records).verdict == verdict
         assert f"| burst | 2 | 2.500000 | {last:.4f} |" in "\n".join(tables.perplexity(records))
+        rows["no-lao"] = {"ranks": 2, "refused": "no window"}  # not a number that is compared
+        (tmp_path / f"{PERPLEXITY}.json").write_text(json.dumps(found | {"rows": rows}))
+        records = Recorded(tmp_path)
+        assert judge("All", records).verdict == verdict
+        assert "| no-lao | 2 | refused: no window | - |" in "\n".join(tables.perplexity(records))
 
 
 @pytest.mark.parametrize(("burst", "verdict"), [(60, CONFIRMED), (77, PARTLY), (101, NOT_CONFIRMED)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import families, hugging_face, lora_peers, sparse_cross, train_jobs
-from benchmarks.engine.machine import write_record
+from benchmarks.engine.machine import publish, write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
 from tests.docs.scripts import run_script
@@ -57,6 +57,15 @@ def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
     assert content["machine"]["command"] == "python -m benchmarks.operators elementwise --tokens 8"
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
     write_record(None, "benchmarks.operators")
+
+
+def test_what_is_written_by_hand_above_a_table_stays_when_it_is_measured_again(tmp_path):
+    path, page = tmp_path / "r.json", tmp_path / "r.md"
+    publish(path, "benchmarks.operators", "65 tokens; ms:\n\n| a |")
+    assert page.read_text() == "65 tokens; ms:\n\n| a |\n"
+    page.write_text("# By hand\n\nA note.\n\n" + page.read_text())
+    publish(path, "benchmarks.operators", "65 tokens; ms:\n\n| b |")
+    assert page.read_text() == "# By hand\n\nA note.\n\n65 tokens; ms:\n\n| b |\n"
 
 
 def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):

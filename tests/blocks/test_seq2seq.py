@@ -81,6 +81,7 @@ def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Pa
         assert {key: error for key, error in errors.items() if not error < tolerance} == {}, name
 
 
+@pytest.mark.long
 def test_reversing_is_learned_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
     losses = []
     for size in (1, 2):

@@ -48,6 +48,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": f"{ROOT}:.", "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.long
 def test_two_ranks_measure_and_go_on(tmp_path):
     wanted = "sequence/*/causal/*,block/*/causal/ours,documents/*/ours,window/*/ours,accuracy/*/causal/*"
     options = (

@@ -370,6 +370,7 @@ def test_two_ranks_train_as_one_does(here, argv, mesh, against):
     assert left(here) == {"found.json"}
 
 
+@pytest.mark.long
 def test_adapters_are_compared_alone(here):
     words = "--sequence-parallel 2 --lora.rank 2 --checkpoint-every never --model.max_position_embeddings 64 --all"
     done = check_for_real(here, *words.split())

@@ -86,7 +86,7 @@ def test_a_chat_is_answered_behind_its_template(model: Path, capsys: pytest.Capt
     assert run(capsys, *given) == expected(model, "<user>hello>", 9)[1] + "\n"
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_a_tokenizer_is_given_in_place_of_the_models(
     model: Path, bare: Path, ranks: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +116,7 @@ def test_what_is_longer_than_the_model_is_noted(model: Path, capsys: pytest.Capt
     assert "129 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ranks: int) -> None:
     lines = [{"prompt": "Once"}, {"tokens": [5]}, {"messages": [{"role": "user", "content": "hi"}]}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

@@ -60,6 +60,7 @@ def test_the_run_folder(run):
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
+@pytest.mark.long
 def test_finished_extended_and_evaluated(run, tmp_path):
     folder, _ = run
     done = bmburst("train", "--resume", "--output", folder)

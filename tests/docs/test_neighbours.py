@@ -22,8 +22,6 @@ SCRIPTS = {
     "trl.md": ("train_with_trl.py", "adapter_model.safetensors", 10),
     "accelerate.md": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
 }
-LONG = {"fsdp2.md", "trl.md", "accelerate.md"}  # other loops over the same code, one compiled
-CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SCRIPTS]
 
 
 def original(script: str) -> str:
@@ -43,7 +41,8 @@ def numbers(printed: str) -> list[tuple[float, ...]]:
     return [tuple(float(number) for number in re.findall(r" ([\d.]+)", line)) for line in lines]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> None:
     if name == "trl.md":
         pytest.importorskip("trl")

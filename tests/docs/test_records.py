@@ -49,7 +49,7 @@ def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head
 @pytest.mark.parametrize("old", ["", "| mask |\n", "| mask |\n|---|\n| full |\n\n", "65,536 keys; ms:\n\n| a |\n"])
 def test_nothing_of_an_old_table_stays(head, old):
     """Not its head either, where an earlier table had no line above it."""
-    assert records._by_hand(head + old, "65,537 keys; ms:\n\n| b |\n") == head
+    assert records.notes_above(head + old, "65,537 keys; ms:\n\n| b |\n") == head
 
 
 def test_records_name_the_commit_and_the_program_of_their_runs():

@@ -43,7 +43,8 @@ def test_a_disturbed_run_goes_on_as_if_it_had_not_been(bench, kind):
 
 
 @pytest.mark.parametrize(
-    "target", ["model.safetensors", "state.json", pytest.param(TOKEN_FILE, marks=pytest.mark.long)]
+    "target",
+    ["state.json", *(pytest.param(name, marks=pytest.mark.long) for name in ("model.safetensors", TOKEN_FILE))],
 )
 def test_a_flipped_bit_is_seen(bench, target):
     assert target in (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)

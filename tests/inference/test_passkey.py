@@ -143,6 +143,7 @@ def test_a_model_that_copies_finds_every_key_on_ranks_that_share_the_text(ranks:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.long
 def test_without_the_key_a_model_is_right_by_chance_only(tmp_path: Path) -> None:
     given = ("--lengths", "130,256", "--samples", "4", "--without-key", "--nproc", "2", "--dtype", "float32")
     found, _ = evaluate(tmp_path, *given)  # 40 prompts, 90,000 numbers

@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     refuse(lambda: Source.open(tmp_path), "state.json")
 
 
-@pytest.mark.parametrize("kind", ["interrupt", "lost rank"])
+@pytest.mark.parametrize("kind", [pytest.param("interrupt", marks=pytest.mark.long), "lost rank"])
 def test_an_ended_run_ends_all_ranks(tmp_path: Path, kind: str) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"tokens": list(prompt(9))}))
     words = ["--checkpoint", str(directory("llama")), "--prompts", "p.jsonl", "--output", "a.jsonl", "--nproc", "2"]

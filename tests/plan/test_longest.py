@@ -172,7 +172,9 @@ def test_host_memory_decides_where_the_optimizer_lies(capsys):
     assert "--host-memory 128G" in found["128G",]["command"] and "--host-memory" not in found[()]["command"]
 
 
-@pytest.mark.parametrize(("gpus", "host"), [(4, 512), pytest.param(4, 4096, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("gpus", "host"), [(1, 128), *(pytest.param(4, n, marks=pytest.mark.long) for n in (512, 4096))]
+)
 def test_the_limit_is_the_memory_of_which_more_helps(gpus, host):
     hardware = machine("h100", host)
     lengths = {}

@@ -307,6 +307,7 @@ def test_a_stopped_rank_is_named_and_not_who_waits_for_it(start):
     says(lines[1], "rank 0", "script.py", "optimizer steps")
 
 
+@pytest.mark.long
 def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
     """The other rank has ended in order, so no timer of a rank that waits can fire."""
     text = """
@@ -329,6 +330,7 @@ def test_a_stopped_rank_of_another_node_is_named(start):
     says(errors[1], "node 0", "status 1", lines=9)
 
 
+@pytest.mark.long
 def test_who_stands_elsewhere_while_others_stand_in_a_collective_is_named(start):
     text = TRAINING.replace("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)")
     status, _, err = ended(start(text, "--hang-timeout", "4"))

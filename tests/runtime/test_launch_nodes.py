@@ -94,7 +94,8 @@ def test_two_nodes_fail_together(start, rank):
     ("lost", "signum", "reason"),
     [
         (0, signal.SIGKILL, "launcher of node 0 | gone"),
-        (0, signal.SIGSTOP, "node 0 | lost | 5 s"),  # as when its host has no power
+        # as when its host has no power
+        pytest.param(0, signal.SIGSTOP, "node 0 | lost | 5 s", marks=pytest.mark.long),
         (1, signal.SIGKILL, "node 1 | lost | 5 s"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("end", ["kill -9 of a rank", "SIGTERM to the launcher"])
+@pytest.mark.parametrize("end", [pytest.param("kill -9 of a rank", marks=pytest.mark.long), "SIGTERM to the launcher"])
 def test_a_training_run(end, tmp_path):
     config = program.config(tmp_path, "run", steps=10**6, checkpoint_every=0, eval_every=0, profile="2")
     write_json(tmp_path / "config.json", {**to_dict(config), "output": None})

@@ -58,11 +58,13 @@ def result(folder: Path, split: Split, case: Case, dtype: str) -> dict[str, Any]
     return loaded
 
 
-def train_all(folder: Path, splits: list[Split]) -> None:
+def train_all(folder: Path, splits: list[Split], cases: list[Case]) -> None:
+    """Train each case in each split; the first of all cases also in bfloat16."""
     for split in splits:
-        for case in CASES:
+        for case in cases:
             _train(folder, split, case, "float32", case.steps)
-        _train(folder, split, CASES[0], "bfloat16", STEPS)
+        if CASES[0] in cases:
+            _train(folder, split, CASES[0], "bfloat16", STEPS)
 
 
 def train_some(folder: Path, runs: list[tuple[Split, Case]]) -> None:

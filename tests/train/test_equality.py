@@ -21,24 +21,40 @@ TENSOR_RUNS = [
 ]
 
 
+CASES = program.CASES[:2]  # of `make test`
+MORE = program.CASES[2:]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with random weights, and what 4 ranks make of it in every split."""
-    folder = tmp_path_factory.mktemp("equality")
+    return trained(tmp_path_factory.mktemp("equality"), CASES)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """As `folder`, of the other cases."""
+    return trained(tmp_path_factory.mktemp("more"), MORE)
+
+
+def trained(folder, cases):
     (folder / "text.txt").write_text("the text is not used: batches are given\n" * 50)
     tiny.save(folder / "model", program.SHAPE)
-    run_program(4, program.train_all, folder, SPLITS, seconds=300)
-    run_program(1, program.train_all, folder, [(1, 1)], seconds=300)
+    run_program(4, program.train_all, folder, SPLITS, cases, seconds=300)
+    run_program(1, program.train_all, folder, [(1, 1)], cases, seconds=300)
     for tensor in (2, 4):
-        runs = [(split, case) for split, case in TENSOR_RUNS if split[2] == tensor]
-        run_program(4, program.train_some, folder, runs, seconds=300, tensor=tensor)
+        if runs := [(split, case) for split, case in TENSOR_RUNS if split[2] == tensor and case in cases]:
+            run_program(4, program.train_some, folder, runs, seconds=300, tensor=tensor)
     return folder
 
 
-@pytest.fixture(scope="module", params=program.CASES, ids=str)
-def reference(request, folder):
-    """One process, the whole batch at once, fp32."""
+@pytest.fixture(
+    scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str
+)
+def reference(request):
+    """One process, the whole batch at once, fp32; and the folder of what the ranks make of the case."""
     case = request.param
+    folder = request.getfixturevalue("folder" if case in CASES else "more")
     model = tiny.load(folder / "model")
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -66,7 +82,7 @@ def reference(request, folder):
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     found = {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
     few = {"losses": losses[: program.FEW_STEPS], "norms": norms[: program.FEW_STEPS], "parameters": early}
-    return case, found, found | few
+    return folder, case, found, found | few
 
 
 def error(ours, wanted):
@@ -74,14 +90,16 @@ def error(ours, wanted):
 
 
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS], ids=str)
-def test_equals_one_rank(folder, reference, split):
-    require_equal(folder, split, *reference[:2])
+def test_equals_one_rank(reference, split):
+    folder, case, found, _ = reference
+    require_equal(folder, split, case, found)
 
 
-def test_equals_one_rank_with_tensor_parallelism(folder, reference):
-    for split, case in TENSOR_RUNS:
-        if case == reference[0]:
-            require_equal(folder, split, case, reference[2])
+def test_equals_one_rank_with_tensor_parallelism(reference):
+    folder, case, _, few = reference
+    for split, other in TENSOR_RUNS:
+        if other == case:
+            require_equal(folder, split, case, few)
 
 
 def require_equal(folder, split, case, wanted):

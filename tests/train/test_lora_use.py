@@ -154,6 +154,7 @@ def test_a_base_in_another_dtype_is_the_same_model(trained, tmp_path):
         torch.testing.assert_close(found[name].float(), weight, rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.long
 def test_a_base_that_moved_is_named_again(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     shutil.copytree(trained / "base", tmp_path / "moved")

@@ -48,7 +48,7 @@ CASES = [
     pytest.param(3, "bfloat16", "block-keep-attention+offload", {}, marks=pytest.mark.long),
     (2, "float32", "block+every-2", {"micro_batch_size": 2}),
     (2, "bfloat16", "block", {"parallel": ParallelConfig(data_parallel=2)}),
-    (2, "float32", "none", {"parallel": ParallelConfig(tensor_parallel=2)}),
+    pytest.param(2, "float32", "none", {"parallel": ParallelConfig(tensor_parallel=2)}, marks=pytest.mark.long),
 ]
 
 
