@@ -8,6 +8,9 @@
 PYTHON ?= python3
 # Processes that run tests, each a file at a time; 0: this one. Many tests have several ranks themselves.
 WORKERS ?= 2
+# In the order of their names, a file whose tests start ranks more often runs beside one whose tests do not. xdist would
+# start files with few tests last, and these have the most ranks.
+SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
@@ -35,10 +38,10 @@ test test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: install
 	$(BIN)/python -m compileall -q -j 2 bmburst bmburst_ops model_center_ext benchmarks
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not long" $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not long" $(ARGS)
 
 test-long: install
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m long $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m long $(ARGS)
 
 train: install
 	$(BIN)/bmburst train $(ARGS)

@@ -60,7 +60,7 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_equals_one_device_in_fp64(name, strategy, size):
     if strategy.startswith("heads+") and size == 2:
         return  # two ranks cannot form smaller groups

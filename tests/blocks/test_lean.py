@@ -145,7 +145,7 @@ SEGMENTS = (
 
 
 @pytest.mark.parametrize(
-    ("size", "zero"), [(1, 3), (2, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (3, 3)))]
+    ("size", "zero"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (2, 3), (3, 3)))]
 )
 def test_segments_of_blocks_store_one_input(size, zero):
     run_program(size, _segments_of_blocks_store_one_input, zero)

@@ -53,7 +53,9 @@ def two_at_once(argvs, offset, seconds=2.0):
     return found
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.01, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize(
+    "offset", [0.0, 0.05, *(pytest.param(each, marks=pytest.mark.long) for each in (0.01, 0.2, 0.6))]
+)
 @pytest.mark.parametrize("resume", [False, True])
 def test_one_of_two_runs_trains_with_its_own_configuration(launches, tmp_path, offset, resume):
     argvs = [["train", "--output", "run", "--seed", str(seed)] for seed in (5, 6)]

@@ -62,6 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
@@ -74,6 +75,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert not re.search(r"url\(\W*(?:https?:|//)", path.read_text()), path
 
 
+@pytest.mark.long
 def test_every_figure_is_in_a_page(site: Path) -> None:
     assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "long_sequences")] == [
         len(FIGURES) - 2,
@@ -81,6 +83,7 @@ def test_every_figure_is_in_a_page(site: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_records_and_the_readme_are_pages(site: Path) -> None:
     performance = (site / "performance.html").read_text()
     for record in ("attention_2xh200_202611", "attention_4xh200_202611", "train_4xh200_202611"):
@@ -91,6 +94,7 @@ def test_records_and_the_readme_are_pages(site: Path) -> None:
     assert 'href="../how_it_works.html' in (site / "repository/index.html").read_text()
 
 
+@pytest.mark.long
 def test_every_setting_is_in_the_table(site: Path) -> None:
     page = (site / "settings.html").read_text().replace(' class="long"', "")
     names = [leaf.name for leaf in leaves(TrainConfig)]
@@ -99,6 +103,7 @@ def test_every_setting_is_in_the_table(site: Path) -> None:
     assert "runs/&lt;date-time&gt;" in re.sub("</?span[^>]*>", "", page)
 
 
+@pytest.mark.long
 def test_public_names_are_in_the_reference(site: Path) -> None:
     import bmburst
 
@@ -120,6 +125,7 @@ def test_navigation_has_every_page() -> None:
     assert there - named == set(), "add them to nav in mkdocs.yml"
 
 
+@pytest.mark.long
 def test_what_is_looked_for_most_is_one_click_from_home(site: Path) -> None:
     alone = [page for entry in _navigation() for page in entry.values() if isinstance(page, str)]
     assert {"install.md", "recipes.md"} <= set(alone)
@@ -129,6 +135,7 @@ def test_what_is_looked_for_most_is_one_click_from_home(site: Path) -> None:
         assert f'href="{page}.html"' in article, page
 
 
+@pytest.mark.long
 def test_the_version_is_in_every_header(site: Path) -> None:
     import bmburst
 
@@ -138,6 +145,7 @@ def test_the_version_is_in_every_header(site: Path) -> None:
         assert f"bmburst {bmburst.__version__}" in header, name
 
 
+@pytest.mark.long
 def test_a_missing_page_has_its_own_style_and_leads_on(site: Path) -> None:
     """A server shows it at any depth, so it may fetch nothing, and its links are from the root."""
     page = (site / "404.html").read_text()
@@ -239,6 +247,7 @@ def test_links_lead_to_where_files_are_in_the_site() -> None:
     assert f"](repository/{curve})" in record  # the record's own link is to its neighbour
 
 
+@pytest.mark.long
 def test_search_needs_no_server(site: Path) -> None:
     """Opened from a folder, a page may neither read the index as data nor start a worker: both are scripts then."""
     assert (site / "search/search_index.js").read_text().startswith("var __index = {")

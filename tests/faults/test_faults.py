@@ -29,9 +29,8 @@ def bench(tmp_path_factory):
     assert not processes(f"{bench.mark}/")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) for kind in ("term", "kill", "stop", "disk")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["term", "kill", "stop", "disk"])
 def test_a_disturbed_run_goes_on_as_if_it_had_not_been(bench, kind):
     outcomes = []
     chain = CHAINS[kind](bench, bench.folder / kind, outcomes.append)
@@ -42,10 +41,8 @@ def test_a_disturbed_run_goes_on_as_if_it_had_not_been(bench, kind):
     assert [outcome for outcome in outcomes if not outcome.is_good] == []
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["state.json", *(pytest.param(name, marks=pytest.mark.long) for name in ("model.safetensors", TOKEN_FILE))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["state.json", "model.safetensors", TOKEN_FILE])
 def test_a_flipped_bit_is_seen(bench, target):
     assert target in (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)
     outcome = SINGLE["flip"](bench, Fault("flip", "anywhere", target, 1), bench.folder / f"flip-{target}")

@@ -36,7 +36,7 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", ["llama", "llama-dynamic", "mistral"])
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]

@@ -62,9 +62,9 @@ def passes(kernel, q, k, v, grad, pattern, softcap=None):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, float("nan")) for name in ("q", "v", "grad")),
-        ("v", float("inf")),
-        pytest.param("k", float("nan"), marks=pytest.mark.long),
+        *((name, float("nan")) for name in ("v", "grad")),
+        *(pytest.param(name, float("nan"), marks=pytest.mark.long) for name in ("q", "k")),
+        pytest.param("v", float("inf"), marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_stays_in_its_document(pattern, kernel, name, value):
 @pytest.mark.parametrize(
     ("pattern", "name", "softcap"),
     [
-        *product(("documents", "full documents", "windows of documents"), ("v", "grad"), (None,)),
+        *product(("documents", "full documents", "windows of documents"), ("v",), (None,)),
         ("documents", "v", 0.2),  # which mends all results
     ]
     + [
         pytest.param(*each, marks=pytest.mark.long)
-        for each in product(("documents", "full documents", "windows of documents"), ("q", "k"), (None,))
+        for each in product(("documents", "full documents", "windows of documents"), ("q", "k", "grad"), (None,))
     ],
 )
 def test_documents_computed_again(pattern, name, softcap):

@@ -150,6 +150,7 @@ def _a_run_is_not_resumed_with_other_adapters(folder):
             other.restore()
 
 
+@pytest.mark.long
 def test_the_command_line_trains_an_adapter(tmp_path, capsys, monkeypatch):
     base(tmp_path)
     text = tmp_path / "text.txt"
