@@ -127,7 +127,7 @@ class BlockWork:
             outputs = [whole]
         else:
             outputs = [self._attended(group, is_kept=is_kept and self._is_ours) for group in self._groups]
-        block.store.settle(MLP_OUTPUTS)
+        block.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         result = outputs[0] if overwrites else torch.empty_like(self._stream)
         for at in self._chunks:
             added = self._attention.o_proj(_columns_of(outputs, at))
@@ -239,11 +239,10 @@ class BlockWork:
 
     def _rotated(self, x: Tensor, at: slice, *, back: bool = False, out: Tensor | None = None) -> Tensor:
         """Return heads of a chunk after rotary embedding, or its inverse (`back`): `[rows, heads * head_dim]`."""
+        cos, sin = self._cos[None, at], self._sin[None, at]
         shape = 1, len(x), -1, self._attention.head_dim
-        result = None if out is None else out.view(shape)
-        return rotate(x.reshape(shape), self._cos[None, at], self._sin[None, at], back=back, out=result).view(
-            len(x), -1
-        )
+        turned = rotate(x.reshape(shape), cos, sin, back=back, out=None if out is None else out.view(shape))
+        return turned.view(len(x), -1)
 
     def _fed_forward(self, normed: Tensor, keep_outputs: KeepOutputs | None) -> Tensor:
         """Return the MLP's result for a chunk of tokens, `[rows, hidden_size]`."""

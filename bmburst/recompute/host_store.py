@@ -73,11 +73,10 @@ class HostStore:
         latest = dict(self._latest)
 
         def prefetch(_grad: Tensor) -> None:
-            for chain in latest:
-                group = _alive(latest, chain)
-                if group is not None:
+            for chain, held in latest.items():
+                if (group := held()) is not None:
                     group.start_fetch()
-                    self._ahead[chain] = latest[chain]
+                    self._ahead[chain] = held
 
         return prefetch
 
