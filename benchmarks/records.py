@@ -34,6 +34,7 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
         "block_sparse": sparse_cross.block_sparse_table,
+        "sparse_errors": sparse_cross.errors_table,
         "cross": lambda found: sparse_cross.cross_table(found, found["machine"]["ranks"]),
         "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),

@@ -11,6 +11,9 @@ sequence is split over N ranks, and calls alternate with calls of one GPU's kern
 ratio of 1 then means that N ranks are N times as fast. Of the N x N partitions (the queries of one rank, the keys of
 one rank), those without a visible pair are skipped; the row has their share.
 
+block-sparse-errors: 4K tokens under such masks, at every head dim that FlashAttention-4 takes. A row has the relative
+errors (L2) of the output and of each gradient, compared with attention in float64 on the same inputs.
+
 cross: 64K queries and 128K keys. Calls of each strategy and transport alternate with calls of one GPU's kernel on all
 queries and keys. A ratio of 1 means that N ranks are N times as fast as that kernel.
 """
@@ -39,12 +42,15 @@ from bmburst.errors import UserError
 from bmburst.schedule.layout import padded_layout
 from bmburst.schedule.mask import BlockSparse
 from bmburst.schedule.tiles import visible_area
+from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS
 from bmburst_ops.pattern import BLOCK
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DIRECTIONS = ("forward", "forward and backward")
 TOKENS, SMALL_TOKENS = 131_072, 200
 DENSITIES = (0.1, 0.25, 0.5)
+ERROR_TOKENS = 4096
+RESULTS = ("out", "dq", "dk", "dv")
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 LENGTHS, SMALL_LENGTHS = (65_536, 131_072), (96, 160)  # of queries and keys
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
@@ -67,12 +73,22 @@ class Inputs(NamedTuple):
     grad: Tensor
 
     @classmethod
-    def random(cls, queries: int, keys: int, device: torch.device) -> "Inputs":
+    def random(cls, queries: int, keys: int, device: torch.device, head_dim: int = HEAD_DIM) -> "Inputs":
         """Return random inputs, bfloat16 on a GPU, else float32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        shapes = [(1, queries, HEADS, HEAD_DIM), *[(1, keys, KV_HEADS, HEAD_DIM)] * 2, (1, queries, HEADS, HEAD_DIM)]
+        shapes = [(1, queries, HEADS, head_dim), *[(1, keys, KV_HEADS, head_dim)] * 2, (1, queries, HEADS, head_dim)]
         q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         return cls(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
+
+    def in_float64(self) -> "Inputs":
+        """Return the same inputs in float64."""
+        q, k, v, grad = (tensor.detach().double() for tensor in self)
+        return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
+
+    def results(self, **options: Any) -> tuple[Tensor, ...]:
+        """Return `burst_attention` of them with these options, and the gradients of queries, keys and values."""
+        out = burst_attention(*self[:3], **options)
+        return out.detach(), *torch.autograd.grad(out, self[:3], self.grad)
 
     def calls(self, **options: Any) -> Calls:
         """Return `burst_attention` of them with these options."""
@@ -94,11 +110,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     programs = parser.add_subparsers(required=True, metavar="WHAT")
     sparse, cross = programs.add_parser("block-sparse"), programs.add_parser("cross")
-    for each, run in ((sparse, _block_sparse), (cross, _cross)):
+    errors = programs.add_parser("block-sparse-errors")
+    for each, run in ((sparse, _block_sparse), (errors, _block_sparse_errors), (cross, _cross)):
         each.add_argument("--small", action="store_true", help="short sequences, to see it work")
         each.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
         each.set_defaults(run=run)
-    sparse.add_argument("--kernels", default="triton,fa4", help="to measure, by name (default: %(default)s)")
+    for each in (sparse, errors):
+        each.add_argument("--kernels", default="triton,fa4", help="to measure, by name (default: %(default)s)")
     sparse.add_argument(
         "--layout", choices=LAYOUTS, default="zigzag", help="of the tokens on several ranks (default: %(default)s)"
     )
@@ -151,6 +169,13 @@ def _block_sparse(options: argparse.Namespace, effort: Effort) -> None:
     _record(options, group, found, rows, partial(_sparse_line, over_ranks=group.size > 1), block_sparse_table)
 
 
+def _block_sparse_errors(options: argparse.Namespace, effort: Effort) -> None:
+    tokens = SMALL_TOKENS if options.small else ERROR_TOKENS
+    found = {"tokens": tokens, "block_size": BLOCK, "heads": HEADS, "kv_heads": KV_HEADS}
+    rows = _errors(tokens, options.kernels.split(","), effort.group.device)
+    _record(options, effort.group, found, rows, _errors_line, errors_table)
+
+
 def _cross(options: argparse.Namespace, effort: Effort) -> None:
     ranks, (queries, keys) = effort.group.size, SMALL_LENGTHS if options.small else LENGTHS
     found = {"queries": queries, "keys": keys, "heads": HEADS, "kv_heads": KV_HEADS}
@@ -187,6 +212,23 @@ def _alone(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterator[dict
                         "dense_milliseconds": Times.of(times[1]).median,
                         "ratio": quotient(times[0], times[1]) / own,
                     }
+            except UserError as error:
+                row["refused"] = str(error).splitlines()[0]
+            yield row
+
+
+def _errors(tokens: int, kernels: Sequence[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row for each head dim, density and kernel, compared with attention in float64."""
+    for head_dim, density in product(sorted(BLOCK_HEAD_DIMS), (*DENSITIES, 1.0)):
+        inputs = Inputs.random(tokens, tokens, device, head_dim)
+        mask, own = sparse_mask(tokens, density)
+        exact = inputs.in_float64().results(mask=mask, kernel="reference")
+        for kernel in kernels:
+            row: dict[str, Any] = {"head_dim": head_dim, "density": own, "kernel": kernel}
+            try:
+                ours = inputs.results(mask=mask, kernel=kernel)
+                errors = ((a.double() - b).norm() / b.norm() for a, b in zip(ours, exact, strict=True))
+                row |= {name: error.item() for name, error in zip(RESULTS, errors, strict=True)}
             except UserError as error:
                 row["refused"] = str(error).splitlines()[0]
             yield row
@@ -268,6 +310,23 @@ def _sparse_line(row: Mapping[str, Any], *, over_ranks: bool) -> str:
         numbers = times and (times["milliseconds"], times[_BESIDE[over_ranks]], times["ratio"])
         parts.append("{:.1f}, {:.1f}, {:.2f}".format(*numbers) if numbers else row["refused"])
     return f"| {' | '.join(parts)} |"
+
+
+def errors_table(found: Mapping[str, Any]) -> str:
+    """Return the errors of block-sparse kernels as Markdown."""
+    columns = ["head dim", "density", "kernel", *RESULTS]
+    title = (
+        f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads; relative errors (L2), compared with float64:"
+    )
+    lines = [title, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return "\n".join([*lines, *map(_errors_line, found["rows"])])
+
+
+def _errors_line(row: Mapping[str, Any]) -> str:
+    cells = [str(row["head_dim"]), f"{row['density']:.1%}", row["kernel"]]
+    cells += [format(row[name], ".4f") if name in row else row["refused"] for name in RESULTS]
+    return f"| {' | '.join(cells)} |"
 
 
 def _cross_name(row: Mapping[str, Any]) -> str:

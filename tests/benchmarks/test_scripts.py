@@ -145,6 +145,18 @@ def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, 
     assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
 
 
+def test_errors_of_block_sparse_kernels_are_measured(tmp_path):
+    """On a CPU the reference kernel computes in float32: errors of its rounding, none of them zero."""
+    words = ["-m", "benchmarks.sparse_cross", "block-sparse-errors", "--small", "--kernels", "reference,fa4"]
+    run_script(tmp_path, 1, [*words, "--output", "found.json"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    ours, theirs = found["rows"][::2], found["rows"][1::2]
+    assert [row["head_dim"] for row in ours] == [64] * 4 + [96] * 4 + [128] * 4 and ours[3]["density"] == 1
+    assert all(1e-8 < row[name] < 1e-6 for row in ours for name in ("out", "dq", "dk", "dv"))
+    assert all("'fa4'" in row["refused"] for row in theirs)
+    assert (tmp_path / "found.md").read_text() == sparse_cross.errors_table(found) + "\n"
+
+
 def test_the_density_of_a_block_sparse_mask_is_that_of_its_pairs():
     mask, density = sparse_cross.sparse_mask(700, 0.5)
     seen = visible(mask, 700)
