@@ -156,12 +156,13 @@ def test_training_equals_one_rank(split, tmp_path):
 
     (tmp_path / "text.txt").write_text("the text is not used: batches are given\n" * 50)
     tiny.save(tmp_path / "model", equality.SHAPE)
-    run_program(1, equality.train_all, tmp_path, [(1, 1)], seconds=300)  # on the CPU
-    expected = equality.result(tmp_path, (1, 1), equality.CASES[0], "float32")
-    (tmp_path / f"1x1-{equality.CASES[0]}-float32.pt").unlink()
-    tensor = (*split, 1)[2]
-    run_program(math.prod(split), equality.train_all, tmp_path, [split], seconds=300, on_gpus=True, tensor=tensor)
-    got = equality.result(tmp_path, split, equality.CASES[0], "float32")
+    case = equality.CASES[0]
+    run_program(1, equality.train_all, tmp_path, [(1, 1)], [case], seconds=300)  # on the CPU
+    expected = equality.result(tmp_path, (1, 1), case, "float32")
+    (tmp_path / f"1x1-{case}-float32.pt").unlink()
+    size, tensor = math.prod(split), (*split, 1)[2]
+    run_program(size, equality.train_all, tmp_path, [split], [case], seconds=300, on_gpus=True, tensor=tensor)
+    got = equality.result(tmp_path, split, case, "float32")
     for name, gradient in expected["gradients"].items():
         assert error(got["gradients"][name].cpu(), gradient) < 1e-5, name
     assert got["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -1,5 +1,7 @@
 """Kernels started as CUDA graphs: the same bits as kernels that are called, whatever happened to memory in between."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -117,20 +119,23 @@ def _varying_documents(kv_heads):
 
 
 def _memory_given_back():
+    """Other tests on the same GPUs may take or free memory in any round; a leak would show in every one."""
+    device = torch.device("cuda", torch.cuda.current_device())
     inputs, grad = drawn(2, 8, 0, 16 * TOKENS)
     expected = attend(inputs, grad, "causal")
     taken, left = [], []
-    for _ in range(2):
+    for _ in range(6):
         for _ in range(CALLS + 2):
             results = attend(inputs, grad, "causal")
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
+        assert kept_by_graphs(device) > 0
         taken.append(_beside_torch())
         bmburst.empty_cache()
         left.append(_beside_torch())
-    assert taken[0] - left[0] > inputs[0].nbytes  # an inbox of all that attention reads, and more
-    assert left[1] <= left[0] + (64 << 20)
-    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
+        assert kept_by_graphs(device) == 0
+    # an inbox of all that attention reads, and more
+    assert any(before - after > inputs[0].nbytes for before, after in zip(taken, left, strict=True))
+    assert any(after <= before + (64 << 20) for before, after in pairwise(left))
 
 
 def _beside_torch():
