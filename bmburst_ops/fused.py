@@ -41,7 +41,12 @@ def triton_twin(module: str, *tensors: Tensor) -> Any | None:
     """
     device = tensors[0].device
     is_taken = all(t.is_cuda and t.device == device and t.dtype in _DTYPES for t in tensors)
-    return _module(module) if is_taken and torch.cuda.get_device_capability(device) >= _CAPABILITY else None
+    return _module(module) if is_taken and _has_bf16(device) else None
+
+
+@cache
+def _has_bf16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
 @cache

@@ -81,8 +81,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernel: str) -> Tensor:
-        module = choose_norm(kernel, x, weight)
-        result, inverse_rms = module.norm_forward(x, weight, eps) if module else _forward(x, weight, eps)
+        result, inverse_rms = _norm(x, weight, eps, kernel)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.eps, ctx.is_plain = eps, kernel == "torch"
         return result
@@ -101,13 +100,7 @@ class _StreamNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float, kernel: str
     ) -> tuple[Tensor, Tensor]:
-        module = choose_norm(kernel, x, weight)
-        add_forward = getattr(module, "add_norm_forward", None)  # Triton's kernels have it
-        if added is not None and add_forward:
-            stream, normed, inverse_rms = add_forward(x, added, factor, weight, eps)
-        else:
-            stream = x if added is None else torch.add(x, added, alpha=factor)
-            normed, inverse_rms = module.norm_forward(stream, weight, eps) if module else _forward(stream, weight, eps)
+        stream, normed, inverse_rms = _added_norm(x, added, factor, weight, eps, kernel)
         ctx.save_for_backward(stream, weight, inverse_rms)
         ctx.eps, ctx.is_plain, ctx.factor = eps, kernel == "torch", None if added is None else factor
         return stream, normed
@@ -118,6 +111,25 @@ class _StreamNorm(torch.autograd.Function):
         grad_x, grad_weight = _gradients(ctx, grad_normed, grad_stream, wants_weight=ctx.needs_input_grad[3])
         grad_added = grad_x if ctx.factor in (None, 1) else grad_x * ctx.factor
         return grad_x, None if ctx.factor is None else grad_added, None, grad_weight, None, None
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, kernel: str) -> tuple[Tensor, Tensor | None]:
+    """Return the norm, and 1 / sqrt(mean(x^2) + eps) where the kernel returns it."""
+    module = choose_norm(kernel, x, weight)
+    result: tuple[Tensor, Tensor | None] = (module.norm_forward if module else _forward)(x, weight, eps)
+    return result
+
+
+def _added_norm(
+    x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float, kernel: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the stream and the results of `_norm` for it."""
+    add_forward = getattr(choose_norm(kernel, x, weight), "add_norm_forward", None)  # Triton's kernels have it
+    if added is not None and add_forward:
+        result: tuple[Tensor, Tensor, Tensor] = add_forward(x, added, factor, weight, eps)
+        return result
+    stream = x if added is None else torch.add(x, added, alpha=factor)
+    return stream, *_norm(stream, weight, eps, kernel)
 
 
 def _gradients(
@@ -201,6 +213,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str = "auto") -> Ten
         KernelError: The kernel is unknown, or does not support these tensors on this machine.
     """
     _require_weight(x, weight)
+    if not torch.is_grad_enabled():  # without the host time of autograd
+        return _norm(x, weight, eps, kernel)[0]
     result: Tensor = _RMSNorm.apply(x, weight, eps, kernel)  # type: ignore[no-untyped-call]
     return result
 
@@ -232,6 +246,8 @@ def stream_norm(
         raise ValueError(
             f"stream_norm needs added like x, {tuple(x.shape)} {x.dtype}, got {tuple(added.shape)} {added.dtype}"
         )
+    if not torch.is_grad_enabled():  # without the host time of autograd
+        return _added_norm(x, added, factor, weight, eps, kernel)[:2]
     result: tuple[Tensor, Tensor] = _StreamNorm.apply(  # type: ignore[no-untyped-call]
         x, added, factor, weight, eps, kernel
     )

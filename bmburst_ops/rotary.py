@@ -17,7 +17,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, out: Tens
         cos: See `apply_rotary`.
         sin: See `apply_rotary`.
         back: Whether to rotate by the negative angles: the inverse, and the gradient.
-        out: Receives the result, the shape and dtype of x. Default: a new tensor.
+        out: Receives the result, the shape and dtype of x; may be x itself. Default: a new tensor.
     """
     if fused := _fused(x, cos, sin):
         turned: Tensor = fused.rotate(x, cos, sin, back=back, out=out)
@@ -73,5 +73,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"rotary needs x [batch, tokens, heads, even head_dim] and cos, sin [batch, tokens, head_dim / 2]; "
             f"got {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}"
         )
+    if not torch.is_grad_enabled():  # without the host time of autograd
+        return rotate(x, cos, sin)
     result: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result

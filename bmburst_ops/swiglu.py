@@ -16,8 +16,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.overwrite = overwrite
-        fused = triton_twin("triton_elementwise", gate, up)
-        return fused.swiglu(gate, up) if fused else _forward(gate, up)
+        return _forward(gate, up)
 
     @staticmethod
     @first_order(KernelError)
@@ -31,6 +30,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    if fused := triton_twin("triton_elementwise", gate, up):
+        result: Tensor = fused.swiglu(gate, up)
+        return result
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
@@ -63,5 +65,7 @@ def swiglu(gate: Tensor, up: Tensor, *, overwrite_grad: bool = False) -> Tensor:
         raise ValueError(
             f"swiglu needs two like tensors, got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
         )
+    if not torch.is_grad_enabled():  # without the host time of autograd
+        return _forward(gate, up)
     result: Tensor = _SwiGLU.apply(gate, up, overwrite_grad)  # type: ignore[no-untyped-call]
     return result

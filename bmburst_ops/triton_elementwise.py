@@ -236,7 +236,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, out: Tensor | Non
         cos: fp32 `[batch, tokens, head_dim / 2]`, any strides.
         sin: As `cos`.
         back: Whether to rotate by the negative angles.
-        out: Receives the result, any strides. Default: a new, contiguous tensor.
+        out: Receives the result, any strides; may be x. Default: a new, contiguous tensor.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if not x.numel():
@@ -274,6 +274,7 @@ def _rotate_kernel(
     first_at = _halves(x, x_strides, batch, token, head, pair)
     first = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(first_at + PAIRS * x_strides[3], mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # out may be x: no thread may find another's result there
     out_at = _halves(out, out_strides, batch, token, head, pair)
     tl.store(out_at, (first * cosines - second * sines).to(out.dtype.element_ty), mask=inside)
     turned = (second * cosines + first * sines).to(out.dtype.element_ty)

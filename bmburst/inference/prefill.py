@@ -35,9 +35,9 @@ from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, 
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import Partial, select_kernel
-from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.rotary import rotate
+from bmburst_ops.swiglu import swiglu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,8 +261,7 @@ class _ChunkStep:
             attended = self._attention(index, layer, normed, cos, sin)
             stream, normed = stream_norm(stream, attended, layer.mlp_norm, config.norm_eps, factor=factor)
             del attended
-            gate, up = layer.gate_up.chunk(2)
-            added = gated_mlp(normed, gate, up, layer.down, chunk=MLP_TOKENS)
+            added = _mlp(layer, normed)
             del normed
         assert added is not None
         return torch.add(stream, added, alpha=factor)
@@ -284,16 +283,15 @@ class _ChunkStep:
 
     def _attention(self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         config = self._config
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        matrices = layer.qkv.split((query, kv, kv))
-        biases = (None, None, None) if layer.qkv_bias is None else layer.qkv_bias.split((query, kv, kv))
-        q, k, v = (
-            linear(normed, matrix, bias).unflatten(-1, (-1, config.head_dim))
-            for matrix, bias in zip(matrices, biases, strict=True)
-        )
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        joined = linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
+        q, k, v = joined.split((heads, kv_heads, kv_heads), 2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        else:
+            turned = joined[:, :, : heads + kv_heads]
+            rotate(turned, cos, sin, out=turned)
         if self._call is None:
             self._call = self._decide(q, k)
 
@@ -375,3 +373,12 @@ class _ChunkStep:
             span, window = Span(piece.start, piece.start + piece.padded), self._config.sliding_window
             self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, window)
         return self._chunk.tiles[key]
+
+
+def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
+    """Return the MLP's result for `[1, tokens, hidden_size]`, computed for `MLP_TOKENS` tokens at a time."""
+    out = torch.empty_like(normed)
+    for states, result in zip(normed[0].split(MLP_TOKENS), out[0].split(MLP_TOKENS), strict=True):
+        gate, up = linear(states, layer.gate_up).chunk(2, -1)
+        torch.mm(swiglu(gate, up), layer.down.t(), out=result)
+    return out

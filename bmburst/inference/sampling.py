@@ -199,7 +199,7 @@ class Sampled:
 class Sampler:
     """Chooses a token for each row of a batch, step by step.
 
-    A step is a fixed sequence of device operations without synchronization, so a CUDA graph can capture it. Equal
+    A step is a sequence of device operations without synchronization, so the device can be ahead of the host. Equal
     logits give equal tokens, on every rank and every type of device, independent of the other rows of the batch:
 
     - The random numbers of a row depend only on (seed, prompt, sample). They are drawn in advance on the CPU.
@@ -221,26 +221,15 @@ class Sampler:
         self, options: GenerationOptions, rows: Sequence[SamplerRow], vocab_size: int, device: torch.device | str
     ) -> None:
         self.options, self.vocab_size = options, vocab_size
-        self._device, self._rows = torch.device(device), len(rows)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._uniforms = self._seen = None
         if not options.is_greedy:
-            self._uniforms = torch.zeros(options.max_new_tokens, len(rows), dtype=torch.float64, device=device)
+            self._uniforms = torch.from_numpy(_uniforms(options, rows)).to(device)
         if options.repetition_penalty != 1:
             self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
-        self.start(rows)
-
-    def start(self, rows: Sequence[SamplerRow]) -> None:
-        """Restart with the same number of rows. Tensors are reused, so that a captured step stays valid."""
-        assert len(rows) == self._rows, (len(rows), self._rows)
-        self._step.zero_()
-        if self._uniforms is not None:
-            self._uniforms.copy_(torch.from_numpy(_uniforms(self.options, rows)))
-        if self._seen is not None:
-            self._seen.zero_()
             for index, row in enumerate(rows):
                 seen = torch.as_tensor(np.unique(np.asarray(row.tokens, np.int64)))
-                self._seen[index].index_fill_(0, seen.to(self._device), True)
+                self._seen[index].index_fill_(0, seen.to(device), True)
 
     def step(self, logits: Tensor) -> Sampled:
         """Choose the next token of each row.

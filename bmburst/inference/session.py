@@ -101,6 +101,7 @@ class GenerationBatch:
         self.engine, self.cache = engine, cache
         self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
+        self._steps = _Steps(self._decoder)
         self.logits: Tensor | None = None
         """Next logits, `[sequences, vocab_size]`, fp32 or wider; None before `prefill` and after `decode`."""
 
@@ -149,8 +150,10 @@ class GenerationBatch:
     def decode(self, chooser: "Chooser", steps: int) -> Iterator[Sampled]:
         """Yield the chosen tokens of all sequences, on the host, at most `steps` times.
 
-        Yielded tokens are in the cache, except those of the last step. The device is one step ahead of the host: while
-        the caller uses a token, the next one is computed. A caller may stop at any token.
+        The first tokens are yielded before the next step is launched, since launching it can take the host tens of
+        milliseconds. From then on the device is one step ahead of the host: while the caller uses a token, the next one
+        is computed. A caller may stop at any token. A yielded token is in the cache, unless it is the first or the
+        last.
 
         Args:
             chooser: Chooses tokens.
@@ -159,11 +162,13 @@ class GenerationBatch:
         assert self.logits is not None, "prefill comes first"
         chosen = chooser.step(self.logits)
         self.logits = None
-        loop = _Loop(self._decoder, chooser)
-        for step in range(1, steps + 1):
+        yield _to_host(chosen)()
+        if steps > 1:
+            chosen = chooser.step(self._steps.advance(chosen.tokens))
+        for step in range(2, steps + 1):
             read = _to_host(chosen)
             if step < steps:
-                chosen = loop.advance(chosen.tokens)
+                chosen = chooser.step(self._steps.advance(chosen.tokens))
             yield read()
 
 
@@ -195,47 +200,43 @@ def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
     return read
 
 
-class _Loop:
-    """Runs decoding steps: directly, or on GPUs as one CUDA graph, captured in the second step.
+class _Steps:
+    """Decoding steps: the first is called, on GPUs the second is captured as a CUDA graph, and further ones replay it.
 
     A step has a dozen kernels per layer, each of microseconds. Without a graph, launching them would take longer than
-    running them.
+    running them. The graph lasts as long as the cache, so that further turns of a text replay it from their beginning.
     """
 
-    def __init__(self, decoder: Decoder, chooser: Chooser) -> None:
-        self._decoder, self._chooser = decoder, chooser
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens: Tensor | None = None
-        self._chosen: Sampled | None = None
-        self._has_run = False
+        self._logits: Tensor | None = None
 
-    def advance(self, tokens: Tensor) -> Sampled:
-        """Append tokens and return the next ones, in tensors that the next call may overwrite."""
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Append tokens and return the next logits, in a tensor that the next call may overwrite."""
         self._decoder.before_step()
-        if self._decoder.is_capturable and self._has_run:
-            chosen = self._replay(tokens)
+        if self._has_run and self._decoder.is_capturable:
+            logits = self._replayed(tokens)
         else:
             self._has_run = True
-            chosen = self._compute(tokens)
+            logits = self._decoder.compute(tokens)
         self._decoder.after_step()
-        return chosen
+        return logits
 
-    def _compute(self, tokens: Tensor) -> Sampled:
-        return self._chooser.step(self._decoder.compute(tokens))
-
-    def _replay(self, tokens: Tensor) -> Sampled:
-        if self._graph is None or self._tokens is None or self._chosen is None:
+    def _replayed(self, tokens: Tensor) -> Tensor:
+        if self._graph is None or self._tokens is None or self._logits is None:
             self._tokens = tokens.clone()
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._chosen = self._compute(self._tokens)
-                self._tokens.copy_(self._chosen.tokens)
-        elif tokens is not self._chosen.tokens:
+                self._logits = self._decoder.compute(self._tokens)
+        else:
             self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._chosen
+        return self._logits
 
 
 class Session:

@@ -52,8 +52,9 @@ class InferenceMemory:
     def prefill(self, tokens: int) -> int:
         """Return the bytes of activations in prefill of `tokens` tokens, at most one chunk at a time.
 
-        These are two residual streams and a norm; q, k, v before and after rotary embedding and after the exchange, and
-        likewise the output; gate, up and their product for the tokens that an MLP computes at once.
+        These are two residual streams and a norm; q, k, v before and after a norm of queries and keys (without one, the
+        rotary embedding is in place) and after the exchange, and likewise the output; gate, up and their product for
+        the tokens that an MLP computes at once.
         """
         config, ranks = self.config, self.split.ranks
         rows = -(-min(tokens, self.chunk_tokens) // ranks)

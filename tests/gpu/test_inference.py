@@ -7,7 +7,7 @@ from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import small_sums
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
-from bmburst.inference.session import Engine, GenerationBatch
+from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
 from tests.gpu.test_gpus import run_nccl
 from tests.inference.models import Greedy, directory, greedy, prompt
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 SIZES = range(2, min(GPUS, 4) + 1)
 STEPS = 10
+STOPS = (6, 1, 4, 2)  # new tokens that are taken of each answer
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,6 +73,31 @@ def _tokens(places, prompts, expected) -> None:
                 batch.prefill(prompts)
                 found = torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1)
                 assert found.tolist() == expected[family], (family, cache, chunk)
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_turns_replay_the_graph_of_the_first(size: int) -> None:
+    """Whether an answer was stopped at its first token, or while the next one was computed."""
+    text, expected = (), []
+    for turn, stop in enumerate(STOPS):
+        text += prompt(9, seed=turn)
+        expected.append(greedy("llama", text, stop))
+        text += tuple(expected[-1])
+    run_nccl(size, _turns, str(directory("llama")), expected)
+
+
+def _turns(place, expected) -> None:
+    comm = communicator(None)
+    weights = ResidentWeights.read(open_weights(place), torch.float32, comm.device)
+    for cache in ("auto", "tokens"):
+        session = Session(Engine.over(weights, comm, cache), 90, GenerationOptions)
+        graphs = []
+        for turn, tokens in enumerate(expected):
+            session.prefill(prompt(9, seed=turn))
+            answer = session.generate(max_new_tokens=15)
+            assert [next(answer) for _ in tokens] == tokens, (cache, turn)
+            graphs.append(session._batch._steps._graph)
+        assert graphs[0] is not None and all(graph is graphs[0] for graph in graphs)
 
 
 @pytest.mark.parametrize("size", [1, *SIZES])

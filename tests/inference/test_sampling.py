@@ -108,21 +108,8 @@ def test_a_row_does_not_depend_on_its_batch(options):
     assert len({tuple(column) for column in together.T.tolist()}) == 3
 
 
-def test_start_begins_again_in_the_same_memory():
-    logits = [random_logits(2, seed) for seed in range(8)]
-    first, second = [SamplerRow(0, tokens=[1]), SamplerRow(1)], [SamplerRow(2, tokens=[9]), SamplerRow(1)]
-    options = {"temperature": 1.5, "repetition_penalty": 1.5}
-    sampler = make(first, **options)
-    before = [tensor.data_ptr() for tensor in vars(sampler).values() if isinstance(tensor, torch.Tensor)]
-    steps(sampler, logits)
-    sampler.start(second)
-    assert torch.equal(steps(sampler, logits), steps(make(second, **options), logits))
-    after = [tensor.data_ptr() for tensor in vars(sampler).values() if isinstance(tensor, torch.Tensor)]
-    assert before == after and len(before) == 3
-
-
 def test_a_step_never_waits_for_the_device(monkeypatch):
-    """Reading a value on the host is what a CUDA graph cannot hold; on the meta device it is an error."""
+    """On the meta device, reading a value on the host is an error."""
     options = GenerationOptions(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=3, max_new_tokens=4
     )
@@ -165,10 +152,9 @@ def test_logits_that_are_no_numbers_do_no_harm(temperature, options):
 
 
 def test_tokens_of_no_probability_are_never_drawn():
-    sampler = make([SamplerRow(0), SamplerRow(1)], 4, temperature=1.0)
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0], [0.0, -math.inf, -math.inf, -math.inf]])
     for low_or_high in (0.0, 1 - 2**-53):
-        sampler.start([SamplerRow(0), SamplerRow(1)])
+        sampler = make([SamplerRow(0), SamplerRow(1)], 4, temperature=1.0)
         sampler._uniforms.fill_(low_or_high)
         assert sampler.step(logits).tokens.tolist() == [3 if low_or_high else 1, 0]
 

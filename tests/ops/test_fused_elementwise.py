@@ -151,6 +151,9 @@ def test_a_rotation_may_write_into_a_part_of_a_tensor(triton):
         expected = rotary.apply_rotary(x, cos, -sin if back else sin)
         torch.testing.assert_close(whole[1:3, :, 1:4], expected, rtol=0, atol=0)
         assert whole.abs().sum().item() == pytest.approx(expected.abs().sum().item())
+        part = whole[1:3, :, 1:4].copy_(x)
+        assert rotary.rotate(part, cos, sin, back=back, out=part) is part  # in place
+        torch.testing.assert_close(part, expected, rtol=0, atol=0)
     assert triton == {"rotate"}
 
 
