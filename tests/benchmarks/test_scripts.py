@@ -145,6 +145,7 @@ def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, 
     assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
 
 
+@pytest.mark.long
 def test_errors_of_block_sparse_kernels_are_measured(tmp_path):
     """On a CPU the reference kernel computes in float32: errors of its rounding, none of them zero."""
     words = ["-m", "benchmarks.sparse_cross", "block-sparse-errors", "--small", "--kernels", "reference,fa4"]
