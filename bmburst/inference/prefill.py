@@ -379,6 +379,7 @@ def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
     """Return the MLP's result for `[1, tokens, hidden_size]`, computed for `MLP_TOKENS` tokens at a time."""
     out = torch.empty_like(normed)
     for states, result in zip(normed[0].split(MLP_TOKENS), out[0].split(MLP_TOKENS), strict=True):
-        gate, up = linear(states, layer.gate_up).chunk(2, -1)
-        torch.mm(swiglu(gate, up), layer.down.t(), out=result)
+        inner = swiglu(*linear(states, layer.gate_up).chunk(2, -1))
+        torch.mm(inner, layer.down.t(), out=result)
+        del inner  # frees the activations of this chunk before the next one
     return out
