@@ -29,7 +29,8 @@ from benchmarks.paper.tables import (
     way_of,
 )
 
-CONFIRMED, PARTLY, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "partly", "not confirmed", "not testable here"
+CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not confirmed", "not testable here"
+SMALLER = f"{NOT_CONFIRMED}: a smaller saving"
 
 
 class Verdict(NamedTuple):
@@ -81,7 +82,7 @@ def judged(holds: bool, numbers: str, where: str = "") -> Verdict:
 
 
 def by_share(share: float, least: float, numbers: str) -> Verdict:
-    """Return whether a saving reaches what is claimed; "partly" where it is less but still a saving.
+    """Return whether a saving reaches what is claimed; `SMALLER` where it is smaller but still a saving.
 
     Args:
         share: What is saved; negative where more is needed.
@@ -90,7 +91,7 @@ def by_share(share: float, least: float, numbers: str) -> Verdict:
     """
     if share >= least:
         return Verdict(CONFIRMED, numbers)
-    return Verdict(PARTLY if share > 0 else NOT_CONFIRMED, numbers)
+    return Verdict(SMALLER if share > 0 else NOT_CONFIRMED, numbers)
 
 
 def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:

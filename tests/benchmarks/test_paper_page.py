@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks.paper import claims, overheads, tables
-from benchmarks.paper.claims import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, PARTLY, Times, by_share
+from benchmarks.paper.claims import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, SMALLER, Times, by_share
 from benchmarks.paper.tables import ATTENTION, FIRST, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded
 from benchmarks.records import PAGE, PAGE_TABLES, claims_table, filled
 
@@ -52,7 +52,7 @@ def test_what_is_not_recorded_is_said(tmp_path):
         assert re.search(rf"<!-- table: {name} -->\n\nNot recorded yet\.\n\n<!-- end -->", text), name
     assert text.count(MISSING.capitalize()) > 10
     verdicts = [line.split(" | ")[2] for line in claims_table(Recorded(tmp_path))[2:-1]]
-    by_formula = (PARTLY, NOT_CONFIRMED, PARTLY, CONFIRMED)
+    by_formula = (SMALLER, NOT_CONFIRMED, SMALLER, CONFIRMED)
     assert tuple(verdicts[:4]) == by_formula and set(verdicts[4:]) == {MISSING, NOT_TESTABLE}
 
 
@@ -208,7 +208,7 @@ def test_perplexities_are_equal_in_every_digit_or_not(tmp_path):
         assert "| no-lao | 2 | refused: no window | - |" in "\n".join(tables.perplexity(records))
 
 
-@pytest.mark.parametrize(("burst", "verdict"), [(60, CONFIRMED), (77, PARTLY), (101, NOT_CONFIRMED)])
+@pytest.mark.parametrize(("burst", "verdict"), [(60, CONFIRMED), (77, SMALLER), (101, NOT_CONFIRMED)])
 def test_bytes_are_judged_by_what_was_counted(tmp_path, burst, verdict):
     rows = {
         f"backward/65536/{heads}/{method}@2": {
@@ -234,10 +234,10 @@ def test_40_percent_less_is_40_percent(tmp_path):
     records = Recorded(tmp_path)
     names = ("RingAttention, as", "RingAttention with a", "`kv`")
     found = [judge(f"40 % less communication than {name}", records) for name in names]
-    assert [verdict for verdict, _ in found] == [PARTLY, NOT_CONFIRMED, PARTLY]
+    assert [verdict for verdict, _ in found] == [SMALLER, NOT_CONFIRMED, SMALLER]
     for (_, numbers), share in zip(found, ("37.3% fewer", "5.3% more", "26.3% fewer"), strict=True):
         assert share in numbers
-    assert by_share(0.4, 0.4, "").verdict == CONFIRMED and by_share(0.399, 0.4, "").verdict == PARTLY
+    assert by_share(0.4, 0.4, "").verdict == CONFIRMED and by_share(0.399, 0.4, "").verdict == SMALLER
 
 
 @pytest.mark.parametrize(("backward", "verdict"), [(2.0, CONFIRMED), (1.9, NOT_CONFIRMED)])
