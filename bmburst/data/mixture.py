@@ -68,6 +68,11 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
     return tuple(found)
 
 
+def sources_of(source: str) -> tuple[Source, ...]:
+    """Return the sources of a mixture, or the single source; raises as `read_mixture`."""
+    return read_mixture(source) or (Source(source, 1.0),)
+
+
 @dataclass(frozen=True, slots=True)
 class MixedFiles:
     """The token files of a mixture, and their weights.

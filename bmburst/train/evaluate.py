@@ -15,7 +15,7 @@ from bmburst.checkpoint.sharded_files import together
 from bmburst.data import TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
-from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
+from bmburst.data.mixture import MixedFiles, Source, mixed, sources_of
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
@@ -197,7 +197,7 @@ def check_inputs(config: EvalConfig) -> Path:
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
-    for source in _sources(config):
+    for source in sources_of(config.data):
         text = find_corpus(source.path, tokenizer, text_field=config.text_field, chat_template=config.chat_template)
         if isinstance(text, TokenFile):
             _require_text(source, text)
@@ -208,11 +208,6 @@ def check_inputs(config: EvalConfig) -> Path:
             elif not has_tokens(user_cache(), text, text_field=config.text_field):
                 check_arrays(text.files)
     return directory
-
-
-def _sources(config: EvalConfig) -> tuple[Source, ...]:
-    """Return the sources of a mixture, or the single source."""
-    return read_mixture(config.data) or (Source(config.data, 1.0),)
 
 
 def _open_one(
@@ -250,7 +245,7 @@ def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object
     Raises:
         UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.
     """
-    sources = _sources(config)
+    sources = sources_of(config.data)
     files = tuple(_open_one(source, tokenizer, config, say) for source in sources)
     return MixedFiles(files, tuple(source.weight for source in sources))
 

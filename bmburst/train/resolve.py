@@ -375,9 +375,8 @@ def hold_records(source: str, text_field: str) -> bool:
 
 
 def _sources(source: str) -> list[str]:
-    """Return the sources of a mixture, or the one source itself."""
+    """Return the sources of a mixture, or the single source."""
     # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.mixture import read_mixture
+    from bmburst.data.mixture import sources_of
 
-    found = None if source == STANDARD_LIBRARY else read_mixture(source)
-    return [source] if found is None else [each.path for each in found]
+    return [each.path for each in sources_of(source)]
