@@ -1,7 +1,7 @@
-"""The paper's claims, each judged by recorded numbers or by formulas.
+"""The paper's claims, each evaluated by recorded numbers or by formulas.
 
-A recorded time is a median with the least and the most of its calls. Two methods whose ranges overlap differ by no more
-than their measurements do. Imports no torch.
+A recorded time is the median of calls, with their minimum and maximum. If the ranges of two methods overlap, their
+difference is within the spread of the measurements. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ CONFIRMED, PARTLY, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "partly", "not con
 
 
 class Verdict(NamedTuple):
-    """What our runs say of a claim, and the numbers that say it."""
+    """The verdict on a claim, and the numbers that support it."""
 
     verdict: str
     numbers: str
@@ -43,7 +43,7 @@ UNKNOWN = Verdict(MISSING, "-")
 
 
 class Times(NamedTuple):
-    """Milliseconds: the median of the calls, and their range."""
+    """Milliseconds of calls: median, minimum and maximum."""
 
     median: float
     least: float
@@ -51,42 +51,42 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, *directions: str) -> "Times":
-        """Return a row's time; with directions the sum of theirs.
+        """Return a row's time, or the sum of the times of several directions.
 
         Args:
             row: A recorded row.
-            directions: Keys of `milliseconds`, for example "forward" and "backward"; none where it has one time.
+            directions: Keys of `milliseconds`, for example "forward" and "backward"; none if the row has one time.
         """
         found: list[Mapping[str, Any]] = [row["milliseconds"][d] for d in directions] or [row["milliseconds"]]
         return cls(*(sum(times[name] for times in found) for name in cls._fields))
 
     def over(self, other: "Times") -> float:
-        """Return how many times as long it takes, by the medians."""
+        """Return the ratio of the medians."""
         return self.median / other.median
 
     def overlaps(self, other: "Times") -> bool:
-        """Return whether the ranges have a time in common."""
+        """Return whether the ranges overlap."""
         return self.least <= other.most and other.least <= self.most
 
 
 def judged(holds: bool, numbers: str, where: str = "") -> Verdict:
-    """Return the verdict on a claim that holds or not.
+    """Return the verdict "confirmed" or "not confirmed".
 
     Args:
-        holds: Whether it does.
-        numbers: What the verdict says beside.
-        where: On what it was tested, for example "on NVLink".
+        holds: Whether the claim holds.
+        numbers: See `Verdict`.
+        where: Where it was tested, for example "on NVLink".
     """
     return Verdict(f"{CONFIRMED if holds else NOT_CONFIRMED} {where}".rstrip(), numbers)
 
 
 def by_share(share: float, least: float, numbers: str) -> Verdict:
-    """Return whether a saving reaches what is claimed; "partly" where it is less but still a saving.
+    """Return the verdict on a claimed saving: "partly" if there is a saving, but a smaller one.
 
     Args:
-        share: What is saved; negative where more is needed.
-        least: What is claimed.
-        numbers: What the verdict says beside.
+        share: The saving as a fraction; negative if more is needed.
+        least: The claimed fraction.
+        numbers: See `Verdict`.
     """
     if share >= least:
         return Verdict(CONFIRMED, numbers)
@@ -94,11 +94,11 @@ def by_share(share: float, least: float, numbers: str) -> Verdict:
 
 
 def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:
-    """Return whether the others take longer at all lengths; if only not at the shortest, the length from which they do.
+    """Return whether the others take longer at all lengths, or at all except the shortest.
 
     Args:
-        ratios: The others' time over ours, by tokens, ascending.
-        numbers: What the verdict says beside.
+        ratios: The others' time divided by ours, by tokens in ascending order.
+        numbers: See `Verdict`.
     """
     if not ratios:
         return UNKNOWN
@@ -110,28 +110,28 @@ def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:
 
 
 def fewer_bytes(share: float) -> str:
-    """Return a saving of bytes in words."""
+    """Return a fraction of bytes as text: "12.0% fewer bytes", or "more bytes" if it is negative."""
     return f"{abs(share):.1%} {'fewer' if share > 0 else 'more'} bytes"
 
 
 def overlapping(names: Iterable[str]) -> str:
-    """Return that the ranges of these methods overlap with ours, or nothing."""
+    """Return the end of a sentence that names the methods whose ranges overlap with ours; "" without any."""
     named = " and ".join(names)
     return f", ranges overlap with {named}" if named else ""
 
 
-_LESS, _LESS_A_HOP = 0.4, 0.24  # communication that is saved: over ring attention, and over kv in backward
+_LESS, _LESS_A_HOP = 0.4, 0.24  # claimed savings of bytes: over ring attention, and over kv in backward
 _MHA, _TWO, _GQA = (overheads.EXAMPLES[name] for name in ("MHA, 8 GPUs", "MHA, 2 GPUs", "GQA 32/8, 8 GPUs"))
 _BOTH = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim.
+    """A claim of the paper or its repository.
 
     Attributes:
-        text: What the paper or its repository says.
-        source: Where.
+        text: The claim.
+        source: The table, figure or section that makes it.
         judge: Returns the verdict.
     """
 
@@ -163,7 +163,7 @@ def _less_than_kv(records: Recorded) -> Verdict:
 
 
 def _counted(records: Recorded, heads: str) -> float | None:
-    """Return by which share burst received fewer bytes than kv in backward on two GPUs."""
+    """Return the fraction of bytes that burst saved over kv in backward on two GPUs, as counted in a run."""
     kv, burst = (records.measured(PAPER, f"backward/65536/{heads}/{method}@2") for method in ("kv", "burst"))
     return None if kv is None or burst is None else float(1 - burst["bytes"] / kv["bytes"])
 
@@ -268,7 +268,7 @@ def _local_optimization(records: Recorded) -> Verdict:
 
 
 def _saves_time(records: Recorded, other: str, where: str, *, memory: bool = False) -> Verdict:
-    """Judge a part of the global optimization: whether its alternative takes longer than measurements differ by."""
+    """Judge a part of the global optimization: its alternative must be slower, and their ranges must not overlap."""
     said, holds = [], True
     for tokens in (32 * KIB, 128 * KIB):
         online, without = (records.measured(PAPER, f"merge/{tokens}/mha/{m}@2") for m in ("online", other))
@@ -325,7 +325,7 @@ def _batches(records: Recorded) -> Verdict:
 
 
 def _higher_throughput(records: Recorded) -> Verdict:
-    """Judge throughput beside the others', batch by batch; which batch is too large for one was never measured."""
+    """Compare throughput with the others at each batch size. The largest batch that fits was not measured."""
     said, holds, way = [], True, ""
     for batch in (1, 2, 4, 8):
         key = f"step/llama-2-7b-x2/{f'{batch}x' if batch > 1 else ''}4096"

@@ -20,7 +20,7 @@ INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
 SPARSE, SPARSE_RANKS = "block_sparse_h200_202611", "block_sparse_2xh200_202611"
 CROSS = ("cross_2xh200_202611", "cross_2xh100_202611", "cross_striped_2xh100_202611")
-"""Records of cross-attention, which the paper leaves to future work, as it does sparse attention."""
+"""Records of cross-attention. The paper leaves it and sparse attention to future work."""
 MISSING = "not recorded yet"
 Row = dict[str, Any]
 KIB = 1024
@@ -30,7 +30,7 @@ LENGTHS = tuple(KIB * n for n in (1, 4, 16, 32, 64, 128))
 
 
 def gpu_of(record: str) -> str:
-    """Return the GPU in a record's name: "H200" of "paper_2xh200_202611"; "" of a record of CPUs."""
+    """Return the GPU in a record's name: "H200" for "paper_2xh200_202611"; "" for a record of CPUs."""
     found = re.search(r"_(?:\d+x)?(h\d+)(?:_|$)", record)
     return found[1].upper() if found else ""
 
@@ -39,7 +39,7 @@ class Recorded:
     """The records of a folder.
 
     Args:
-        folder: With the JSON files.
+        folder: Folder of the JSON files.
     """
 
     def __init__(self, folder: Path = RESULTS) -> None:
@@ -47,20 +47,20 @@ class Recorded:
         self._read: dict[str, Any] = {}
 
     def record(self, name: str) -> Any:
-        """Return what a file holds, or None where there is none."""
+        """Return the content of a record's JSON file, or None if it does not exist."""
         if name not in self._read:
             path = self._folder / f"{name}.json"
             self._read[name] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         return self._read[name]
 
     def row(self, name: str, key: str) -> Row | None:
-        """Return a cell's row, or None where it is not recorded."""
+        """Return a cell's row, or None if it is not recorded."""
         found = self.record(name)
         row: Row | None = None if found is None else found["rows"].get(key)
         return row
 
     def measured(self, name: str, key: str) -> Row | None:
-        """Return a cell's row if it has a measurement."""
+        """Return a cell's row if its status is "ok", or None."""
         row = self.row(name, key)
         return row if row is not None and row["status"] == "ok" else None
 
@@ -69,7 +69,12 @@ class Recorded:
         return any(self.row(name, key) is not None for key in keys)
 
     def where(self, name: str, keys: Iterable[str] = ()) -> str:
-        """Return on what, when and at which commit the cells, or all, were recorded, with a link to the record."""
+        """Return a line with a link to the record and the machine, date and commit of the cells' runs.
+
+        Args:
+            name: Name of the record.
+            keys: Keys of cells; empty: all cells.
+        """
         found = self.record(name)
         if found is None:
             return f"{MISSING.capitalize()}."
@@ -87,7 +92,7 @@ def _machine(run: Row) -> str:
 
 
 def said(row: Row | None, show: Callable[[Row], str]) -> str:
-    """Return what a table says of a cell: its number, why it has none, or a dash where it is not recorded."""
+    """Return a table's text for a cell: its number, the reason for its failure, or a dash if it is not recorded."""
     if row is None:
         return "-"
     if row["status"] == "ok":
@@ -102,9 +107,9 @@ def said(row: Row | None, show: Callable[[Row], str]) -> str:
 
 
 def way_of(row: Row) -> str:
-    """Return how a recorded step of ours attended, behind a semicolon; "" if not recorded.
+    """Return "; ours is ..." with the attention strategy of a recorded step of ours; "" if it is not recorded.
 
-    By default it is not the paper's ring.
+    The default strategy is not the paper's ring, so verdicts name it.
     """
     chosen = row.get("strategy")
     if not chosen:
@@ -116,7 +121,7 @@ def way_of(row: Row) -> str:
 
 
 def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Return a Markdown table over lengths or batch sizes; lines without any entry are left out."""
+    """Return a Markdown table over lengths or batch sizes. Lines without any entry are omitted."""
     made = [f"| {head} | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
     for name, texts in lines:
         cells = list(texts)
@@ -161,7 +166,7 @@ def _peaks(row: Row) -> str:
 
 
 def first_token(records: Recorded, model: str) -> list[str]:
-    """Return tables 2 or 3: seconds to the first token, the paper's on 8 A100 and ours on 2 H200."""
+    """Return table 2 or 3: seconds to the first token, of the paper on 8 A100 and ours on 2 H200."""
     facts = first_token_facts()
     tokens, lines = facts["tokens"], []
     for name, seconds in facts["models"][model].items():
@@ -206,9 +211,9 @@ def training(records: Recorded, model: str, *, layers: int | None = None, record
     """Return figures 2 and 3: seconds and memory of a step over lengths, by method.
 
     Args:
-        records: What was recorded.
+        records: The records.
         model: The preset.
-        layers: Layers that were trained; None for the whole model.
+        layers: Number of trained layers; None for the whole model.
         record: Name of the record.
     """
     name = model if layers is None else f"{model}-x{layers}"
@@ -339,7 +344,7 @@ _DIRECTIONS = ("forward", "forward and backward")
 
 
 def sparse(records: Recorded) -> list[str]:
-    """Return by density and kernel how long block-sparse attention takes, and over its share of dense attention's."""
+    """Return the times of block-sparse attention by density and kernel, relative to dense attention."""
     found = records.record(SPARSE)
     if found is None:
         return [records.where(SPARSE)]
@@ -363,7 +368,7 @@ def _share(row: Row, direction: str) -> str:
 
 
 def cross(records: Recorded) -> list[str]:
-    """Return by mask and layouts the speed of each strategy, relative to one GPU's kernel on all queries and keys."""
+    """Return the speeds of cross-attention by mask, layouts and strategy, relative to one GPU's kernel on the whole."""
     found = {name: record for name in CROSS if (record := records.record(name)) is not None}
     if not found:
         return [records.where(CROSS[0])]
@@ -393,5 +398,5 @@ def _way(row: Row) -> str:
 
 def _speed(row: Row) -> str:
     times = row.get(_DIRECTIONS[1])
-    # A ratio is over as many times one GPU's speed as there are ranks.
+    # The recorded ratio is relative to two GPUs at the kernel's speed.
     return f"{2 * times['ratio']:.2f}" if times else "refused"
