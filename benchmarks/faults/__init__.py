@@ -1,8 +1,7 @@
-"""Fault injection: the kinds of faults, their list of a record, and how each disturbs a run.
+"""Fault injection: the kinds of faults, the list of faults for a seed, and faults of disks, files and nodes.
 
-A seed determines the list. `programs` starts and watches runs. `inject` interrupts the processes of a run, resumes it
-and compares it with an undisturbed run; faults of disks, files and nodes are here. `python -m benchmarks.faults` writes
-the record of the outcomes.
+`programs` starts and watches runs. `inject` interrupts the processes of a run, resumes it and compares it with an
+undisturbed run. `python -m benchmarks.faults` writes the record of the outcomes.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ SEEN = re.compile(
     r"not a token file|cannot be read|different",
     re.IGNORECASE,
 )
-"""Messages of a run about a damaged file."""
+"""Matches a run's messages about a damaged file."""
 SingleFault = Callable[[Workspace, Fault, Path], FaultOutcome]
 _LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
 _SLOW_MBIT = 2.0
@@ -59,7 +58,7 @@ class FaultKind:
     Attributes:
         title: Its name in records.
         points: The number of such faults in a full record.
-        moments: When faults happen; of flips, the part of the file.
+        moments: When faults happen; for flips, the part of the file.
         targets: The processes or files that are affected.
     """
 
@@ -116,7 +115,7 @@ def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
 
 
 class FullDiskRun(DisturbedRun):
-    """A run whose disk becomes full at some moment, except for some kilobytes."""
+    """A run whose disk becomes full, except for some kilobytes."""
 
     def __init__(self, bench: Workspace, place: Path, report: ReportOutcome) -> None:
         self._is_mounted = bench.disk(place)
@@ -155,7 +154,7 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
     (cache,) = (place / "tokens").glob("*.tokens")
-    if fault.target == TOKEN_FILE:  # make the copy a run that started from a token file
+    if fault.target == TOKEN_FILE:  # change the configuration to that of a run that reads a token file
         path = cache.rename(place / "text.tokens")
         settled = json.loads((run / "config.json").read_text())
         settled["data"]["source"] = str(path)

@@ -78,7 +78,7 @@ class Workspace:
     def end(self) -> None:
         """Refuse to start further runs, and kill the running ones."""
         self.is_over = True
-        with self._lock:  # no run is being started now
+        with self._lock:  # `program` is not starting a run
             programs.kill_all(f"{self.mark}/")
 
     def words(self, run: Path, *, fresh: bool, seed: int = 0) -> list[str]:
@@ -130,7 +130,7 @@ class Workspace:
         """
         left = program.end(LIMIT)
         if any(program.statuses) or left:
-            raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
+            raise RuntimeError(f"the undisturbed run failed, {left} processes remain:\n{program.said}")
         self.finished(program)
 
     def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
@@ -237,7 +237,7 @@ class DisturbedRun:
         problems += self.judge(fault, program) if met else []
         problems += ["traceback: " + program.last_words] if "Traceback" in program.said else []
         if fault.target != "all" and any(program.scratch.glob("bmburst-launch-*")):
-            problems.append("the launcher's folder stays behind")
+            problems.append("the launcher's folder remains")
         if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
             problems.append(f"the checkpoint of step {newest_lost} is lost")
         self._settle(complete=False)
@@ -255,7 +255,7 @@ class DisturbedRun:
         program = self.start(fresh=fresh)
         left = program.end(LIMIT + 5 * self.base.timing.total)
         if left or any(program.statuses):
-            self._fault_of_pending(f"the run does not go on: {program.statuses}, {left} left: {program.last_words}")
+            self._fault_of_pending(f"the run does not resume: {program.statuses}, {left} left: {program.last_words}")
         self._settle(complete=True)
         self.bench.finished(program)
 
@@ -273,7 +273,7 @@ class DisturbedRun:
         if difference:
             self._fault_of_pending(f"differs: {difference}", differs=True)
             self._wipe()
-        if self._pending is not None and not self.bench.is_over:  # else it was killed at the end of the harness
+        if self._pending is not None and not self.bench.is_over:  # otherwise the workspace killed the run
             self._report(self._pending)
         self._pending = None
 
@@ -322,7 +322,7 @@ class TerminatedRun(DisturbedRun):
 
 
 class StoppedRun(DisturbedRun):
-    """A run of which one rank receives SIGSTOP."""
+    """A run in which one rank receives SIGSTOP."""
 
     @property
     def patience(self) -> int:
@@ -354,14 +354,14 @@ class StoppedRun(DisturbedRun):
 
 
 def _signal(program: Program, target: str, signum: signal.Signals) -> None:
-    """Send a signal; a rank that is not there yet is waited for."""
+    """Send a signal to the target; wait for a rank that has not started yet."""
     found: list[int] = []
 
-    def is_there() -> bool:
+    def has_started() -> bool:
         found[:] = program.of_target(target)
         return bool(found)
 
-    wait_for(is_there, program)
+    wait_for(has_started, program)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
