@@ -157,18 +157,18 @@ def _how_many(rows: Rows[TrainCell]) -> list[str]:
     counts = {row["milliseconds"]["count"] for _, row in rows if row["status"] == OK}
     if not counts:
         return []
-    said = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
-    return [f"Each time is the median of {said} step{'' if max(counts) == 1 else 's'}.", ""]
+    span = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
+    return [f"Each time is the median of {span} step{'' if max(counts) == 1 else 's'}.", ""]
 
 
 def _how_ours(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
     """Return a line with the strategy, transport and policy that ours chose in each column."""
-    said = [
+    choices = [
         f"{short(column(cell))} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
         for cell, row in sorted(rows, key=lambda pair: column(pair[0]))
         if "strategy" in row
     ]
-    return [f"ours: {'; '.join(said)}.", ""] if said else []
+    return [f"ours: {'; '.join(choices)}.", ""] if choices else []
 
 
 def _rates(rows: Rows[TrainCell]) -> list[str]:
@@ -317,8 +317,8 @@ def shown_steps(count: int) -> list[int]:
 
 def _memory(row: Row) -> str:
     planned, allocated = row.get("planned"), row["allocated_gib"]
-    said = "" if planned is None else f" ({known(allocated)}) / {planned['allocated_gib']:.1f}"
-    return f"{known(row['peak_memory_gib'])}{said}"
+    details = "" if planned is None else f" ({known(allocated)}) / {planned['allocated_gib']:.1f}"
+    return f"{known(row['peak_memory_gib'])}{details}"
 
 
 def model_of(cell: TrainCell) -> str:
