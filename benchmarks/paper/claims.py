@@ -155,11 +155,11 @@ def _less_than_scattered(records: Recorded) -> Verdict:
 def _less_than_kv(records: Recorded) -> Verdict:
     in_all = overheads.fewer_in_all(_MHA, "kv")
     backward = {"MHA": overheads.fewer(_MHA), "GQA 32/8": overheads.fewer(_GQA)}
-    said = [f"forward and backward by formula, MHA, 8 GPUs: {fewer_bytes(in_all)}"]
-    said += [f"backward, {heads}: {fewer_bytes(share)}" for heads, share in backward.items()]
+    parts = [f"forward and backward by formula, MHA, 8 GPUs: {fewer_bytes(in_all)}"]
+    parts += [f"backward, {heads}: {fewer_bytes(share)}" for heads, share in backward.items()]
     counted = {heads: _counted(records, heads) for heads in ("mha", "gqa")}
-    said += [f"counted on 2 GPUs, {h.upper()}: {fewer_bytes(s)}" for h, s in counted.items() if s is not None]
-    return by_share(in_all, _LESS, "; ".join(said))
+    parts += [f"counted on 2 GPUs, {h.upper()}: {fewer_bytes(s)}" for h, s in counted.items() if s is not None]
+    return by_share(in_all, _LESS, "; ".join(parts))
 
 
 def _counted(records: Recorded, heads: str) -> float | None:
@@ -177,8 +177,8 @@ def _less_a_hop(records: Recorded) -> Verdict:
     counted = _counted(records, "mha")
     if counted is not None:
         shares["counted on 2 GPUs"] = counted
-    said = "; ".join(f"{name}: {fewer_bytes(share)}" for name, share in shares.items())
-    return by_share(min(shares.values()), _LESS_A_HOP, said)
+    text = "; ".join(f"{name}: {fewer_bytes(share)}" for name, share in shares.items())
+    return by_share(min(shares.values()), _LESS_A_HOP, text)
 
 
 def _never_slower(records: Recorded) -> Verdict:
@@ -186,11 +186,11 @@ def _never_slower(records: Recorded) -> Verdict:
     if kv is None or burst is None:
         return UNKNOWN
     pairs = {name: (Times.of(kv, name), Times.of(burst, name)) for name in (*_BOTH, "transfers")}
-    said = "; ".join(
+    text = "; ".join(
         f"{name}: kv takes {a.over(b):.2f} times as long" + (", ranges overlap" if a.overlaps(b) else "")
         for name, (a, b) in pairs.items()
     )
-    return judged(all(a.over(b) >= 1 for a, b in pairs.values()), said, "at 64K on 2 GPUs")
+    return judged(all(a.over(b) >= 1 for a, b in pairs.values()), text, "at 64K on 2 GPUs")
 
 
 def _twice_at_32k(records: Recorded) -> Verdict:
@@ -205,7 +205,7 @@ def _twice_at_32k(records: Recorded) -> Verdict:
 
 
 def _fastest(records: Recorded) -> Verdict:
-    said, nearest, way = [], {}, ""
+    parts, nearest, way = [], {}, ""
     for tokens in LENGTHS[2:]:
         key = f"step/llama-2-7b/{tokens}"
         ours = records.measured(TRAIN, f"{key}/ours@2")
@@ -218,8 +218,8 @@ def _fastest(records: Recorded) -> Verdict:
             least = min(others, key=lambda name: others[name].median)
             nearest[tokens] = others[least].over(mine)
             near = overlapping(name for name, times in others.items() if times.overlaps(mine))
-            said.append(f"{tokens // KIB}K: next {least}, {nearest[tokens]:.3f} times ours{near}")
-    return by_length(nearest, "; ".join(said) + way)
+            parts.append(f"{tokens // KIB}K: next {least}, {nearest[tokens]:.3f} times ours{near}")
+    return by_length(nearest, "; ".join(parts) + way)
 
 
 def _ring_out_of_memory(records: Recorded) -> Verdict:
@@ -247,11 +247,11 @@ def _first_token(records: Recorded, size: str, version: int) -> Verdict:
             once += [f"{tokens // KIB}K"] if heads.get("rounds") == tensor.get("rounds") == 1 else []
     if not ratios:
         return UNKNOWN
-    said = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
+    text = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
     span = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in (min(papers), max(papers))))
     where = f"on 2 GPUs with NVLink{', measured once at ' + ', '.join(once) if once else ''}"
     paper = f"the paper: {span} times on 8 A100 over PCIe"
-    return by_length(ratios, f"TP takes {said}, {where} ({paper}); ours is `heads`")
+    return by_length(ratios, f"TP takes {text}, {where} ({paper}); ours is `heads`")
 
 
 def _local_optimization(records: Recorded) -> Verdict:
@@ -269,7 +269,7 @@ def _local_optimization(records: Recorded) -> Verdict:
 
 def _saves_time(records: Recorded, other: str, where: str, *, memory: bool = False) -> Verdict:
     """Judge a part of the global optimization: its alternative must be slower, and their ranges must not overlap."""
-    said, holds = [], True
+    parts, holds = [], True
     for tokens in (32 * KIB, 128 * KIB):
         online, without = (records.measured(PAPER, f"merge/{tokens}/mha/{m}@2") for m in ("online", other))
         if online is None or without is None:
@@ -278,12 +278,12 @@ def _saves_time(records: Recorded, other: str, where: str, *, memory: bool = Fal
             a, b = Times.of(online, direction), Times.of(without, direction)
             holds = holds and b.over(a) > 1 and not b.overlaps(a)
             near = ", ranges overlap" if b.overlaps(a) else ""
-            said.append(f"{tokens // KIB}K {direction}: {b.over(a):.3f} times as long without{near}")
+            parts.append(f"{tokens // KIB}K {direction}: {b.over(a):.3f} times as long without{near}")
         if memory:
             peaks = [row["peak_gib"]["forward"] or 0.0 for row in (online, without)]
             holds = holds and peaks[0] < peaks[1]
-            said.append(f"{tokens // KIB}K forward: {peaks[0]:.1f} GiB, without {peaks[1]:.1f}")
-    return judged(holds, "; ".join(said), where)
+            parts.append(f"{tokens // KIB}K forward: {peaks[0]:.1f} GiB, without {peaks[1]:.1f}")
+    return judged(holds, "; ".join(parts), where)
 
 
 def _perplexities(records: Recorded) -> Verdict:
@@ -320,13 +320,13 @@ def _batches(records: Recorded) -> Verdict:
         return UNKNOWN
     speeds = [row["tokens_per_second"] for row in known]
     numbers = ", ".join(f"{speed:,.0f}" for speed in speeds)
-    said = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{way_of(known[0])}"
-    return judged(speeds == sorted(speeds), said)
+    text = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{way_of(known[0])}"
+    return judged(speeds == sorted(speeds), text)
 
 
 def _higher_throughput(records: Recorded) -> Verdict:
     """Compare throughput with the others at each batch size. The largest batch that fits was not measured."""
-    said, holds, way = [], True, ""
+    parts, holds, way = [], True, ""
     for batch in (1, 2, 4, 8):
         key = f"step/llama-2-7b-x2/{f'{batch}x' if batch > 1 else ''}4096"
         ours, tensor, ring = (records.measured(TRAIN, f"{key}/{m}@2") for m in ("ours", "tensor-v3", "ring-li"))
@@ -337,12 +337,12 @@ def _higher_throughput(records: Recorded) -> Verdict:
         holds = holds and all(times.over(mine) > 1 for times in others.values())
         near = overlapping(name for name, times in others.items() if times.overlaps(mine))
         longer = ", ".join(f"{name} takes {times.over(mine):.2f} times as long" for name, times in others.items())
-        said.append(f"batch {batch}: {longer}{near}")
-    return judged(holds, "; ".join(said) + way)
+        parts.append(f"batch {batch}: {longer}{near}")
+    return judged(holds, "; ".join(parts) + way)
 
 
 def _memory_as_tensor(records: Recorded) -> Verdict:
-    said, holds, way = [], True, ""
+    parts, holds, way = [], True, ""
     for tokens in (32 * KIB, 128 * KIB):
         ours, theirs = (records.measured(TRAIN, f"step/llama-2-7b/{tokens}/{m}@2") for m in ("ours", "tensor-v3"))
         if ours is None or theirs is None or not (ours["peak_memory_gib"] and theirs["peak_memory_gib"]):
@@ -350,8 +350,8 @@ def _memory_as_tensor(records: Recorded) -> Verdict:
         ratio = ours["peak_memory_gib"] / theirs["peak_memory_gib"]
         holds, way = holds and ratio < 1.25, way_of(ours)
         peaks = f"{ours['peak_memory_gib']:.1f} GiB and {theirs['peak_memory_gib']:.1f}"
-        said.append(f"{tokens // KIB}K: {peaks}, {ratio:.2f} times")
-    return judged(holds, "; ".join(said) + way)
+        parts.append(f"{tokens // KIB}K: {peaks}, {ratio:.2f} times")
+    return judged(holds, "; ".join(parts) + way)
 
 
 def _far(records: Recorded) -> Verdict:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.paper.tables import PAPER, SLOW_LINK, Recorded, ms, said
+from benchmarks.paper.tables import PAPER, SLOW_LINK, Recorded, cell_text, ms
 
 MIB = 1 << 20
 
@@ -273,8 +273,8 @@ def memory() -> list[str]:
         moved = f"{method.io(shape) / 1e9:.1f}"
         cells = (method.paper_kept or "-", method.kept_formula, kept, method.scores_formula, written, at_work)
         lines.append(f"| {' | '.join((name, *cells, method.io_formula, moved))} |")
-    said = f"Numbers are for MHA with 64K tokens on 8 GPUs, bf16. M = {ON_CHIP:,}: 192 KiB of an A100's"
-    return [*lines, "", f"{said} multiprocessor.", ""]
+    caption = f"Numbers are for MHA with 64K tokens on 8 GPUs, bf16. M = {ON_CHIP:,}: 192 KiB of an A100's"
+    return [*lines, "", f"{caption} multiprocessor.", ""]
 
 
 def burst_and_kv() -> list[str]:
@@ -303,9 +303,9 @@ def backward(records: Recorded) -> list[str]:
     for (heads, method), key in keys.items():
         row = records.row(PAPER, key)
         texts = [
-            said(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
-            said(row, lambda r: ms(r, "transfers")),
-            said(row, lambda r: ms(r, "backward")),
+            cell_text(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
+            cell_text(row, lambda r: ms(r, "transfers")),
+            cell_text(row, lambda r: ms(r, "backward")),
         ]
         lines.append(f"| {heads} | {method} | {' | '.join(texts)} |")
     return [*lines, "", records.where(PAPER, keys.values())]

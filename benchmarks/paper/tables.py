@@ -81,8 +81,8 @@ class Recorded:
         runs = [found["machine"]] if "machine" in found else found["runs"]
         used = {row["run"] for key in keys if (row := self.row(name, key)) is not None}
         used = used or ({row["run"] for row in found["rows"].values()} if "machine" not in found else {0})
-        said = dict.fromkeys(_machine(runs[number]) for number in sorted(used))
-        return f"Record: [{name}](../benchmarks/results/{name}.md); {'; '.join(said)}."
+        machines = dict.fromkeys(_machine(runs[number]) for number in sorted(used))
+        return f"Record: [{name}](../benchmarks/results/{name}.md); {'; '.join(machines)}."
 
 
 def _machine(run: Row) -> str:
@@ -91,7 +91,7 @@ def _machine(run: Row) -> str:
     return f"{run['ranks']} x {run['device']}, {run['date'][:10]}, {commit}"
 
 
-def said(row: Row | None, show: Callable[[Row], str]) -> str:
+def cell_text(row: Row | None, show: Callable[[Row], str]) -> str:
     """Return a table's text for a cell: its number, the reason for its failure, or a dash if it is not recorded."""
     if row is None:
         return "-"
@@ -142,7 +142,7 @@ def tile(records: Recorded) -> list[str]:
 
 def _ablation(records: Recorded, suite: str, methods: Sequence[str], tokens: Sequence[int]) -> list[str]:
     def line(method: str, show: Callable[[Row], str]) -> tuple[str, Iterable[str]]:
-        return method, (said(records.row(PAPER, f"{suite}/{n}/mha/{method}@2"), show) for n in tokens)
+        return method, (cell_text(records.row(PAPER, f"{suite}/{n}/mha/{method}@2"), show) for n in tokens)
 
     keys = [f"{suite}/{n}/mha/{method}@2" for n in tokens for method in methods]
     if not records.has(PAPER, keys):
@@ -184,7 +184,7 @@ def first_token(records: Recorded, model: str) -> list[str]:
         for method, title in ways.items():
             keys = [f"prompt/{model}/{n}/{mask}/{method}@2" for n in tokens]
             rows = [records.row(FIRST, key) or records.row(INFERENCE, key) for key in keys]
-            texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
+            texts = [cell_text(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
             lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
             cells += keys
     further = ["", records.where(FIRST, cells)] if records.has(FIRST, cells) else []
@@ -224,7 +224,7 @@ def training(records: Recorded, model: str, *, layers: int | None = None, record
 
     def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
         for method in TRAINED:
-            yield method, (said(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
+            yield method, (cell_text(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
 
     trained = "all layers" if layers is None else f"{layers} layers"
     return [
@@ -241,7 +241,7 @@ def zero(records: Recorded) -> list[str]:
     keys = {name: [f"step/llama-2-7b/{n}/ours@2{end}" for n in columns] for name, end in names.items()}
     if not records.has(TRAIN, [key for own in keys.values() for key in own]):
         return [f"{MISSING.capitalize()}."]
-    lines = ((n, [said(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
+    lines = ((n, [cell_text(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
     return [*grid("s a step / peak GiB, all 32 layers, ours, 2 H200", columns, lines), records.where(TRAIN)]
 
 
@@ -256,13 +256,13 @@ def scaling(records: Recorded) -> list[str]:
     columns = tuple(KIB * n for n in (4, 32, 64))
     keys = {n: [f"step/llama-2-7b-x2/{tokens}/ours@{n}" for tokens in columns] for n in (1, 2)}
     if records.has(TRAIN, keys[1]):
-        texts = {f"{n} GPU{'s' * (n > 1)}": [said(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
+        texts = {f"{n} GPU{'s' * (n > 1)}": [cell_text(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
         lines += [*grid("7B, 2 layers, s a step, ours", columns, texts.items()), records.where(TRAIN, keys[1])]
     return lines or [f"{MISSING.capitalize()}."]
 
 
 def _first(records: Recorded, key: str) -> str:
-    return said(records.row(FIRST, key), lambda r: f"{r['first_token_seconds']:.3f}")
+    return cell_text(records.row(FIRST, key), lambda r: f"{r['first_token_seconds']:.3f}")
 
 
 def batches(records: Recorded) -> list[str]:
@@ -275,7 +275,7 @@ def batches(records: Recorded) -> list[str]:
     def shown(row: Row) -> str:
         return f"{row['tokens_per_second']:,.0f} / {row['peak_memory_gib'] or 0:.1f}"
 
-    lines = ((m, [said(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
+    lines = ((m, [cell_text(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
     return [*grid("tokens/s a GPU / peak GiB, 7B, 2 layers, batch", columns, lines), records.where(TRAIN)]
 
 
@@ -314,7 +314,7 @@ def readme_batches(records: Recorded) -> list[str]:
 def _two_and_one(records: Recorded, record: str, what: str, direction: str) -> str:
     """Return milliseconds on two GPUs and, in brackets, on one."""
     show = partial(_round, name=direction)
-    two, one = (said(records.row(record, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
+    two, one = (cell_text(records.row(record, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
     return "-" if two == one == "-" else f"{two} ({one})"
 
 
@@ -352,12 +352,12 @@ def sparse(records: Recorded) -> list[str]:
     for row in found["rows"]:
         texts = [_share(row, direction) for direction in _DIRECTIONS]
         lines.append(f"| {row['density']:.1%} | {row['kernel']} | {' | '.join(texts)} |")
-    said = (
+    caption = (
         f"ms, of dense attention's ms; in brackets the ratio of both over the share of visible blocks. "
         f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
         f"{found['kv_heads']} KV heads of {found['head_dim']}."
     )
-    return [*lines, "", said, "", records.where(SPARSE)]
+    return [*lines, "", caption, "", records.where(SPARSE)]
 
 
 def _share(row: Row, direction: str) -> str:
@@ -385,11 +385,11 @@ def cross(records: Recorded) -> list[str]:
         for case, texts in cases.items():
             lines.append(f"| {case} | {' | '.join(texts.get(way, '-') for way in strategies)} |")
     (sizes,) = {(r["queries"], r["keys"], r["heads"], r["kv_heads"]) for r in found.values()}
-    said = (
+    caption = (
         "Speed over one GPU's kernel on all queries and keys, forward and backward; 2 is ideal. "
         f"{sizes[0]:,} queries and {sizes[1]:,} keys, {sizes[2]} query and {sizes[3]} KV heads."
     )
-    return [*lines, "", said, *(text for name in found for text in ("", records.where(name)))]
+    return [*lines, "", caption, *(text for name in found for text in ("", records.where(name)))]
 
 
 def _way(row: Row) -> str:
