@@ -34,7 +34,7 @@ SIZES = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads",), 2),
+    "num_key_value_heads": 2,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_intermediate_size"), 16),
@@ -182,8 +182,8 @@ def _model(name: str, attention: str) -> Any:
     default = AutoConfig.for_model(name)
     own: dict[str, Any] = {key: value for key, value in SIZES.items() if getattr(default, key, None) is not None}
     own = {key: value for key, value in own.items() if not isinstance(getattr(type(default), key, None), property)}
-    own |= {key: WINDOW for key in ("sliding_window",) if getattr(default, key, None)}
-    own |= {key: SOFTCAP for key in ("attn_logit_softcapping",) if getattr(default, key, None)}
+    own |= {"sliding_window": WINDOW} if getattr(default, "sliding_window", None) else {}
+    own |= {"attn_logit_softcapping": SOFTCAP} if getattr(default, "attn_logit_softcapping", None) else {}
     own |= {key: 0.0 for key, value in default.to_dict().items() if _is_dropout(key, value)}
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # the type has no default theta
