@@ -103,6 +103,12 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         "figures-2-and-3": (
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 1K,4K,16K,32K,64K,128K {_METHODS}"),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 4K,32K {_METHODS}"),
+            Command(
+                2,
+                TRAIN,
+                f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 64K --cells 'step/*' "
+                "--methods 'ours,ulysses,zigzag*'",
+            ),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}"),
             Command(
                 2,
