@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--only-compiled", action="store_true", help="measure with compiled layers only")
     parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
     parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     options = parser.parse_args()
     try:
         lengths = numbers("--tokens", options.tokens, tokens)

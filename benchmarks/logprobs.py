@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--recompute", default=POLICY, help=f"recompute policy (default: {POLICY})")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"measured passes (default: {REPEATS})")
     parser.add_argument("--small", action="store_true", help="two layers and short sequences, for a quick test")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     options = parser.parse_args()
     runtime = start(seed=0)
     tokens = min(options.tokens, 512) if options.small else options.tokens

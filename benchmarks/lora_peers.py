@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps (default: 4)")
     parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)  # measure in this process, and print the row
     options = parser.parse_args()
     if options.one:

@@ -110,7 +110,7 @@ def main() -> int:
     strategies.add_argument(
         "--cases", type=int, default=len(STRATEGY_CASES), help="how many of the cases (default: all)"
     )
-    strategies.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    strategies.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     strategies.set_defaults(run=_strategies)
     options = parser.parse_args()
     return int(options.run(options))

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     backward.add_argument(
         "--repeats", type=int, default=3, help="timed calls of each strategy; calls alternate (default: 3)"
     )
-    backward.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    backward.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     for each in (double, backward):
         each.add_argument("--rank", help=argparse.SUPPRESS)
     return parser

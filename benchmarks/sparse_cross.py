@@ -113,7 +113,7 @@ def main() -> int:
     errors = programs.add_parser("block-sparse-errors")
     for each, run in ((sparse, _block_sparse), (errors, _block_sparse_errors), (cross, _cross)):
         each.add_argument("--small", action="store_true", help="short sequences, for a quick test")
-        each.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+        each.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
         each.set_defaults(run=run)
     for each in (sparse, errors):
         each.add_argument("--kernels", default="triton,fa4", help="names of kernels (default: %(default)s)")

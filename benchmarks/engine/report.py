@@ -146,7 +146,7 @@ def versions(run: Mapping[str, Any]) -> str:
     return ", ".join(software + [f"{name} {version}" for name, version in stack.items()])
 
 
-_ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
+_ONE_GPU_STYLE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
 _NAMES = MappingProxyType({"ours": "ours (bmburst)", "heads": "heads (bmburst)", ONE_GPU: "one GPU alone"})
@@ -228,7 +228,7 @@ def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
         is_ours = method.startswith("ours")
         palette, number = (_OURS if is_ours else _PEERS), counts[is_ours]
         if method == ONE_GPU:
-            styles[method] = dict(_ALONE)
+            styles[method] = dict(_ONE_GPU_STYLE)
             continue
         counts[is_ours] += 1
         styles[method] = {

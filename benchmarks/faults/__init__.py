@@ -57,7 +57,7 @@ class FaultKind:
 
     Attributes:
         title: Its name in records.
-        points: The number of such faults in a full record.
+        points: Number of faults of this kind in a full record.
         moments: When faults happen; for flips, the part of the file.
         targets: The processes or files that are affected.
     """
@@ -144,9 +144,9 @@ class FullDiskRun(DisturbedRun):
     def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
         """See `DisturbedRun.judge`: the message has a fix."""
         (status,) = program.statuses
-        if status == 0 or (status in (1, 2) and "room" in program.said):
+        if status == 0 or (status in (1, 2) and "room" in program.stderr):
             return []
-        return [f"status {status}: {program.last_words}"]
+        return [f"status {status}: {program.last_lines}"]
 
 
 def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
@@ -168,12 +168,12 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     left = program.end(LIMIT + 5 * bench.base().timing.total)
     (status,) = program.statuses
     is_made_anew = fault.target == TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
-    is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
-    problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
+    is_seen = status != 0 or is_made_anew or SEEN.search(program.stderr) is not None
+    problems = ["traceback: " + program.last_lines] if "Traceback" in program.stderr else []
     if is_seen and status not in (0, 2):
-        problems.append(f"status {status}: {program.last_words}")
+        problems.append(f"status {status}: {program.last_lines}")
     if is_seen and status != 0 and has_older and fault.target in CHECKPOINT_FILES:
-        problems.append(f"no fall back to the older checkpoint: {program.last_words}")
+        problems.append(f"no fall back to the older checkpoint: {program.last_lines}")
     difference = bench.base().difference(run, complete=True) if status == 0 else ""
     outcome = FaultOutcome(
         fault,
@@ -182,7 +182,7 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
         differs=bool(difference),
         unseen=not is_seen,
         problems=(*problems, *([difference] if difference else [])),
-        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_words}",
+        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_lines}",
     )
     bench.finished(program)
     shutil.rmtree(place)
@@ -220,11 +220,11 @@ def pair(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     left = sum(program.end(LIMIT + 5 * bases[0].timing.total) for program in both)
     seconds = time.monotonic() - both[0].started
     statuses = [program.statuses[0] for program in both]
-    problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
-    said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
+    problems = [f"traceback: {program.last_lines}" for program in both if "Traceback" in program.stderr]
+    text = f"statuses {statuses}: {' // '.join(program.last_lines for program in both)}"
     won = [bases[seed] for seed, status in zip(seeds, statuses, strict=True) if status == 0]
     if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
-        problems.append(said)
+        problems.append(text)
     differences = [base.difference(run, complete=True) for base in won[:1]]
     if is_fresh and len(won) == 1:
         asked, settled = (json.loads((at / "config.json").read_text()) for at in (won[0].folder, run))
@@ -234,7 +234,7 @@ def pair(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     for program in both:
         bench.finished(program)
     shutil.rmtree(place)
-    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
+    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=text)
 
 
 class TwoNodeRun(DisturbedRun):
@@ -300,10 +300,10 @@ class TwoNodeRun(DisturbedRun):
         """See `DisturbedRun.judge`: a slow node changes nothing; a lost node ends the other one with a message."""
         statuses = program.statuses
         if fault.target == "slow 1":
-            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_words}"]
-        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.said):
+            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_lines}"]
+        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.stderr):
             return []
-        return [f"statuses {statuses}: {program.last_words}"]
+        return [f"statuses {statuses}: {program.last_lines}"]
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ class Workspace:
         """
         left = program.end(LIMIT)
         if any(program.statuses) or left:
-            raise RuntimeError(f"the undisturbed run failed, {left} processes remain:\n{program.said}")
+            raise RuntimeError(f"the undisturbed run failed, {left} processes remain:\n{program.stderr}")
         self.finished(program)
 
     def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
@@ -233,9 +233,9 @@ class DisturbedRun:
             self.bench.finished(program)
             return False
         found = programs.left_in(self.run)
-        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_words}"]
+        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_lines}"]
         problems += self.judge(fault, program) if met else []
-        problems += ["traceback: " + program.last_words] if "Traceback" in program.said else []
+        problems += ["traceback: " + program.last_lines] if "Traceback" in program.stderr else []
         if fault.target != "all" and any(program.scratch.glob("bmburst-launch-*")):
             problems.append("the launcher's folder remains")
         if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
@@ -255,7 +255,7 @@ class DisturbedRun:
         program = self.start(fresh=fresh)
         left = program.end(LIMIT + 5 * self.base.timing.total)
         if left or any(program.statuses):
-            self._fault_of_pending(f"the run does not resume: {program.statuses}, {left} left: {program.last_words}")
+            self._fault_of_pending(f"the run does not resume: {program.statuses}, {left} left: {program.last_lines}")
         self._settle(complete=True)
         self.bench.finished(program)
 
@@ -298,9 +298,9 @@ class KilledRun(DisturbedRun):
         """See `DisturbedRun.judge`: a killed launcher prints nothing; the message names a killed rank."""
         (status,) = program.statuses
         if fault.target in ("launcher", "all"):
-            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_words}"]
-        is_named = f"{fault.target} was killed by SIGKILL" in program.said
-        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_words}"]
+            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_lines}"]
+        is_named = f"{fault.target} was killed by SIGKILL" in program.stderr
+        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_lines}"]
 
 
 class TerminatedRun(DisturbedRun):
@@ -318,7 +318,7 @@ class TerminatedRun(DisturbedRun):
             allowed.add(-signal.SIGTERM)  # its signal handler may not be installed yet
         if fault.target == "launcher" and programs.newest(self.run) == STEPS:
             allowed.add(-signal.SIGTERM)  # the run is complete, and the handler was removed
-        return [] if status in allowed else [f"status {status}: {program.last_words}"]
+        return [] if status in allowed else [f"status {status}: {program.last_lines}"]
 
 
 class StoppedRun(DisturbedRun):
@@ -345,12 +345,12 @@ class StoppedRun(DisturbedRun):
     def judge(self, fault: Fault, program: Program) -> list[str]:
         """See `DisturbedRun.judge`: the first rank in the message is the stopped one."""
         (status,) = program.statuses
-        named = re.search(r"\brank \d+", program.said)
+        named = re.search(r"\brank \d+", program.stderr)
         if status == 0:
             return []
         if named is None or status != 1:
-            return [f"status {status}: {program.last_words}"]
-        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
+            return [f"status {status}: {program.last_lines}"]
+        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.stderr, named[0])}"]
 
 
 def _signal(program: Program, target: str, signum: signal.Signals) -> None:

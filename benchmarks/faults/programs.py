@@ -99,14 +99,14 @@ class Program:
         return [launcher.poll() for launcher in self.launchers]
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         """The standard error of launchers and ranks."""
         return "".join(file.read_text(errors="replace") for file in self._errors)
 
     @property
-    def last_words(self) -> str:
-        """The last lines of `said`, joined to one line."""
-        lines = [line.split("\r")[-1].strip() for line in self.said.splitlines()]
+    def last_lines(self) -> str:
+        """The last lines of `stderr`, joined into one line."""
+        lines = [line.split("\r")[-1].strip() for line in self.stderr.splitlines()]
         return " / ".join(line for line in lines[-4:] if line)[-400:]
 
     def processes(self) -> dict[int, int | None]:

@@ -50,7 +50,7 @@ class _TensorParallel:
         return x
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return what the stream adds for this rank's output of attention or MLP, `[batch, tokens, hidden_size]`."""
+        """Return the tensor that is added to the stream, for this rank's output of attention or MLP."""
         return self._group.all_reduce(x)
 
     def last_state(self, stream: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ class PaperRun(RankRun[PaperCell]):
     def prepare(self) -> None:
         """See `RankRun.prepare`."""
         self.kernel, self.methods = LocalKernel(self.job.kernel), all_methods(self.device.type)
-        world, alone = dist.group.WORLD, dist.new_group([0])
-        groups = {1: alone, self.world: world} if self.world > 1 else {1: world}
+        world, first = dist.group.WORLD, dist.new_group([0])
+        groups = {1: first, self.world: world} if self.world > 1 else {1: world}
         self.groups = {size: group for size, group in groups.items() if self.rank < size}
 
     def refusal(self, cell: PaperCell) -> str | None:

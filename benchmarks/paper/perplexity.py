@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokenizer", metavar="NAME", help="see bmburst train (default: the model's, else bytes)")
     add("--tokens", type=read_tokens, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
     add("--sequences", type=int, default=8, metavar="N", help="held-out sequences (default: 8)")
-    add("--output", type=Path, metavar="FILE", help="JSON file of the results; a table is written beside it")
+    add("--output", type=Path, metavar="FILE", help="JSON file of the results; its table is written as .md")
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:

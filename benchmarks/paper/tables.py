@@ -289,8 +289,8 @@ def readme_lengths(records: Recorded) -> list[str]:
     lines = []
     for direction in ("forward", "forward_backward"):
         name = direction.replace("_", " + ")
-        alone = [_number(n) for n in facts[f"flash_{direction}"]]
-        theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
+        one_gpu = [_number(n) for n in facts[f"flash_{direction}"]]
+        theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], one_gpu, strict=True)]
         lines.append((f"8 A100, {name}", theirs))
         for record in (PAPER, PAPER_H100):
             ours = [_two_and_one(records, record, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]

@@ -124,7 +124,7 @@ def test_what_cannot_do_a_mask_is_refused_by_name(monkeypatch):
     assert able["window"] == both
     assert able["documents"] == both | {"ring-flash-attn", "ring-flash-attn-llama3"}
     assert "ignore the window in backward" in METHODS["ring-flash-attn"].refusal(cell("window"))
-    assert "not under 'documents'" in METHODS["allgather-kv"].refusal(cell())
+    assert "masks only, not 'documents'" in METHODS["allgather-kv"].refusal(cell())
     assert "multiples of 64 tokens" in METHODS["ours-ring-peer-balanced"].refusal(cell(tokens=131072 + 16))
     assert METHODS["ours-ring-peer-balanced"].refusal(cell()) is None
     named = {
