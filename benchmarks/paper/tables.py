@@ -69,11 +69,9 @@ class Recorded:
         return any(self.row(name, key) is not None for key in keys)
 
     def where(self, name: str, keys: Iterable[str] = ()) -> str:
-        """Return a line with a link to the record and the machine, date and commit of the cells' runs.
+        """Return a line with a link to the record, and the machine, date and commit of the cells' runs.
 
-        Args:
-            name: Name of the record.
-            keys: Keys of cells; empty: all cells.
+        Without keys, the runs of all cells are listed.
         """
         found = self.record(name)
         if found is None:

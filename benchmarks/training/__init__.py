@@ -75,7 +75,7 @@ SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCell(BaseCell):
-    """One measurement: all ranks of the run share each sequence of a step.
+    """One measurement: all ranks of the run share each sequence.
 
     Attributes:
         suite: One of `SUITES`.
@@ -174,7 +174,7 @@ def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
     dtypes = suite.dtypes if selection.dtype is None else ()
     for dtype, tokens, batch, stage, preset in product(
         dtypes or (selection.plain_dtype,),
-        selection.tokens or suite.tokens,  # the outer loop: memory that earlier cells reserved is reused
+        selection.tokens or suite.tokens,  # short sequences of all models first: reserved memory only grows
         selection.batches if name == "step" else (1,),
         selection.stages if name == "step" else (ZERO,),
         (selection.presets or suite.presets)[:first],
@@ -376,11 +376,9 @@ class TrainMethod:
 
     def replicated_bytes(self, cell: TrainCell) -> float:
         """Return the bytes of replicated activations on a rank: tokens of other ranks, which the planner omits."""
-        if not self.replicated:
-            return 0.0
-        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks)
-        inner = 2  # besides each block's input: the stream inside a block, and its gradient
-        return 2.0 * others * cell.model.hidden_size * (cell.layers + inner)
+        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks) if self.replicated else 0
+        tensors = cell.layers + 2  # the input of each block, the stream inside a block, and its gradient
+        return 2.0 * others * cell.model.hidden_size * tensors
 
 
 METHODS: Mapping[str, TrainMethod] = MappingProxyType(
