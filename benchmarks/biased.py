@@ -6,7 +6,7 @@ CPM-Bee 10B. `kernel` is bmburst's kernel. `matrix` is attention as in CPM-Live:
 again, with matrices of all tokens by all tokens. Bias and mask are made once, because all layers share them. `flash` is
 torch's attention over all pairs without bias or mask, as an upper bound.
 
-A row with `layers` above 1 runs as a model does: that many calls on one new batch, then their backward; times are
+A row with `layers` above 1 calls attention once per layer on one new batch, and then runs all backwards; times are
 divided by the layers. The matrices are made outside the timing, but the kernel's analysis of the batch is included.
 `host` is the time that the host is busy in forward and backward, which bounds short sequences.
 
@@ -45,13 +45,15 @@ Method = tuple[Callable[[], Attention], list[Tensor], int]
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="2048,4096,8192,32768,131072", help="of the sample (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="of a batch, beside a single call (default: 4)")
     parser.add_argument(
-        "--most-layered", type=int, default=8192, help="tokens of the longest such batch (default: 8192)"
+        "--tokens", default="2048,4096,8192,32768,131072", help="tokens of the sample (default: %(default)s)"
     )
-    parser.add_argument("--most-matrix", type=int, default=8192, help="tokens of the largest matrix (default: 8192)")
-    parser.add_argument("--repeats", type=int, default=5, help="calls that are measured (default: 5)")
+    parser.add_argument("--layers", type=int, default=4, help="calls per batch, besides one (default: 4)")
+    parser.add_argument(
+        "--most-layered", type=int, default=8192, help="longest sample with several layers, in tokens (default: 8192)"
+    )
+    parser.add_argument("--most-matrix", type=int, default=8192, help="longest sample for `matrix` (default: 8192)")
+    parser.add_argument("--repeats", type=int, default=5, help="measured calls (default: 5)")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
     require_gpu("benchmarks.biased")
@@ -88,7 +90,7 @@ def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     *whole, grad = (torch.randn(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-    inputs = [[t.detach().requires_grad_() for t in whole] for _ in range(layers)]  # whose gradients are their own
+    inputs = [[t.detach().requires_grad_() for t in whole] for _ in range(layers)]  # each with its own gradient
     table = torch.randn(FORMULA.rows, HEADS, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     new_batch, learned, pairs = _METHODS[name](table, _tokens(length))
 

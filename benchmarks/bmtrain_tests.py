@@ -27,10 +27,10 @@ from bmburst.errors import UserError
 _ROOT = Path(__file__).parents[1]
 _RUNNER = "test_all.py"  # BMTrain's script, which lists most files with their ranks
 _UNLISTED = {"grad_accu": 1, "inspector_hidden": 4, "store": 4}  # files that it does not list
-_ENDED = 124  # status of a file that ran too long, as in timeout(1)
+_ENDED = 124  # status of a file that was ended after --timeout, as in timeout(1)
 PASSED, FAILED, LATE, SKIPPED = "passes", "fails", "not done", "not run"
-# Bytes of memory that a file needs if its models have a size for GPUs.
-_MEMORY = {"training": 40 * GIB}  # 4 ranks train 0.55 billion parameters each, whole, with their moments
+# Bytes that files with large models need. In "training", each of 4 ranks has 0.55 billion parameters and their moments.
+_MEMORY = {"training": 40 * GIB}
 # Reasons for files that fail on any machine, found by reading the tests and BMTrain 1.0.1.
 KNOWN = {
     "grad_accu": "BMTrain 1.0.1 has no `CheckpointBlockContext`, on GPUs neither",
@@ -68,7 +68,9 @@ def main() -> int:
     parser.add_argument("clone", type=Path, help="clone of BMTrain")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the record")
     parser.add_argument("--only", nargs="+", metavar="NAME", help='files to run, such as "optim" (default: all)')
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds a file may take (1800)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="time limit of a file in seconds (default: 1800)"
+    )
     args = parser.parse_args()
     try:
         files = find_files(args.clone, args.only)
@@ -86,19 +88,19 @@ def main() -> int:
 
 
 def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]:
-    """Return the ranks of each test file of a clone, by name in alphabetical order.
+    """Return the number of ranks of each test file of a clone, by name in alphabetical order.
 
     Args:
-        clone: Of BMTrain.
-        only: Names that are wanted; None: all.
+        clone: Clone of BMTrain.
+        only: Names of files; None or empty: all.
 
     Raises:
-        UserError: The folder is no clone of BMTrain, or has no file of a name.
+        UserError: The folder is not a clone of BMTrain, or a file does not exist.
     """
     runner = clone / "tests" / _RUNNER
     if not runner.is_file():
         raise UserError(
-            f"{clone} is no clone of BMTrain: it lacks tests/{_RUNNER}\n"
+            f"{clone} is not a clone of BMTrain: tests/{_RUNNER} is missing\n"
             "fix: git clone --branch v1.0.1 https://github.com/OpenBMB/BMTrain"
         )
     named = {name: int(ranks) for name, ranks in re.findall(r'\("(\w+)", (\d+)\)', runner.read_text())}
@@ -113,9 +115,9 @@ def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
     """Run one test file on the host runtime.
 
     Args:
-        clone: Of BMTrain.
-        name: Of the file, without "test_" and ".py".
-        ranks: On which it runs.
+        clone: Clone of BMTrain.
+        name: Name of the file, without "test_" and ".py".
+        ranks: Number of ranks.
         timeout: Seconds after which it is ended.
     """
     needed = _MEMORY.get(name, 0)
@@ -142,14 +144,14 @@ def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
 
 
 def judge(name: str, ranks: int, status: int, seconds: float, output: str) -> Outcome:
-    """Return the outcome of a file that ended.
+    """Return the outcome of a finished file.
 
     Args:
-        name: Of the file.
-        ranks: On which it ran.
-        status: Its exit status.
-        seconds: It took.
-        output: What it printed to either stream.
+        name: Name of the file.
+        ranks: Number of ranks.
+        status: Exit status.
+        seconds: Run time.
+        output: Standard output and standard error.
     """
     if status == 0:
         return Outcome(name=name, ranks=ranks, result=PASSED, seconds=seconds)

@@ -4,9 +4,10 @@ Every model type of the installed transformers is created with its default confi
 weights and no dropout. One batch is computed whole, with transformers' attention, and split over the ranks. Logits,
 loss and all gradients must agree to 1e-5, relative, in fp64 (some models still compute norms in fp32). A gradient whose
 norm is below a hundredth of the largest is compared relative to that hundredth: the gradient of a key bias, for
-example, is zero up to rounding. Windows are smaller than the sequence, and softcaps are as small as scores. A type is
-"exact" if the results agree, "refused" with bmburst's message, and "not made" if transformers alone cannot create or
-run the tiny model. "different", if they do not agree, and "failed", after any other error, are bugs.
+example, is zero up to rounding. Windows are smaller than the sequence, and softcaps have the magnitude of scores.
+
+A type is "exact" if the results agree, "refused" if bmburst refuses the model, and "not made" if transformers cannot
+create or run the tiny model. "different" (the results do not agree) and "failed" (any other error) are bugs.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from benchmarks.engine.machine import publish
 from bmburst.errors import UserError, first_line
 
 TOKENS, VOCABULARY, WINDOW, SOFTCAP, TOLERANCE = 37, 61, 7, 1.0, 1e-5
-LARGEST = 3_000_000  # parameters of a model that is tried
+LARGEST = 3_000_000  # largest number of parameters of a tested model
 KINDS = ("exact", "different", "failed", "refused", "not made")
 BUGS = frozenset({"different", "failed"})
-# In the names of all families; each takes those that it has.
+# Sizes under the names that families use. A configuration gets those that it has.
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads",), 2),
+    "num_key_value_heads": 2,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_intermediate_size"), 16),
@@ -52,11 +53,11 @@ SIZES = {
 
 
 def main() -> int:
-    """Run the command line and return the exit status: 1 if a type fails or gives other results on a split sequence."""
+    """Run the command line and return the exit status: 1 if a result is in `BUGS`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="that share the sequence (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the sequence (default: 2)")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types (default: all)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
@@ -85,7 +86,7 @@ def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def _rank(folder: Path, types: Sequence[str] | None) -> int:
-    """Try every type on this rank; the first one writes a line each."""
+    """Test every type on this rank; rank 0 writes a line for each."""
     import torch
     import torch.distributed as dist
     import transformers
@@ -116,7 +117,7 @@ def _rank(folder: Path, types: Sequence[str] | None) -> int:
 
 
 def _tried(name: str, split: Any) -> tuple[str, str]:
-    """Return what becomes of a type, and why."""
+    """Return the result of a type, one of `KINDS`, and the reason or the largest distance."""
     import torch
 
     ids = torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -127,7 +128,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
         loss.backward()
         if not bool(logits.isfinite().all()):
             raise ValueError("its tiny model gives numbers that are not finite")
-    except Exception as error:  # whatever a model of 200 types may raise
+    except Exception as error:  # the code of 200 model types may raise anything
         return "not made", _cell_text(error)
     try:
         with contextlib.redirect_stdout(None):
@@ -139,19 +140,22 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
             ours.backward()
     except UserError as error:
         return "refused", _cell_text(error)
-    except Exception as error:  # a refusal names a fix, this one does not
+    except Exception as error:  # not a refusal: a bug of bmburst
         return "failed", f"{type(error).__name__}: {_cell_text(error)}"
     return _compared(whole, logits, loss, model, part.whole(our_logits), split.mean(ours.detach()))
 
 
 def _compared(whole: Any, logits: Any, loss: Any, model: Any, our_logits: Any, our_loss: float) -> tuple[str, str]:
-    """Return whether a step on split sequences is that on whole ones; gradients are averaged over the ranks."""
+    """Compare logits, loss and gradients on split sequences with those on whole ones; return as `_tried`.
+
+    Gradients are averaged over the ranks.
+    """
     import torch
     import torch.distributed as dist
 
     distances = {"logits": _distance(our_logits, logits), "loss": abs(our_loss / loss.item() - 1)}
     theirs = dict(whole.named_parameters())
-    # A bias of keys has the gradient 0 but for rounding: softmax does not see it.
+    # The gradient of a key bias is zero up to rounding, since softmax is invariant to it.
     least = 1e-2 * max(float(p.grad.norm()) for p in theirs.values() if p.grad is not None)
     for name, parameter in model.named_parameters():
         wanted = theirs[name].grad
@@ -171,25 +175,25 @@ def _distance(found: Any, wanted: Any) -> float:
 
 
 def _model(name: str, attention: str) -> Any:
-    """Return a tiny model of a type in fp64, with weights by their names."""
+    """Return a tiny model of a type in fp64 with seeded random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     default = AutoConfig.for_model(name)
     own: dict[str, Any] = {key: value for key, value in SIZES.items() if getattr(default, key, None) is not None}
     own = {key: value for key, value in own.items() if not isinstance(getattr(type(default), key, None), property)}
-    own |= {key: WINDOW for key in ("sliding_window",) if getattr(default, key, None)}
-    own |= {key: SOFTCAP for key in ("attn_logit_softcapping",) if getattr(default, key, None)}
+    own |= {"sliding_window": WINDOW} if getattr(default, "sliding_window", None) else {}
+    own |= {"attn_logit_softcapping": SOFTCAP} if getattr(default, "attn_logit_softcapping", None) else {}
     own |= {key: 0.0 for key, value in default.to_dict().items() if _is_dropout(key, value)}
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
-        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # a type without a base of its own
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # the type has no default theta
     values = getattr(default, "layer_types", None)
     if values is not None and not isinstance(getattr(type(default), "layer_types", None), property):
-        own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds, where there are two
+        own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds of layers, if there are two
     config = AutoConfig.for_model(name, **own)
-    # The fused products of experts are not in fp64.
+    # The fused products of experts do not support fp64.
     kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
-    with torch.device("meta"):  # without memory: a type whose sizes have other names is large
+    with torch.device("meta"):  # a type whose sizes have other names may not fit in memory
         size = AutoModelForCausalLM.from_config(config, **kinds).num_parameters()
     if size > LARGEST:
         raise ValueError(f"its sizes have other names: {size:,} parameters")

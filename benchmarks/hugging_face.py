@@ -6,7 +6,7 @@ The step is that of docs/fsdp2.md: attn_implementation="bmburst", `SplitSequence
 decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per weight
 over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta device and
 filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on the slowest
-rank, including the host, which waits for the loss as a script that prints it. Peaks are those of torch's allocator.
+rank, in which the host waits for the loss, like a script that prints it. Peaks are those of torch's allocator.
 """
 
 import argparse
@@ -42,22 +42,22 @@ TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
         "DeepSpeed ALST": MappingProxyType({32768: 4609.0, 131072: 2399.0}),
     }
 )
-"""Tokens/s a GPU of trainers by length: all layers of llama-3-8b on 2 H200s, measured 2026-11-22."""
+"""Tokens/s per GPU of trainers by tokens: all layers of llama-3-8b on 2 H200s, measured 2026-11-22."""
 
 
 class Cell(NamedTuple):
-    """What is measured: steps of so many tokens, with compiled layers or without."""
+    """A measurement: tokens per step, and whether layers are compiled."""
 
     tokens: int
     compiled: bool
 
 
 class Training:
-    """A model under FSDP2 with its optimizer, and one sequence of random tokens a length.
+    """A model under FSDP2 with its optimizer.
 
     Args:
-        options: Of the command line.
-        device: This rank's.
+        options: Options of the command line.
+        device: Device of this rank.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
@@ -72,13 +72,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
 
     def compile(self) -> None:
-        """Compile attention, MLP and norms of each layer: hooks of FSDP2 and checkpoints are around a layer."""
+        """Compile the submodules of each layer, but not the layer, which has the hooks of FSDP2 and checkpointing."""
         for layer in decoder_layers(self.model):
             for part in layer.children():
                 part.compile(dynamic=False)
 
     def step(self, ids: Tensor) -> float:
-        """Train one step on `[1, length]` token ids and return the mean loss of a label in nats."""
+        """Train one step on `[1, length]` token ids and return the mean loss in nats per token."""
         loss = self.split.part(ids).loss(self.model)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -90,16 +90,18 @@ class Training:
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its shape (default: llama-3-8b)")
-    parser.add_argument("--layers", type=int, help="fewer layers than it has")
+    parser.add_argument(
+        "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers (default: that of the preset)")
     parser.add_argument("--tokens", default="32K,128K", help="lengths of the sequence (default: 32K,128K)")
     parser.add_argument("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
-    parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=False")
-    parser.add_argument("--compile", action="store_true", help="measure each length with compiled layers, too")
-    parser.add_argument("--only-compiled", action="store_true", help="measure it with compiled layers only")
-    parser.add_argument("--steps", type=int, default=5, help="that are measured (default: 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--keep-gathered", action="store_true", help="pass reshard_after_forward=False to FSDP2")
+    parser.add_argument("--compile", action="store_true", help="also measure each length with compiled layers")
+    parser.add_argument("--only-compiled", action="store_true", help="measure with compiled layers only")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     options = parser.parse_args()
     try:
         lengths = numbers("--tokens", options.tokens, tokens)
@@ -124,7 +126,7 @@ def main() -> int:
         found["rows"].append(row)
         if dist.get_rank() == 0:
             print(line_of(row), flush=True)
-            write_record(options.output, MODULE, dist.get_world_size(), **found)  # another row may not fit
+            write_record(options.output, MODULE, dist.get_world_size(), **found)  # the next row may run out of memory
     if dist.get_rank() == 0:
         publish(options.output, MODULE, table(found, dist.get_world_size(), _device_name()), **_ranks(found))
     dist.destroy_process_group()
@@ -132,12 +134,12 @@ def main() -> int:
 
 
 def random_model(preset: str, layers: int | None, attention: str) -> PreTrainedModel:
-    """Return a model of a preset's shape without weights, on the meta device.
+    """Return a model with the shape of a preset on the meta device, without weights.
 
     Args:
-        preset: Of `bmburst.blocks.presets`.
-        layers: Fewer than it has, or None.
-        attention: `attn_implementation`.
+        preset: A name of `bmburst.blocks.presets`.
+        layers: Number of layers; None: that of the preset.
+        attention: The `attn_implementation`.
     """
     values = PRESETS[preset].to_hugging_face() | ({} if layers is None else {"num_hidden_layers": layers})
     config = AutoConfig.for_model(**values | {"use_cache": False})
@@ -149,25 +151,28 @@ def random_model(preset: str, layers: int | None, attention: str) -> PreTrainedM
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the decoder layers in their order."""
+    """Return the decoder layers in order."""
     return list(model.get_decoder().layers)
 
 
 def shard(model: PreTrainedModel, device: torch.device, *, keep_gathered: bool) -> None:
-    """Wrap each decoder layer and the model by FSDP2; each layer gathers the next one's weights beside its work."""
+    """Wrap each decoder layer and the model by FSDP2. In forward, each layer prefetches the next one's weights."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if device.type == "cuda" else MixedPrecisionPolicy()
     layers = decoder_layers(model)
     for layer in layers:
         fully_shard(layer, mp_policy=precision, reshard_after_forward=not keep_gathered)
     fully_shard(model, mp_policy=precision)
     for layer, after in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([after])  # type: ignore[operator]  # fully_shard has changed its class
+        layer.set_modules_to_forward_prefetch([after])  # type: ignore[operator]  # a method that fully_shard adds
 
 
 def fill(model: PreTrainedModel, device: torch.device) -> None:
-    """Make this rank's shards of the weights, normal ones, and the rotary frequencies, which meta tensors lack."""
+    """Allocate a meta model on a device, fill this rank's shards with random weights, and create the rotary embedding.
+
+    Weights are normal with the configuration's `initializer_range`; those of norms are 1.
+    """
     model.to_empty(device=device)
-    torch.manual_seed(0)  # of all ranks: where they hold a whole tensor, it is the same
+    torch.manual_seed(0)  # the same on all ranks, since unsharded tensors must be equal
     std = model.config.initializer_range
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -178,7 +183,7 @@ def fill(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> Iterator[dict[str, Any]]:
-    """Yield a row a cell; every rank calls it. It ends at the first cell that does not fit."""
+    """Yield a row for each cell, up to the first that runs out of memory. All ranks must call it."""
     compiled = False
     for cell in cells:
         if cell.compiled and not compiled:
@@ -186,7 +191,7 @@ def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> 
             compiled = True
         try:
             yield _measure(training, cell, steps, warmup)
-        except torch.OutOfMemoryError as error:  # the other ranks have as much to hold, and end alike
+        except torch.OutOfMemoryError as error:  # all ranks need the same memory, so all of them stop
             yield cell._asdict() | {"out_of_memory": str(error).splitlines()[0]}
             return
 
@@ -214,7 +219,10 @@ def _measure(training: Training, cell: Cell, steps: int, warmup: int) -> dict[st
 
 
 def timed(step: Callable[[], float], warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return seconds and loss of each step, which ranks begin together; the peak of memory is of those that count."""
+    """Return seconds and loss of each step, including warm-up. Ranks start each step together.
+
+    Warm-up is excluded from torch's peak memory, which is reset after it.
+    """
     seconds, losses = [], []
     on_gpu = torch.cuda.is_available()
     for number in range(warmup + steps):
@@ -233,7 +241,7 @@ def timed(step: Callable[[], float], warmup: int, steps: int) -> tuple[list[floa
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """Return what is printed as a cell is done."""
+    """Return a row in one line, printed when a cell is done."""
     name = f"{short(row['tokens'])}{', compiled' if row['compiled'] else ''}"
     if "out_of_memory" in row:
         return f"{name}: out of memory: {row['out_of_memory']}"
@@ -246,12 +254,12 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
-    """Return the rows as Markdown, beside the trainers' where these ran on the same: 2 H200s, all layers.
+    """Return the rows as Markdown, with speedups over `TRAINERS` for the setting in which those were measured.
 
     Args:
         found: The record.
-        ranks: That share a sequence.
-        device: The name of one.
+        ranks: Number of ranks that share a sequence.
+        device: Name of a rank's device.
     """
     is_comparable = ranks == 2 and "H200" in device and found["model"] == "llama-3-8b" and found["layers"] == 32
     lines = [

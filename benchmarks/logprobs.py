@@ -34,11 +34,11 @@ WARM_UP, REPEATS = 2, 5
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of the sequence (default: {TOKENS})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of the sequence (default: {TOKENS})")
     parser.add_argument("--recompute", default=POLICY, help=f"recompute policy (default: {POLICY})")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"passes that are measured (default: {REPEATS})")
-    parser.add_argument("--small", action="store_true", help="two layers and short sequences, to see it work")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"measured passes (default: {REPEATS})")
+    parser.add_argument("--small", action="store_true", help="two layers and short sequences, for a quick test")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     options = parser.parse_args()
     runtime = start(seed=0)
     tokens = min(options.tokens, 512) if options.small else options.tokens
@@ -68,7 +68,7 @@ def _shape(tokens: int, *, small: bool) -> LlamaConfig:
 def _measured(
     shape: LlamaConfig, tokens: int, recompute: str, repeats: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind of pass; every rank calls it."""
+    """Yield a row for each kind of pass. All ranks must call it."""
     import bmtrain as bmt
 
     from bmburst.attention.module import BurstAttention
@@ -81,7 +81,7 @@ def _measured(
     attention = partial(BurstAttention, group=mesh.sequence)
     model = Llama(shape, attention=attention, dtype=torch.bfloat16, recompute=recompute)
     manager = bmt.optim.OptimManager(loss_scale=None)
-    # The ranks of the sequence hold the same one.
+    # Each rank generates the whole sequence, and takes its part.
     ids = torch.randint(shape.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     part = cut.batch(ids)
     factors = torch.rand(part.labels.shape, device=device) - 0.5

@@ -4,13 +4,13 @@ Adapters have rank 16 on q_proj and v_proj. The input is one sequence of 64K ran
 bfloat16; the optimizer is AdamW. Each method runs in a separate process. Out of memory is a result, with the requested
 bytes. Times are medians of whole steps, including the host. Peaks are those of torch's allocator. The methods:
 
-- peft: transformers' model and loss, SDPA by torch's choice, transformers' gradient checkpointing
-- peft-liger: the same with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
-- peft-liger-cudnn: the same with SDPA by cuDNN
-- peft-bmburst: attn_implementation="bmburst" on one rank, its `recompute` and loss, in PEFT's model
+- peft: transformers' model and loss, SDPA with torch's default backend, transformers' gradient checkpointing
+- peft-liger: peft with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
+- peft-liger-cudnn: peft-liger with the cuDNN backend of SDPA
+- peft-bmburst: PEFT's model with attn_implementation="bmburst" on one rank, bmburst's `recompute` and loss
 - bmburst: `bmburst train --lora.rank 16 --recompute auto`, with its own random weights and tokens
 
-Adapters of PEFT are in bfloat16 (autocast_adapter_dtype=False): in fp32, its default, each would multiply in fp32.
+PEFT's adapters are in bfloat16 (autocast_adapter_dtype=False). Its default is fp32, whose products are slower.
 """
 
 import argparse
@@ -44,16 +44,16 @@ RANK, TARGETS = 16, ("q_proj", "v_proj")
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its shape (default: llama-3-8b)")
-    parser.add_argument("--layers", type=int, help="fewer layers than it has")
-    parser.add_argument("--tokens", type=tokens, default=65536, help="of the sequence (default: 64K)")
     parser.add_argument(
-        "--methods", default=",".join(METHODS), help="which of them, separated by commas (default: all)"
+        "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
     )
-    parser.add_argument("--steps", type=int, default=4, help="that are measured (default: 4)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
-    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)  # in this process, its row on stdout
+    parser.add_argument("--layers", type=int, help="number of layers (default: that of the preset)")
+    parser.add_argument("--tokens", type=tokens, default=65536, help="tokens of the sequence (default: 64K)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps (default: 4)")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
+    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)  # measure in this process, and print the row
     options = parser.parse_args()
     if options.one:
         print(json.dumps(_row(options.one, options)))
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _in_a_process(method: str) -> dict[str, Any]:
-    """Return the row of a method: a new process has all memory, and what Liger-Kernel replaces stays there."""
+    """Measure a method in a new process, so that all memory is free and patches of Liger-Kernel do not persist."""
     done = subprocess.run(
         [sys.executable, "-m", MODULE, *sys.argv[1:], "--one", method], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -95,7 +95,7 @@ def _row(method: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure a method of PEFT here."""
+    """Measure a method with PEFT in this process, and return its row."""
     import peft
     import transformers
 
@@ -132,7 +132,7 @@ def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> 
 
 
 def _loss_of(model: Any, *, ours: bool) -> Callable[[Tensor], Tensor]:
-    """Set the checkpointing of a model, and return the function from token ids to the loss."""
+    """Enable activation checkpointing in a model, and return the function from token ids to the loss."""
     if not ours:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -198,7 +198,7 @@ def _of_train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """Return what is printed as a method is done."""
+    """Return a row in one line, printed when a method is done."""
     if reason := _reason(row):
         return f"{row['method']}: {reason}"
     times = ", ".join(f"{each:.3f}" for each in row["seconds_of_steps"])

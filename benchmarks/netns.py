@@ -14,13 +14,13 @@ from typing import Any, Literal
 Port = Literal["rank", "node"]
 DEVICE = "eth0"
 _FAST, _SLOW = "1:10", "1:20"
-_QUEUE = "256k"  # bytes that may leave at once
+_BURST = "256k"  # bytes that may be sent at once
 _TCP = {"congestion_control": "reno", "slow_start_after_idle": "0"}
-"""For every machine alike, and so that a connection that rested is as fast as before."""
+"""Makes results independent of the machine's defaults, and keeps an idle connection's rate."""
 
 
 def refusal() -> str | None:
-    """Return why namespaces cannot be made here, or None."""
+    """Return why namespaces cannot be created on this machine, or None."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program '{program}' is missing (package iproute2)"
@@ -30,19 +30,19 @@ def refusal() -> str | None:
         with network(Shape(nodes=2, places=1, fast=100, slow=10)):
             return None
     except RuntimeError as error:
-        return f"the kernel lets no namespace be made or shaped: {error}"
+        return f"the kernel does not allow network namespaces with rate limits: {error}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Nodes, ranks of a node, and what links carry.
+    """The shape of a network.
 
     Attributes:
-        nodes: Nodes.
-        places: Ranks of a node.
+        nodes: Number of nodes.
+        places: Ranks per node.
         fast: Mbit/s from a rank to its node.
         slow: Mbit/s from a port to other nodes.
-        port: What has a port to the other nodes: each rank, as GPU servers do, or each node one for all of its ranks.
+        port: "rank": each rank has a port to other nodes, as in GPU servers. "node": the ranks of a node share one.
     """
 
     nodes: int
@@ -53,13 +53,13 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.nodes * self.places
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Namespaces that are up."""
+    """A running network, with a namespace per rank."""
 
     prefix: str
     shape: Shape
@@ -69,7 +69,7 @@ class Network:
         return f"10.77.{rank // self.shape.places}.{1 + rank % self.shape.places}"
 
     def within(self, rank: int) -> list[str]:
-        """Return what to put before a command so that it runs in a rank's namespace."""
+        """Return the command prefix that runs a command in a rank's namespace."""
         return ["ip", "netns", "exec", self.namespace(rank)]
 
     def namespace(self, rank: int) -> str:
@@ -77,11 +77,11 @@ class Network:
         return f"{self.prefix}-{rank}"
 
     def set_link(self, rank: int, *, up: bool) -> None:
-        """Cut a rank off, or mend its link."""
+        """Enable or disable a rank's link."""
         _run("ip", "-n", self.namespace(rank), "link", "set", DEVICE, "up" if up else "down")
 
     def set_rate(self, rank: int, rate: float) -> None:
-        """Limit what a rank with a port of its own sends to other nodes, in Mbit/s."""
+        """Set the rate from a rank to other nodes, in Mbit/s; only for `Shape.port` "rank"."""
         _classes(self.namespace(rank), DEVICE, {_SLOW: rate}, change=True)
 
     @property
@@ -93,17 +93,17 @@ class Network:
 
 
 def sent(ports: list[tuple[str, str]]) -> list[int]:
-    """Return the bytes that each port has sent to other nodes so far, headers included."""
+    """Return the bytes that each port has sent to other nodes so far, including headers."""
     found = [_run("tc", "-n", name, "-s", "class", "show", "dev", device, "classid", _SLOW) for name, device in ports]
     return [int(match[1]) if (match := re.search(r"Sent (\d+) bytes", text)) else 0 for text in found]
 
 
 @contextmanager
 def network(shape: Shape) -> Iterator[Network]:
-    """Bring up a network; take it down at the end of the block.
+    """Create a network, and remove it at the end of the `with` block.
 
     Raises:
-        RuntimeError: A command of iproute2 failed; the message is its own.
+        RuntimeError: A command of iproute2 failed; the message contains its error.
     """
     made = Network(f"bmburst{os.getpid()}", shape)
     names = [f"{made.prefix}-switch", *map(made.namespace, range(shape.ranks))]
@@ -118,13 +118,13 @@ def network(shape: Shape) -> Iterator[Network]:
 
 
 def run_ranks(network: Network, program: Sequence[str], port: int, **setting: object) -> Any:
-    """Run a program of `benchmarks` in the namespace of every rank, and return what rank 0 printed last, as JSON.
+    """Run a program in the namespace of every rank, and return the last line of rank 0's output, parsed as JSON.
 
     Args:
-        network: Where; each rank is told the name of its node.
-        program: Its module's name and its command; it takes a setting as JSON behind `--rank`.
-        port: Where the ranks meet at rank 0.
-        setting: What every rank gets, beside its `rank` and the `url` of their meeting.
+        network: The network. `BMBURST_NODE` tells each rank its node.
+        program: Name of a module, and arguments. It must accept `--rank JSON`.
+        port: Port of rank 0 for the rendezvous.
+        setting: Values for the JSON object, in addition to `rank` and the `url` of the rendezvous.
 
     Raises:
         RuntimeError: A rank failed; the message is its output.
@@ -154,7 +154,7 @@ def run_ranks(network: Network, program: Sequence[str], port: int, **setting: ob
 
 
 def _wire(made: Network) -> None:
-    """Give each node a bridge with its ranks on it, and join the bridges by one more."""
+    """Connect the ranks of each node by a bridge, and the nodes by another bridge."""
     shape, switch = made.shape, f"{made.prefix}-switch"
     for bridge in ("core", *(f"node{node}" for node in range(shape.nodes))):
         _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
@@ -185,15 +185,15 @@ def _wire(made: Network) -> None:
 
 
 def _shape(namespace: str, device: str, rates: dict[str, float], default: str) -> None:
-    """Limit what leaves a device."""
+    """Limit the outgoing rates of a device, in Mbit/s by HTB class."""
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", default)
     _classes(namespace, device, rates)
 
 
 def _classes(namespace: str, device: str, rates: dict[str, float], *, change: bool = False) -> None:
-    """Add the classes of a device's limits, or change them."""
+    """Add or change the HTB classes of a device."""
     for name, rate in rates.items():
-        limits = ("rate", f"{rate:g}mbit", "burst", _QUEUE, "cburst", _QUEUE, "quantum", "60000")
+        limits = ("rate", f"{rate:g}mbit", "burst", _BURST, "cburst", _BURST, "quantum", "60000")
         at = ("dev", device, "parent", "1:", "classid", name)
         _run("tc", "-n", namespace, "class", "change" if change else "add", *at, "htb", *limits)
 

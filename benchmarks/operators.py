@@ -4,13 +4,14 @@ Times are medians by CUDA events; caches are flushed between calls by writing 51
 one of:
 
 elementwise: norm, activation and rotary embedding, compared with a copy. GB/s are the bytes that an operator must read
-and write (each tensor once) divided by the time. `copy` is `Tensor.copy_` of as many bytes: the speed of memory.
-`plain` is the same operator in plain torch, on few enough tokens that its copies fit in memory (`--plain-tokens`).
+and write (each tensor once) divided by the time. `copy` is a `Tensor.copy_` that reads and writes the same number of
+bytes: the memory bandwidth. `plain` is the operator in plain torch, on fewer tokens (`--plain-tokens`), because it
+makes copies.
 
-step-parts: parts of a step, each in several ways. The first way of each part is the simple one: the head's gradient
-accumulated a chunk at a time, products and norms as separate operations whose gradients autograd adds, BMTrain's AdamW.
-The others are the code that `bmburst train` runs, and alternatives to it. `ms a step` is the time multiplied by the
-number of calls per step, including recomputation under block-keep-attention.
+step-parts: parts of a step, each in several implementations. The first one is simple: the head's gradient accumulated
+chunk by chunk, products and norms as separate operations whose gradients autograd adds, BMTrain's AdamW. The others are
+the code that `bmburst train` runs, and alternatives to it. `ms a step` is the time multiplied by the number of calls
+per step, including recomputation under block-keep-attention.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _EPS = 1e-5
 
 
 class Operator(NamedTuple):
-    """One operator: the call, and the bytes that it must move."""
+    """An operator: its name, its call, and the bytes that it must read and write."""
 
     name: str
     call: Callable[[], object]
@@ -53,13 +54,17 @@ def main() -> int:
     programs = parser.add_subparsers(required=True, dest="what", metavar="WHAT")
     elementwise, step_parts = programs.add_parser("elementwise"), programs.add_parser("step-parts")
     for each, tokens, repeats in ((elementwise, 131072, 20), (step_parts, 16384, 10)):
-        each.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its widths (default: llama-3-8b)")
-        each.add_argument("--tokens", type=int, default=tokens, help=f"of one rank (default: {tokens})")
-        each.add_argument("--repeats", type=int, default=repeats, help=f"calls that are measured (default: {repeats})")
+        each.add_argument(
+            "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
+        )
+        each.add_argument("--tokens", type=int, default=tokens, help=f"tokens of one rank (default: {tokens})")
+        each.add_argument("--repeats", type=int, default=repeats, help=f"measured calls (default: {repeats})")
         each.add_argument("--output", type=Path, help="JSON file of the results")
-    elementwise.add_argument("--plain-tokens", type=int, default=16384, help="for plain torch; 0: not (default: 16384)")
+    elementwise.add_argument(
+        "--plain-tokens", type=int, default=16384, help="tokens for plain torch; 0 skips it (default: 16384)"
+    )
     elementwise.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    step_parts.add_argument("--ranks", type=int, default=2, help="that share the weights (default: 2)")
+    step_parts.add_argument("--ranks", type=int, default=2, help="ranks that shard the weights (default: 2)")
     options = parser.parse_args()
     require_gpu(_MODULE)
     found = _elementwise(options) if options.what == "elementwise" else _step_parts(options)
@@ -68,7 +73,7 @@ def main() -> int:
 
 
 def _elementwise(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the operators by kernels and in plain torch, print a table, and return its numbers."""
+    """Measure the operators with kernels and in plain torch, print a table, and return its numbers."""
     found = {"ours": _bandwidths(options, options.tokens)}
     if options.plain_tokens:
         for module in (rms_norm, rotary, swiglu):
@@ -95,7 +100,7 @@ def _bandwidths(options: argparse.Namespace, tokens: int) -> dict[str, dict[str,
 
 
 def _operators(model: Any, tokens: int, dtype: torch.dtype) -> Iterator[Operator]:
-    """Yield each operator on its own tensors, which are freed before those of the next one are made."""
+    """Yield each operator on its own tensors, which are freed before the next one is created."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")
@@ -125,7 +130,17 @@ def _both(
     name: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], nbytes: int, forward: int, backward: int,
     *, extra: int = 0,
 ) -> Iterator[Operator]:  # fmt: skip
-    """Yield forward and backward; the numbers are tensors of `nbytes` bytes that they move, besides `extra` bytes."""
+    """Yield forward and backward of a function.
+
+    Args:
+        name: Name of the operator.
+        function: The operator.
+        inputs: Its inputs.
+        nbytes: Bytes of one tensor.
+        forward: Number of tensors that forward reads and writes.
+        backward: Number of tensors that backward reads and writes.
+        extra: Further bytes that each of them reads.
+    """
     yield Operator(f"{name}, forward", lambda: function(*(x.detach() for x in inputs)), forward * nbytes + extra)
     result = function(*inputs)
     grad = torch.randn_like(result)
@@ -149,14 +164,14 @@ def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 class StepPart(NamedTuple):
-    """What of a step is done in several ways.
+    """A part of a step, in several implementations.
 
     Attributes:
-        name: What it is.
-        ways: By name, the same results each: tensors, to be compared.
-        times: How often a step does it.
-        flops: Of products, once.
-        nbytes: That the leanest way has to read and write, once; 0 where products decide.
+        name: Name of the part.
+        ways: Implementations by name. All return the same tensors, so that tests can compare them.
+        times: Calls per step.
+        flops: FLOPs of the products of one call.
+        nbytes: Bytes that one call must read and write; 0 if products dominate.
     """
 
     name: str
@@ -167,7 +182,7 @@ class StepPart(NamedTuple):
 
 
 def _step_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the ways of each part, print a table, and return its numbers."""
+    """Measure the implementations of each part, print a table, and return its numbers."""
     found = {}
     print("| part | way | ms | ms a step | TFLOP/s | GB/s |\n|---|---|---|---|---|---|")
     for part in parts(PRESETS[options.model], options.tokens, options.ranks, torch.device("cuda")):
@@ -176,13 +191,13 @@ def _step_parts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[StepPart]:
-    """Each part on tensors of its own, given back before the next one's are made.
+    """Yield each part on its own tensors, which are freed before the next one is created.
 
     Args:
-        model: Its widths.
-        tokens: Of one rank.
-        ranks: That share the weights.
-        device: Where it runs.
+        model: The model, for its shape.
+        tokens: Tokens of one rank.
+        ranks: Number of ranks that shard the weights.
+        device: Device of the tensors.
     """
 
     def random(*shape: int) -> Tensor:
@@ -211,23 +226,22 @@ def _head(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]
 
 
 def _sums(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
-    """The head's weight gradient alone."""
+    """Yield the weight gradient of the head."""
     grads, states = random(tokens, model.vocab_size), random(tokens, model.hidden_size)
     total = torch.zeros(model.vocab_size, model.hidden_size, device=grads.device)
 
     def way(rows: int) -> Sequence[Tensor]:
-        total.zero_()  # its time is in each: a fill of the sum
-        wide = total if total.is_cuda else total.float()
+        total.zero_()  # every implementation includes the time of this fill
         for start in range(0, tokens, rows):
-            add_product(wide, grads[start : start + rows].t(), states[start : start + rows])
-        return (wide,)
+            add_product(total, grads[start : start + rows].t(), states[start : start + rows])
+        return (total,)
 
     ways = {f"{rows} tokens at once": partial(way, rows) for rows in (1024, 2048, 4096, 8192)}
     yield StepPart("head's weight gradient", ways, 1, flops=2.0 * tokens * total.numel())
 
 
 def _shared_inputs(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
-    """Backward of what reads one input: its gradient and those of the weights."""
+    """Yield the backward of linear layers that share an input: gradients of the input and the weights."""
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     for name, widths in (("q, k, v", (query, kv, kv)), ("gate, up", (model.intermediate_size,) * 2)):
         x = random(1, tokens, model.hidden_size).requires_grad_()
@@ -246,7 +260,7 @@ def _shared_inputs(model: LlamaConfig, tokens: int, random: Random) -> Iterator[
 
 
 def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
-    """The norm in front of the MLP, with what attention adds, and the one in front of attention."""
+    """Yield the sum of stream and attention's output with the norm before the MLP, and the norm before attention."""
     x, added, *grads = (random(1, tokens, model.hidden_size) for _ in range(4))
     weight = random(model.hidden_size).requires_grad_()
     x.requires_grad_(), added.requires_grad_()
@@ -275,7 +289,7 @@ def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart
 
 
 def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
-    """AdamW of a quarter of a rank's weights, which stand for all."""
+    """Yield AdamW on a quarter of a rank's weights, with four calls per step."""
     numbers = model.num_parameters // ranks // 4
     weights, gradient = random(numbers), random(numbers)
     if not weights.is_cuda or any(find_spec(name) is None for name in ("triton", "bmtrain")):
@@ -301,8 +315,9 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
 
 
 def _measured(part: StepPart, repeats: int) -> dict[str, float]:
-    """Return the median of each way's times on the GPU, in seconds."""
-    scratch = torch.empty(8 * _FLUSH, dtype=torch.uint8, device="cuda")  # a millisecond: autograd launches within it
+    """Return the median time of each implementation on the GPU, in seconds."""
+    # Filling 4 GiB takes a millisecond, which covers the time in which autograd launches its kernels.
+    scratch = torch.empty(8 * _FLUSH, dtype=torch.uint8, device="cuda")
     seconds = median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2)
     return {name: on_gpu for name, (on_gpu, _) in zip(part.ways, seconds, strict=True)}
 

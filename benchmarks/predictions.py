@@ -1,14 +1,13 @@
-"""Compares what the planner predicts with measurements: `python -m benchmarks.predictions WHAT`.
+"""Compares predictions of the planner with measurements: `python -m benchmarks.predictions WHAT`.
 
 WHAT is one of:
 
-steps: time and memory of training steps, compared with `bmburst plan`. Each case is some layers of a preset, which the
-trainer trains for a few steps. It prints, with the prediction, the median time of a step, the peak of torch's
-allocator, and the driver's memory outside the allocator. `--output FILE` also writes them as JSON. No case starts after
-`--budget`.
+steps: time and memory of training steps, compared with `bmburst plan`. Each case trains some layers of a preset for a
+few steps. Measured and predicted are the median time of a step, the peak of torch's allocator, and the memory outside
+the allocator. `--output FILE` also writes them as JSON. No case starts after `--budget`.
 
 strategies: `strategy="auto"`, compared with all strategies: `bmburst launch --nproc 2 -- -m benchmarks.predictions
-strategies`. The cases are those with close predictions for the strategies on 2 GPUs: short sequences, windows and
+strategies`. In the cases, the predicted times of the strategies on 2 GPUs are close: short sequences, windows and
 packed documents. A time is the median of forward and backward of one call, on the slowest rank; calls of the strategies
 alternate. Without GPUs the sequences are shorter, and the numbers only show that the program runs.
 """
@@ -54,7 +53,7 @@ _MODULE = "benchmarks.predictions"
 
 
 class StepCase(NamedTuple):
-    """One run: layers of a preset, tokens of a sequence, recompute policy, ZeRO's stage."""
+    """A case of `steps`: preset, number of layers, tokens per sequence, recompute policy, ZeRO stage."""
 
     preset: str
     layers: int
@@ -64,7 +63,7 @@ class StepCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The case in a line."""
+        """The case in one line."""
         return f"{self.preset} x{self.layers}, {self.tokens // 1024}K, {self.recompute}, ZeRO-{self.zero}"
 
 
@@ -81,7 +80,7 @@ STEP_CASES = (
 )
 SMALL_STEP_CASES = (StepCase("llama-tiny", 2, 512, "block", 3), StepCase("llama-tiny", 3, 512, "none", 2))
 HEAD_DIM, WINDOW = 128, 4096
-LENGTHS = (1024, 4096, 16384, 700, 9000)  # of documents, again and again
+LENGTHS = (1024, 4096, 16384, 700, 9000)  # lengths of packed documents, repeated
 STRATEGY_CASES = (
     *((heads, 8192, "documents") for heads in ((32, 32), (40, 40))),
     *(((7, 7), 8192, mask) for mask in ("causal", "full", "window")),
@@ -102,16 +101,16 @@ def main() -> int:
     steps, strategies = programs.add_parser("steps"), programs.add_parser("strategies")
     steps.add_argument("--gpus", type=int, default=1, help="ranks that share each sequence (default: 1)")
     steps.add_argument("--hardware", default="h200", help="machine of the predictions (default: h200)")
-    steps.add_argument("--steps", type=int, default=4, help="steps that are measured (default: 4)")
-    steps.add_argument("--budget", type=float, default=85.0, help="seconds after which no case begins (default: 85)")
-    steps.add_argument("--small", action="store_true", help="two tiny cases, to see it work, also on a CPU")
+    steps.add_argument("--steps", type=int, default=4, help="measured steps (default: 4)")
+    steps.add_argument("--budget", type=float, default=85.0, help="seconds after which no case starts (default: 85)")
+    steps.add_argument("--small", action="store_true", help="two tiny cases for a quick test, also on a CPU")
     steps.add_argument("--output", type=Path, help="JSON file of the results")
     steps.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     steps.set_defaults(run=_steps)
     strategies.add_argument(
         "--cases", type=int, default=len(STRATEGY_CASES), help="how many of the cases (default: all)"
     )
-    strategies.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    strategies.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     strategies.set_defaults(run=_strategies)
     options = parser.parse_args()
     return int(options.run(options))
@@ -134,7 +133,7 @@ def _steps(args: argparse.Namespace) -> int:
 
 
 def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
-    """Return what the planner says of a case."""
+    """Return the planner's prediction for a case."""
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers)
     task = Task(model=model, preset=case.preset, sequence=case.tokens, gpus=gpus)
     way = Candidate(task=task, ulysses_degree=gpus, recompute=case.recompute, zero=case.zero)
@@ -150,7 +149,7 @@ def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
 
 
 def steps_table(rows: list[dict[str, Any]], gpus: int) -> str:
-    """Return measured and predicted side by side, as Markdown."""
+    """Return measured and predicted values as Markdown."""
     lines = [
         f"| {gpus} GPU{'s' if gpus > 1 else ''} | s a step | predicted | error | GiB allocated | predicted | error "
         "| GiB beside torch | predicted |",
@@ -173,7 +172,7 @@ def _rank(args: argparse.Namespace) -> int:
     runtime = start()
     world = bmburst.Mesh.over_bmtrain().world
     for case in SMALL_STEP_CASES if args.small else STEP_CASES:
-        # ranks must agree on which cases there is time for: rank 0 says so before each
+        # Rank 0 decides whether there is time for the case, so that all ranks run the same cases.
         late = gather_objects(world, time.monotonic() - begun > args.budget)
         if late[0]:
             break
@@ -201,31 +200,31 @@ def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> d
         parallel=ParallelConfig(
             sequence_parallel=args.gpus,
             strategy="auto",
-            zero_level=case.zero,  # type: ignore[arg-type]  # check_fields looks
+            zero_level=case.zero,  # type: ignore[arg-type]  # check_fields validates it
         ),
     )
     on_gpu = torch.cuda.is_available()
     trainer = Trainer(config)
-    for _ in range(2):  # kernels are compiled, gradients and optimizer states made
+    for _ in range(2):  # warm-up: compiles kernels, creates gradients and optimizer states
         trainer.step()
     steps = [trainer.step() for _ in range(args.steps)]
     seconds = [step.seconds for step in steps]
     found = {
         "seconds": statistics.median(seconds),
         "all_seconds": seconds,
-        "allocated_gib": max(step.memory_gib for step in steps) if on_gpu else 0.0,  # a step begins a new peak
+        "allocated_gib": max(step.memory_gib for step in steps) if on_gpu else 0.0,  # each step resets the peak
         "outside_gib": 0.0,
     }
     if on_gpu:
         found["outside_gib"] = beside_peak(torch.device("cuda", torch.cuda.current_device())) / GIB
     del trainer
     gc.collect()
-    bmburst.empty_cache()  # or what lies beside torch would be the largest case's from here on
+    bmburst.empty_cache()  # buffers of this case would count as memory outside the allocator in the next ones
     return found
 
 
 def _strategies(options: argparse.Namespace) -> int:
-    """Measure the strategies in the cases, and print and record them with what "auto" takes."""
+    """Measure the strategies in each case, and print and record their times with the choice of "auto"."""
     device = start_ranks()
     is_cuda = device.type == "cuda"
     rows = []
@@ -241,7 +240,7 @@ def _strategies(options: argparse.Namespace) -> int:
 
 
 def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
-    """Return what "auto" takes in a recorded case on H200s, and the predicted milliseconds of each measured strategy.
+    """Return the choice of "auto" in a recorded case on H200s, and the predicted milliseconds of measured strategies.
 
     Args:
         row: A row of the record.
@@ -267,7 +266,7 @@ def _mask(name: str, tokens: int) -> Mask:
 
 
 def _measured_strategies(heads: tuple[int, int], tokens: int, name: str, device: torch.device) -> dict[str, Any]:
-    """Return a case's row: predicted choice, and milliseconds of each strategy that can do it."""
+    """Return a case's row: the choice of "auto", and milliseconds of each strategy that supports the case."""
     group, mask = RankGroup.world(device), _mask(name, tokens)
     local = tokens // group.size
     torch.manual_seed(group.rank)
@@ -296,7 +295,7 @@ def _name(strategy: Strategy, ranks: int) -> str:
 
 
 def strategies_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown; the last column is auto's time over the best one's."""
+    """Return the rows as Markdown. The last column is the time of "auto" divided by that of the best strategy."""
     names = " | ".join(f"{name}, ms" for name in STRATEGIES)
     lines = [f"| query / KV heads | tokens | mask | {names} | auto takes | auto / best |", "|---" * 8 + "|"]
     for row in rows:

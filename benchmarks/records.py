@@ -1,12 +1,12 @@
-"""Rewrites tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
+"""Regenerates tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
-- The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand.
-- The tables of `docs/paper.md`, from the JSON of its records; see `PAGE_TABLES`. The numbers of its pictures, which are
-  drawn again when a number changes.
+- The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand and kept.
+- The tables of `docs/paper.md`, from the JSON of its records; see `PAGE_TABLES`. Its pictures are drawn again if one of
+  their numbers changes.
 - The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
 - The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
 
-It prints each file that changed. With `--check` it writes nothing, and the exit status tells whether one would change.
+It prints each file that changed. With `--check` it writes nothing, and exits with 1 if a file would change.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "strategies": lambda found: predictions.strategies_table(found["rows"]),
     }
 )
-"""Tables of single measurements, by how the names of their records begin."""
+"""Tables of benchmarks that are not kinds of `bmburst bench`, by the prefix of their records' names."""
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 PAGE = _ROOT / "docs" / "paper.md"
 PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
@@ -75,14 +75,14 @@ PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
         "claims": lambda records: claims_table(records),
     }
 )
-"""Tables of the page, by the name in `<!-- table: NAME -->`; each ends at `<!-- end -->`."""
+"""Tables of the page, by the name in `<!-- table: NAME -->`. Each ends at `<!-- end -->`."""
 _PAGE_TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def main() -> int:
-    """Bring the files up to date, or say which are not."""
+    """Update the files, or with `--check` print those that are out of date; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     args = parser.parse_args()
     is_old = False
     for path, text in derived():
@@ -98,11 +98,11 @@ def main() -> int:
 
 
 def derived() -> Iterator[tuple[Path, str]]:
-    """Yield each file that repeats recorded runs, and what it should say; the planner's accuracy after its rows."""
+    """Yield each derived file and its new content. The planner's rows come before its accuracy, which reads them."""
     for name in KINDS:
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = path.read_text(encoding="utf-8")
-            head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # none: as the run wrote it
+            head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # no text was added by hand
             text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
             yield path, f"{head}{text.rstrip()}\n"
     for name, table in _TABLES.items():
@@ -124,11 +124,11 @@ def _sparse_over_ranks(records: Recorded) -> list[str]:
 
 
 def filled(text: str, records: Recorded) -> str:
-    """Return the paper's page with its tables as the records say.
+    """Return the paper's page with tables generated from the records.
 
     Args:
         text: The page.
-        records: What was recorded.
+        records: The records.
     """
 
     def table(found: re.Match[str]) -> str:
@@ -139,7 +139,7 @@ def filled(text: str, records: Recorded) -> str:
 
 
 def claims_table(records: Recorded) -> list[str]:
-    """Return all claims of the paper with their verdicts."""
+    """Return the table of the paper's claims with their verdicts."""
     lines = ["| claim | where | here | numbers |", "|---|---|---|---|"]
     for claim in CLAIMS:
         verdict, numbers = claim.judge(records)
@@ -148,7 +148,7 @@ def claims_table(records: Recorded) -> list[str]:
 
 
 def _with_rows(text: str) -> str:
-    """Return the planner's data with the numbers of the records."""
+    """Return the planner's data with numbers taken from the records."""
     blocks = re.split(r"(?m)^(?=\[\[)", text)
     return "".join(_with_numbers(block, _numbers(tomllib.loads(block))) for block in blocks)
 
@@ -160,7 +160,7 @@ def _with_numbers(block: str, numbers: Mapping[str, str]) -> str:
 
 
 def _numbers(block: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the record says of a row, as far as the row has such numbers."""
+    """Return the numbers of a row's record by key; empty if its source is not a record."""
     for kind, read in (("attention", _attention), ("training", _training)):
         for row in block.get(kind, ()):
             if row["source"].endswith(".json"):
@@ -171,7 +171,7 @@ def _numbers(block: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the metrics of a run say of its last step, and its peak."""
+    """Return the time of a run's last step, and the peak memory of all its steps."""
     lines = (_RESULTS / row["source"]).read_text(encoding="utf-8").splitlines()
     steps = [step for step in map(json.loads, filter(None, lines)) if step.get("run") == row.get("run")]
     peak = max(step["memory_gib"] for step in steps)
@@ -180,7 +180,7 @@ def _run(row: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _rows(name: str) -> Any:
-    """Return the rows of a record: by cell, or those of `benchmarks.predictions steps` in a list."""
+    """Return the rows of a record: a mapping by cell, or the list of `benchmarks.predictions steps`."""
     return json.loads((_RESULTS / name).read_text(encoding="utf-8"))["rows"]
 
 

@@ -7,8 +7,8 @@ prints the reason and exits with status 1. WHAT is one of:
 double-ring: attention by the double ring, compared with a flat ring. By default a rank sends 200 Mbit/s to ranks of its
 node and 20 Mbit/s to other nodes.
 
-backward: what a ring moves in backward. Either K and V move with their gradients ("kv"), or Q, dO and statistics move
-with dQ ("burst"), with as many KV heads as heads, and with a quarter. Only transfers are timed, without arithmetic.
+backward: the transfers of a ring's backward, without its kernels. Either K and V move with dK and dV ("kv"), or Q, dO
+and statistics move with dQ ("burst"). The setups are MHA (8 heads) and GQA (8 heads, 2 KV heads).
 """
 
 import argparse
@@ -43,15 +43,15 @@ from bmburst_ops.flash import BackwardInputs
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")
 SETUPS = {"mha": (8, 8), "gqa": (8, 2)}  # heads and KV heads of backward's transfers
-HEAD_DIM = 128  # likewise
+HEAD_DIM = 128  # of backward's transfers
 _MODULE = "benchmarks.slow_links"
-_MEETING = 29517
-_TOLERANCE = 1e-4  # for fp32 sums in another order
+_PORT = 29517  # of the rendezvous of the ranks
+_TOLERANCE = 1e-4  # for fp32 sums in a different order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionJob:
-    """The work of each rank: causal attention in fp32 on CPUs, zigzag, with as many KV heads as heads."""
+    """The work of each rank: causal multi-head attention in fp32 on CPUs, with the layout "zigzag"."""
 
     batch: int = 32
     tokens: int = 32
@@ -65,16 +65,18 @@ class AttentionJob:
         return self.batch * self.tokens * self.heads * self.head_dim * 4
 
     def bytes_between(self, hops: int, returns: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends in forward, for `hops` hops, and in backward, with `returns` of gradients.
+        """Return the bytes that a rank sends in forward and in backward.
 
-        Forward moves K and V. Backward moves Q, dO, log-sum-exp and delta, and after them dQ.
+        Args:
+            hops: Hops of blocks: K and V in forward; Q, dO, log-sum-exp and delta in backward.
+            returns: Hops of gradients (dQ) in backward.
         """
         statistics = 2 * self.batch * self.tokens * self.heads * 4
         return hops * 2 * self.queries, hops * (2 * self.queries + statistics) + returns * self.queries
 
 
 class RepeatTimes(NamedTuple):
-    """For each repeat, the seconds of the slowest rank, and the bytes of the port that sent most to other nodes."""
+    """For each repeat, the seconds of the slowest rank, and the bytes that the busiest port sent to other nodes."""
 
     forward: list[float]
     backward: list[float]
@@ -106,17 +108,27 @@ def _parser() -> argparse.ArgumentParser:
     double.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
     double.add_argument("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
     double.add_argument("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
-    double.add_argument("--port", nargs="+", default=PORTS, choices=PORTS, help="what has a port to other nodes")
+    double.add_argument(
+        "--port",
+        nargs="+",
+        default=PORTS,
+        choices=PORTS,
+        help="whether each rank or each node has a port to other nodes",
+    )
     double.add_argument("--tokens", type=int, default=default.tokens, help="tokens a rank")
     double.add_argument("--batch", type=int, default=default.batch, help="sequences")
-    double.add_argument("--repeats", type=int, default=default.repeats, help="timed calls of each ring, in turns")
+    double.add_argument(
+        "--repeats", type=int, default=default.repeats, help="timed calls of each ring; calls alternate"
+    )
     double.add_argument("--output", type=Path, help="write a record to this file")
     backward.set_defaults(run=_backward, run_rank=_backward_rank)
-    backward.add_argument("--ranks", type=int, default=4, help="ranks, each on a node of its own (default: 4)")
+    backward.add_argument("--ranks", type=int, default=4, help="ranks, one per node (default: 4)")
     backward.add_argument("--rate", type=float, default=100, help="Mbit/s of a rank's link (default: 100)")
     backward.add_argument("--tokens", type=int, default=256, help="tokens of a rank (default: 256)")
-    backward.add_argument("--repeats", type=int, default=3, help="timed calls of each, in turns (default: 3)")
-    backward.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    backward.add_argument(
+        "--repeats", type=int, default=3, help="timed calls of each strategy; calls alternate (default: 3)"
+    )
+    backward.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     for each in (double, backward):
         each.add_argument("--rank", help=argparse.SUPPRESS)
     return parser
@@ -125,12 +137,12 @@ def _parser() -> argparse.ArgumentParser:
 def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
     """Start this rank, and return its communicator.
 
-    Ranks do not compare calls: that would be another message on the slow link before each hop.
+    The communicator does not check that ranks make the same calls, because the check sends a message before each hop.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     world = dist.group.WORLD
-    assert world is not None  # it was just begun
+    assert world is not None  # init_process_group created it
     return CheckedCommunicator(ProcessGroupCommunicator(world), torch.device("cpu"), always=False)
 
 
@@ -154,14 +166,14 @@ def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTi
     """
     with netns.network(shape) as network:
         setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
-        found = netns.run_ranks(network, (_MODULE, "double-ring"), _MEETING, **setting)
+        found = netns.run_ranks(network, (_MODULE, "double-ring"), _PORT, **setting)
     return {name: RepeatTimes(*times) for name, times in found.items()}
 
 
 def _double_ring_rank(
     rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]
 ) -> None:
-    """Time both rings in turns; rank 0 prints the times as JSON."""
+    """Time both rings, alternating; rank 0 prints the times as JSON."""
     comm, what = _communicator(rank, netns.Shape(**shape).ranks, url), AttentionJob(**job)
     torch.manual_seed(rank)
     shapes = (what.batch, what.tokens, what.heads, what.head_dim)
@@ -269,7 +281,7 @@ def _backward(args: argparse.Namespace, words: Sequence[str]) -> None:
     machine = describe_run(["python", "-m", _MODULE, *words], "cpu", args.ranks)
     with netns.network(netns.Shape(nodes=args.ranks, places=1, fast=args.rate, slow=args.rate)) as network:
         setting = {"ranks": args.ranks, "tokens": args.tokens, "repeats": args.repeats}
-        rows = netns.run_ranks(network, (_MODULE, "backward"), _MEETING, **setting)
+        rows = netns.run_ranks(network, (_MODULE, "backward"), _PORT, **setting)
     found = {"machine": machine, "rate": args.rate, "tokens": args.tokens, "rows": rows}
     print(backward_table(found))
     if args.output is not None:
@@ -279,7 +291,7 @@ def _backward(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def _backward_rank(rank: int, ranks: int, tokens: int, repeats: int, url: str) -> None:
-    """Time both ways in turns; rank 0 prints the rows as JSON."""
+    """Time both strategies for each setup, alternating; rank 0 prints the rows as JSON."""
     comm = _communicator(rank, ranks, url)
     cases = list(product(SETUPS, ("kv", "burst")))
     seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
@@ -300,7 +312,11 @@ def _backward_rank(rank: int, ranks: int, tokens: int, repeats: int, url: str) -
 
 
 def move_once(comm: CheckedCommunicator, setup: str, strategy: str, tokens: int) -> tuple[float, int]:
-    """Return the seconds of the slowest rank for what backward moves, in bfloat16, and the bytes that this one got."""
+    """Run backward's transfers once, in bfloat16.
+
+    Returns:
+        Seconds of the slowest rank, and bytes that this rank received.
+    """
     heads, kv_heads = SETUPS[setup]
     q, k = (torch.zeros(1, tokens, count, HEAD_DIM, dtype=torch.bfloat16) for count in (heads, kv_heads))
     statistic = torch.zeros(1, heads, tokens)

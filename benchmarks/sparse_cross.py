@@ -1,18 +1,18 @@
 """Measures block-sparse attention and cross-attention: `bmburst launch --nproc N -- -m benchmarks.sparse_cross WHAT`.
 
-Heads are LLaMA-3-8B's, tensors bfloat16. Calls alternate with those that they are compared with; a time is the median
-on the slowest rank. If a method does not support a case, its row gives the reason. `--small` is a tiny case, which also
-runs on a CPU. WHAT is one of:
+Heads are those of LLaMA-3-8B, and tensors are bfloat16 (float32 on CPUs). Calls alternate with those that they are
+compared with; a time is the median on the slowest rank. If a method does not support a case, its row gives the reason.
+`--small` runs a tiny case, also on a CPU. WHAT is one of:
 
 block-sparse: 128K causal tokens in random blocks of 128 tokens; diagonal blocks are always visible. The density is the
 fraction of causal pairs that is visible. On one rank, calls of each kernel alternate with calls of the fastest kernel
 for dense causal attention, and a ratio of 1 means that the time is proportional to the density. With `--nproc N` the
 sequence is split over N ranks, and calls alternate with calls of one GPU's kernel on all tokens and the same blocks. A
-ratio of 1 then means that N ranks are N times as fast. Of the N x N partitions (the queries of one rank, the keys of
-one rank), those without a visible pair are skipped; the row has their share.
+ratio of 1 then means that N ranks are N times as fast. The queries of one rank and the keys of one rank are a
+partition. Partitions without a visible pair are skipped, and the row contains their fraction.
 
-block-sparse-errors: 4K tokens under such masks, at every head dim that FlashAttention-4 takes. A row has the relative
-errors (L2) of the output and of each gradient, compared with attention in float64 on the same inputs.
+block-sparse-errors: 4K tokens with block-sparse masks, at every head dim that FlashAttention-4 supports. A row contains
+the relative L2 errors of the output and of each gradient, compared with attention in float64 on the same inputs.
 
 cross: 64K queries and 128K keys. Calls of each strategy and transport alternate with calls of one GPU's kernel on all
 queries and keys. A ratio of 1 means that N ranks are N times as fast as that kernel.
@@ -52,13 +52,13 @@ DENSITIES = (0.1, 0.25, 0.5)
 ERROR_TOKENS = 4096
 RESULTS = ("out", "dq", "dk", "dv")
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
-LENGTHS, SMALL_LENGTHS = (65_536, 131_072), (96, 160)  # of queries and keys
+LENGTHS, SMALL_LENGTHS = (65_536, 131_072), (96, 160)  # numbers of queries and keys
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
 NAMES = ("mask", "layout", "key_layout")
 CASES = (("causal", "zigzag", "zigzag"), ("causal", "striped", "striped"), ("full", "zigzag", "zigzag"))
-"""Values of `NAMES`; without a mask every layout gives each rank the same work."""
+"""Values of `NAMES`. Without a mask, one layout is enough: every layout balances the work."""
 _MODULE = "benchmarks.sparse_cross"
-_BESIDE = ("dense_milliseconds", "one_gpu_milliseconds")  # of one rank, of several
+_COMPARED = ("dense_milliseconds", "one_gpu_milliseconds")  # key of the time compared with, on one rank and on several
 _SEED = 0
 Calls = dict[str, Callable[[], object]]
 """Calls of attention by direction."""
@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def random(cls, queries: int, keys: int, device: torch.device, head_dim: int = HEAD_DIM) -> "Inputs":
-        """Return random inputs, bfloat16 on a GPU, else float32."""
+        """Return random inputs, in bfloat16 on a GPU and in float32 on a CPU."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         shapes = [(1, queries, HEADS, head_dim), *[(1, keys, KV_HEADS, head_dim)] * 2, (1, queries, HEADS, head_dim)]
         q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
@@ -86,19 +86,19 @@ class Inputs(NamedTuple):
         return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
 
     def results(self, **options: Any) -> tuple[Tensor, ...]:
-        """Return `burst_attention` of them with these options, and the gradients of queries, keys and values."""
+        """Return the output of `burst_attention` with these options, and the gradients of queries, keys and values."""
         out = burst_attention(*self[:3], **options)
         return out.detach(), *torch.autograd.grad(out, self[:3], self.grad)
 
     def calls(self, **options: Any) -> Calls:
-        """Return `burst_attention` of them with these options."""
+        """Return calls of `burst_attention` with these options, by direction."""
         attend = partial(burst_attention, **options)
         calls = partial(forward_without_grad, attend, *self[:3]), partial(both, attend, *self)
         return dict(zip(DIRECTIONS, calls, strict=True))
 
 
 class Effort(NamedTuple):
-    """Who measures, how many rounds, and about how many seconds: see `in_turns`."""
+    """The arguments of `in_turns`: ranks, number of rounds, and approximate seconds."""
 
     group: RankGroup
     repeats: int
@@ -112,13 +112,13 @@ def main() -> int:
     sparse, cross = programs.add_parser("block-sparse"), programs.add_parser("cross")
     errors = programs.add_parser("block-sparse-errors")
     for each, run in ((sparse, _block_sparse), (errors, _block_sparse_errors), (cross, _cross)):
-        each.add_argument("--small", action="store_true", help="short sequences, to see it work")
-        each.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+        each.add_argument("--small", action="store_true", help="short sequences, for a quick test")
+        each.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
         each.set_defaults(run=run)
     for each in (sparse, errors):
-        each.add_argument("--kernels", default="triton,fa4", help="to measure, by name (default: %(default)s)")
+        each.add_argument("--kernels", default="triton,fa4", help="names of kernels (default: %(default)s)")
     sparse.add_argument(
-        "--layout", choices=LAYOUTS, default="zigzag", help="of the tokens on several ranks (default: %(default)s)"
+        "--layout", choices=LAYOUTS, default="zigzag", help="layout of tokens on several ranks (default: %(default)s)"
     )
     cross.add_argument(
         "--case",
@@ -126,7 +126,7 @@ def main() -> int:
         type=_case,
         dest="cases",
         metavar="MASK/LAYOUT/KEY_LAYOUT",
-        help=f"what to measure; can be given again (default: {', '.join(map('/'.join, CASES))})",
+        help=f"a case to measure; can be repeated (default: {', '.join(map('/'.join, CASES))})",
     )
     options = parser.parse_args()
     group = RankGroup.world(start_ranks())
@@ -148,7 +148,7 @@ def _record(
     line: Callable[[dict[str, Any]], str],
     table: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Add the rows to what was found, and write it on the first rank after each row."""
+    """Collect the rows in `found`; rank 0 writes the record after each row, and its table at the end."""
     rows = found["rows"] = []
     for row in measured:
         rows.append(row)
@@ -165,7 +165,10 @@ def _block_sparse(options: argparse.Namespace, effort: Effort) -> None:
     found |= {"heads": HEADS, "kv_heads": KV_HEADS}
     found |= {"sequence_ranks": group.size, "layout": options.layout} if group.size > 1 else {}
     kernels = options.kernels.split(",")
-    rows = _split(tokens, kernels, options.layout, effort) if group.size > 1 else _alone(tokens, kernels, effort)
+    if group.size > 1:
+        rows = _over_ranks(tokens, kernels, options.layout, effort)
+    else:
+        rows = _on_one_rank(tokens, kernels, effort)
     _record(options, group, found, rows, partial(_sparse_line, over_ranks=group.size > 1), block_sparse_table)
 
 
@@ -196,7 +199,7 @@ def sparse_mask(tokens: int, density: float) -> tuple[BlockSparse, float]:
     return mask, visible_area(mask, tokens, np.arange(tokens)) / (tokens * (tokens + 1) / 2)
 
 
-def _alone(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+def _on_one_rank(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
     """Yield a row for each density and kernel, compared with dense attention on one rank."""
     inputs = Inputs.random(tokens, tokens, effort.group.device)
     dense = inputs.calls(mask="causal", kernel="auto")
@@ -234,8 +237,8 @@ def _errors(tokens: int, kernels: Sequence[str], device: torch.device) -> Iterat
             yield row
 
 
-def _split(tokens: int, kernels: Sequence[str], layout: str, effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yield a row for each density and kernel, over the ranks and on one; every rank calls it."""
+def _over_ranks(tokens: int, kernels: Sequence[str], layout: str, effort: Effort) -> Iterator[dict[str, Any]]:
+    """Yield a row for each density and kernel, comparing all ranks with one GPU. All ranks must call it."""
     comm, size = communicator(None), effort.group.size
     whole = Inputs.random(tokens, tokens, effort.group.device)
     for density in DENSITIES:
@@ -259,12 +262,12 @@ def _split(tokens: int, kernels: Sequence[str], layout: str, effort: Effort) -> 
 def _over_cases(
     cases: Sequence[tuple[str, str, str]], queries: int, keys: int, effort: Effort
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case of cross-attention, strategy and transport; every rank calls it."""
+    """Yield a row for each case of cross-attention, strategy and transport. All ranks must call it."""
     device, size = effort.group.device, effort.group.size
     single = single_rank_group(communicator(None))
     whole, part = Inputs.random(queries, keys, device), Inputs.random(queries // size, keys // size, device)
     rows = list(product(cases, METHODS))
-    # The first row is measured twice and dropped once: GPUs that were idle reach the clocks of load during it.
+    # The first row is measured twice and its first result is discarded: idle GPUs raise their clocks under load.
     for number, (case, (strategy, transport)) in enumerate([rows[0], *rows]):
         named = dict(zip(NAMES, case, strict=True))
         one = whole.calls(mask=named["mask"], key_length=keys, layout="contiguous", group=single)
@@ -279,7 +282,7 @@ def _over_cases(
 
 
 def _compare(row: dict[str, Any], ours: Calls, one: Calls, effort: Effort) -> None:
-    """Put into the row how the ranks compare with one GPU, direction by direction."""
+    """Add the times of all ranks and of one GPU to the row, by direction."""
     for direction, call in ours.items():
         row[direction] = beside_one_gpu(call, one[direction], **effort._asdict())
 
@@ -307,7 +310,7 @@ def _sparse_line(row: Mapping[str, Any], *, over_ranks: bool) -> str:
         parts.append(f"{row['skipped']:.0%}" if "skipped" in row else "-")
     for direction in DIRECTIONS:
         times = row.get(direction)
-        numbers = times and (times["milliseconds"], times[_BESIDE[over_ranks]], times["ratio"])
+        numbers = times and (times["milliseconds"], times[_COMPARED[over_ranks]], times["ratio"])
         parts.append("{:.1f}, {:.1f}, {:.2f}".format(*numbers) if numbers else row["refused"])
     return f"| {' | '.join(parts)} |"
 

@@ -7,8 +7,8 @@ main-job: a whole training job on 1, 2, ... ranks. The record (`main_job_<device
 machine, each run's output and a table. The runs' metrics.jsonl are written next to it. Arguments after `--` are passed
 to `bmburst train`.
 
-recipes: the recipes of real models, recipes/*.yaml, and their table in docs/recipes.md, by the planner. Toy recipes,
-recipes/toy_*.yaml, are written by hand. tests/train/test_recipes.py recomputes the numbers.
+recipes: the recipes of real models (recipes/*.yaml) and their table in docs/recipes.md, generated with the planner. Toy
+recipes (recipes/toy_*.yaml) are written by hand. tests/train/test_recipes.py recomputes the numbers.
 """
 
 import argparse
@@ -44,9 +44,9 @@ LORA = LoRAConfig(rank=16, alpha=32.0, targets=("all-linear",))
 K, M = 1 << 10, 1 << 20
 MODELS = ("llama-3-8b", "qwen3-8b", "mistral-7b-v0.3", "minicpm5-1b")
 NATIVE = {"qwen3-8b": 32 * K}
-"""Tokens that a model was trained on, where config.json allows more: of Qwen3, its model card."""
+"""Trained context lengths of models whose config.json allows more tokens. For Qwen3, from its model card."""
 _BEGIN, _END = "<!-- table: python -m benchmarks.train_jobs recipes -->", "<!-- end of table -->"
-_WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
+_WARM_UP = 10  # untimed steps, in which kernels are selected and memory is allocated
 
 
 class FinishedRun(NamedTuple):
@@ -146,18 +146,18 @@ def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeJob:
-    """What a recipe is for.
+    """The job of a recipe.
 
     Attributes:
         kind: "pretrain", "extend" or "chat".
         model: The preset.
-        tokens: Of a sequence.
-        gpus: On one node.
-        hardware: Of `load_hardware`.
-        batch: Sequences of a step.
-        rope: How a context beyond the model's is reached: "yarn" or "theta".
+        tokens: Tokens per sequence.
+        gpus: GPUs, on one node.
+        hardware: A name for `load_hardware`.
+        batch: Sequences per step.
+        rope: Method that extends the context: "yarn" or "theta".
         lora: Whether adapters are trained.
-        base: What to start from, for the placeholder; the model.
+        base: Placeholder for the initial weights; "": the name of the model.
     """
 
     kind: str
@@ -180,19 +180,19 @@ class RecipeJob:
 
     @property
     def title(self) -> str:
-        """What the recipe does, in words."""
+        """The title of the recipe."""
         what = {"pretrain": "continued pretraining of", "extend": "a longer context for", "chat": "conversations for"}
         how = ", LoRA" if self.lora else ""
         return f"{what[self.kind]} {self.model}, sequences of {self.tokens:,} tokens{how}"
 
     def longer(self) -> dict[str, Any]:
-        """Return the fields of the model that its context needs; none where it is long enough."""
+        """Return the model fields that extend its context to `tokens`; empty if it is long enough."""
         model = PRESETS[self.model]
         native = NATIVE.get(self.model, model.max_position_embeddings)
         if self.tokens <= native:
             return {}
         factor, fields = self.tokens / native, {"max_position_embeddings": self.tokens}
-        if self.rope == "theta":  # the base of NTK-aware scaling: the slowest frequency is divided by the factor
+        if self.rope == "theta":  # NTK-aware scaling divides the lowest frequency by the factor
             power = model.head_dim / (model.head_dim - 2)
             return {**fields, "rope_theta": float(f"{model.rope_theta * factor**power:.3g}")}
         return {
@@ -201,9 +201,9 @@ class RecipeJob:
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that the planner does not decide."""
+        """Return the fields of the configuration that the planner does not set."""
         data = {"source": f"{PLACEHOLDER}{'CHATS.jsonl' if self.kind == 'chat' else 'TEXT'}"}
-        if self.kind == "chat":  # records are read with the tokenizer of init_from
+        if self.kind == "chat":  # the tokenizer is that of init_from
             own: dict[str, Any] = {"pack": "documents", "steps": 500}
         else:
             own, data = {"steps": 1000}, {**data, "tokenizer": PLACEHOLDER + self.model}
@@ -214,7 +214,7 @@ class RecipeJob:
 
 
 def recipe_jobs() -> Iterator[RecipeJob]:
-    """Yield every recipe of a real model, those too that do not fit."""
+    """Yield the job of every recipe of a real model, including those that do not fit in memory."""
     for model in MODELS:
         for tokens in (32 * K, 128 * K, 512 * K):
             for gpus in (1, 2, 8):
@@ -238,14 +238,17 @@ def recipe_jobs() -> Iterator[RecipeJob]:
 
 
 def _machines(model: str, tokens: int, gpus: int) -> tuple[str, ...]:
-    """Return what has recipes: both machines of the first model; of others H200, and H100 of 8 GPUs below 512K."""
+    """Return the hardware of a job's recipes.
+
+    The first model has recipes for both machines. Others have H100 on 8 GPUs below 512K tokens, and H200 otherwise.
+    """
     if model == MODELS[0]:
         return "h100", "h200"
     return ("h100",) if gpus == 8 and tokens < 512 * K else ("h200",)
 
 
 def text_of_recipe(job: RecipeJob) -> str | None:
-    """Return the recipe of a job; None if it does not fit."""
+    """Return the recipe of a job, or None if it does not fit in memory."""
     hardware = load_hardware(job.hardware)
     task = Task(
         model=_model(job),
@@ -286,9 +289,9 @@ def recipes_table() -> str:
 
 
 def expectation(text: str) -> dict[str, float]:
-    """Return the numbers that a recipe's comments expect: tokens/s, seconds of a step, GiB of a GPU and of the host."""
-    said = (line.removeprefix("#   ").partition(": ") for line in text.splitlines() if line.startswith("#   "))
-    lines = {name: numbers.replace(",", "").split() for name, _, numbers in said}
+    """Return the numbers in a recipe's comments: tokens/s, seconds per step, GiB of a GPU and of the host."""
+    comments = (line.removeprefix("#   ").partition(": ") for line in text.splitlines() if line.startswith("#   "))
+    lines = {name: numbers.replace(",", "").split() for name, _, numbers in comments}
     speed, gpu, host = lines["speed"], lines["memory of a GPU"], lines["memory of a host"]
     return {
         "tokens/s": float(speed[0]),
@@ -299,7 +302,7 @@ def expectation(text: str) -> dict[str, float]:
 
 
 def _recipes(_args: argparse.Namespace) -> None:
-    """Write recipes and table."""
+    """Write the recipes, and their table in the page."""
     for path in FOLDER.glob("*.yaml"):
         if not path.name.startswith("toy_") and path.read_text().startswith(FIRST_LINE):
             path.unlink()

@@ -1,8 +1,8 @@
 """`bmburst bench attention`: measures attention over several ranks, with this library and with other methods.
 
-This module defines shapes, masks and FLOPs, without torch. `method` is the interface of a method with the kernel that
-all run, `methods` lists them, `peers` and `packages` contain those of others. `measure` runs a cell on a rank. `kind`
-registers the benchmark with the engine: options, estimates of time, tables and pictures.
+This module defines shapes, masks and FLOPs, without torch. `method` contains the interface of methods and the kernel
+that they run, `methods` lists them, and `peers` and `packages` contain those of other projects. `measure` runs a cell
+on a rank. `kind` registers the benchmark with the engine: options, estimates of time, tables and pictures.
 """
 
 import math
@@ -100,7 +100,7 @@ PLAIN_MASKS = ("causal", "full")
 MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite each, of the same name
 MHA, GQA = (32, 32), (32, 8)
 HEAD_DIM = 128
-BALANCED, LLAMA3 = "-balanced", "-llama3"  # ends of names of methods that are for documents
+BALANCED, LLAMA3 = "-balanced", "-llama3"  # suffixes of the names of methods for documents
 _KIB = 1024
 
 
@@ -140,7 +140,7 @@ class Cell(BaseCell):
         suite: One of `SUITES`.
         method: A name of `benchmarks.attention.methods`.
         tokens: Tokens of the whole sequence.
-        batch: Sequences at once.
+        batch: Number of sequences.
         heads: Query heads.
         kv_heads: Key/value heads.
         head_dim: Features of a head.
@@ -161,13 +161,13 @@ class Cell(BaseCell):
 
     @property
     def head_setup(self) -> str:
-        """`mha` and `gqa` for the heads of the suites, else for example `4-2x64`."""
+        """`mha` or `gqa` for the heads of the suites; for others, for example, `4-2x64`."""
         known = {(*MHA, HEAD_DIM): "mha", (*GQA, HEAD_DIM): "gqa"}
         return known.get((self.heads, self.kv_heads, self.head_dim), f"{self.heads}-{self.kv_heads}x{self.head_dim}")
 
     @property
     def name(self) -> str:
-        """For example `sequence/65536/mha/causal/ours` or `window/262144/gqa/ours`; globs take it, or the key."""
+        """For example `sequence/65536/mha/causal/ours` or `window/262144/gqa/ours`."""
         tokens = f"{self.batch}x{self.tokens}" if self.suite == "batch" else f"{self.tokens}"
         mask = "" if self.suite == self.mask else f"/{self.mask}"
         return f"{self.suite}/{tokens}/{self.head_setup}{mask}/{self.method}"
@@ -175,12 +175,12 @@ class Cell(BaseCell):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(BaseSelection):
-    """Which cells are listed; None takes what the suite has.
+    """Selects the cells to list; for None the defaults of the suite apply.
 
     Attributes:
         heads: `(heads, kv_heads)` setups, instead of MHA and GQA.
         head_dim: Features of a head.
-        masks: Masks, in this order.
+        masks: Names of masks, in the order of measurement.
 
     Raises:
         UserError: Heads or a length do not divide.
@@ -215,7 +215,7 @@ def accuracy_ranks(world: int) -> tuple[int, ...]:
 def _is_for(cell: Cell) -> bool:
     """Return whether the method is measured for the cell's suite, mask and ranks."""
     if cell.suite == "accuracy" and (cell.ranks == 1) != (cell.method == ONE_GPU):
-        return cell.ranks == 1 and cell.method == "ours"  # all others are measured on several ranks
+        return cell.ranks == 1 and cell.method == "ours"  # other methods are measured on several ranks
     if cell.suite == "block" and cell.method.startswith("tensor-parallel"):
         return False
     return cell.mask == "documents" or not cell.method.endswith((BALANCED, LLAMA3))
@@ -304,9 +304,9 @@ def one_gpu_cell(cell: Cell) -> Cell:
     """Return the cell of the comparison on one GPU: a rank's share of the FLOPs.
 
     Under a causal or full mask it is a sequence of S / sqrt(P) tokens, in whole tiles of the kernel. Under other masks
-    it is the same sequence, with the same documents or window, and a P-th of the heads. So documents keep their length;
-    a subset of the documents could not have a P-th of the pairs if the longest one has more. Numbers of heads are
-    rounded down, and every KV head keeps a query head. Rates are compared, not times.
+    it is the same sequence, with the same documents or window, and a P-th of the heads, so that documents keep their
+    lengths. (A subset of documents could not have a P-th of the pairs if the longest document has more.) Numbers of
+    heads are rounded down, and every KV head keeps a query head. Rates are compared, not times.
     """
     if cell.mask in PLAIN_MASKS:
         return replace(cell, ranks=1, tokens=_whole_tiles(cell.tokens / math.sqrt(cell.ranks)))
@@ -318,7 +318,7 @@ def one_gpu_cell(cell: Cell) -> Cell:
 def plain_causal(cell: Cell) -> Cell:
     """Return a causal sequence with all heads and a rank's share of the FLOPs, in whole tiles of the kernel.
 
-    Its rate is that of one GPU's kernel without documents or a window, which make tiles inefficient.
+    It measures the rate of one GPU's kernel without documents or a window, which make tiles inefficient.
     """
     tokens = math.sqrt(2 * visible_pairs(cell.mask, cell.tokens) / cell.ranks)
     return replace(cell, ranks=1, mask="causal", tokens=_whole_tiles(tokens))

@@ -27,7 +27,7 @@ from bmburst.errors import UserError
 if TYPE_CHECKING:
     from benchmarks.engine.job import RankRun
 
-_PLAIN = ("sequence", "batch")  # suites whose cells take the same time for the same work
+_PLAIN = ("sequence", "batch")  # suites whose cells take the same time for the same FLOPs
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 _TITLE = {
     "sequence": "Attention over sequence length, batch 1",
@@ -93,9 +93,9 @@ def _starts(args: argparse.Namespace, cells: Sequence[Cell], ranks: tuple[int, .
 
 
 def _estimate(results: Results[Cell], cell: Cell) -> float:
-    """Return about how many seconds a cell will take: the median of the cells nearest in work, scaled by the work.
+    """Return the approximate seconds of a cell: the median of recorded cells with the nearest FLOPs, scaled by FLOPs.
 
-    Only cells of the same kind of run are used. The median, because the first cell with a kernel takes longer.
+    Only cells with the same ranks and device count. The first cell of a kernel takes longer, hence the median.
     """
     timed = [
         (other, float(row["seconds"]))
@@ -203,7 +203,7 @@ def _speed(suite: str, rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
 
         head = f"{title}: ratio to one GPU / ms / TFLOP/s a GPU"
         lines += grid(head, rows, column, times, notes)
-    if suite in MASKS:  # those of a mask of their own
+    if suite in MASKS:  # suites "documents" and "window"
         head = "time over one GPU's for as many FLOPs of plain causal attention: forward / forward + backward"
         lines += grid(head, rows, column, _over_arithmetic, notes)
     lines += grid("peak GiB a GPU / GB received / exposed ms (forward + backward)", rows, column, _costs, notes)
@@ -240,7 +240,7 @@ def draw(results: Results[Cell], stem: Path) -> list[Path]:
 
 
 def timeline_title(cell: Cell, direction: str) -> tuple[str, str]:
-    """Return what the timeline of a cell shows, and the setting."""
+    """Return the title and the subtitle of a cell's timeline."""
     return (
         f"Timeline of attention, {DIRECTIONS[direction]}, by {of_whom(cell)}",
         f"{short(cell.tokens)} tokens, {_heads(cell)}, {cell.mask}, {ranks_name(cell)}",
@@ -264,7 +264,7 @@ def _pictures(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Iterator[
         def ratios(axes: Any, ratio: Callable[[Row], float | None] = ratio) -> None:
             plot_methods(axes, [pair for pair in rows if pair[0].method != ONE_GPU], column, ratio)
             found = [1.0, *(value for _, row in rows if row["status"] == OK and (value := ratio(row)) is not None)]
-            axes.set_ylim(max(0.0, min(found) - 0.05), max(found) + 0.05)  # what differs is near 1
+            axes.set_ylim(max(0.0, min(found) - 0.05), max(found) + 0.05)  # ratios are near 1
             axes.axhline(1, color="black", linewidth=0.8)
             axes.set_ylabel("ratio to one GPU's kernel")
             over(axes)
@@ -281,7 +281,7 @@ def _pictures(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Iterator[
 
 
 def _path(suite: str, cell: Cell, stem: Path) -> Path:
-    """Return the path that the names of a comparison's pictures begin with."""
+    """Return the prefix of the paths of a comparison's pictures."""
     where = f"{cell.ranks}" + ("" if cell.device == "cuda" else cell.device)
     tokens = f"-{short(cell.tokens)}" if suite == "batch" else ""
     mask = "" if cell.mask == suite else f"-{cell.mask}"

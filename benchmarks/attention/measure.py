@@ -1,4 +1,4 @@
-"""Measures one cell of the attention benchmark on a rank: time relative to one GPU's kernel, or errors against fp64."""
+"""Measures a cell of the attention benchmark on a rank: time relative to one GPU's kernel, or errors against fp64."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -133,14 +133,14 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
 def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
     """Return the calls of one GPU with the same FLOPs and, for masks other than causal and full, also plain causal."""
     if cell.suite == "block":
-        return (prepare_block_alone(cell, setting),)
+        return (prepare_block_on_one_gpu(cell, setting),)
     if cell.mask in PLAIN_MASKS:
         return (prepare(OneGpu(), cell, setting),)
     return prepare(OneGpu(), cell, setting), prepare(OneGpu(), plain_causal(cell), setting)
 
 
 def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
-    """Return the FLOPs of a rank's share, and those of `_others`, in order, whose sequences end on whole tiles."""
+    """Return the FLOPs of a rank's share of the cell, and of each call of `_others`."""
     method, one = forward_flops(cell) / cell.ranks, forward_flops(one_gpu_cell(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
     own = one if cell.method == ONE_GPU else method
@@ -198,7 +198,7 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
 
 
 def _cutters(method: Method, cell: Cell, group: RankGroup) -> Any:
-    if cell.method == ONE_GPU:  # the whole sequence, which one GPU can hold at these lengths
+    if cell.method == ONE_GPU:  # the whole sequence
         return (lambda whole: whole), (lambda whole: whole)
     return (
         lambda whole: method.cut_input(whole, cell, group.rank),
@@ -245,7 +245,7 @@ def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
     Projections and rotary embedding run on a rank's tokens for every method.
     """
     if cell.method == ONE_GPU:
-        return prepare_block_alone(cell, setting)
+        return prepare_block_on_one_gpu(cell, setting)
     block = _Block.random(cell, setting, method.positions(cell, setting.group.rank))
     attend = method.bind(cell, setting)
 
@@ -259,10 +259,10 @@ def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
     return Calls(forward, both)
 
 
-def prepare_block_alone(cell: Cell, setting: Setting) -> Calls:
+def prepare_block_on_one_gpu(cell: Cell, setting: Setting) -> Calls:
     """Return one GPU's block with a rank's share of the FLOPs.
 
-    Its projections have as many tokens as a rank, and its attention has a sequence of S / sqrt(P) tokens.
+    Its projections have a rank's number of tokens, and its attention has a sequence of S / sqrt(P) tokens.
     """
     block = _Block.random(cell, setting, torch.arange(cell.tokens // cell.ranks))
     kernel = prepare(OneGpu(), cell, setting)
@@ -290,15 +290,15 @@ def prepare_block_alone(cell: Cell, setting: Setting) -> Calls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """Weights, hidden states and angles of a rank.
+    """An attention block on a rank: weights, hidden states and rotary angles.
 
     Attributes:
-        hidden: `[batch, local_tokens, width]`.
-        grad: Of the result, as `hidden`.
-        qkv: Weight `[(heads + 2 kv_heads) x dim, width]`.
-        out: Weight `[width, heads x dim]`.
-        angles: Cosine and sine, `[batch, local_tokens, dim / 2]` fp32.
-        split: Heads of q, k and v.
+        hidden: Input, `[batch, local_tokens, width]`.
+        grad: Gradient of the output, with the shape of `hidden`.
+        qkv: Weight, `[(heads + 2 kv_heads) x dim, width]`.
+        out: Weight, `[width, heads x dim]`.
+        angles: Cosine and sine, `[batch, local_tokens, dim / 2]` in fp32.
+        split: Numbers of heads of q, k and v.
     """
 
     hidden: Tensor
@@ -310,7 +310,7 @@ class _Block:
 
     @classmethod
     def random(cls, cell: Cell, setting: Setting, positions: Tensor) -> "_Block":
-        """Return a block whose weights are equal on all ranks and whose hidden states are not."""
+        """Return a random block. Weights are equal on all ranks, hidden states differ."""
         device, width = setting.group.device, cell.heads * cell.head_dim
         dtype: torch.dtype = getattr(torch, cell.dtype)
         split = (cell.heads, cell.kv_heads, cell.kv_heads)
@@ -332,7 +332,7 @@ class _Block:
         )
 
     def __call__(self, attend: Attend) -> Tensor:
-        """Return the block's result, shaped as the hidden states."""
+        """Return the block's output, with the shape of the hidden states."""
         return self.project(attend(*self.heads()))
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:

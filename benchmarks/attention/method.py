@@ -1,7 +1,8 @@
-"""The interface of an attention method, the kernel that all of them run, and calls on random tensors.
+"""The interface of an attention method, the kernel that all methods run, and calls on random tensors.
 
-bmburst passes delta to backward. Peers keep the output, and the kernel computes delta. If a kernel supports this, peers
-and the one-GPU comparison use it here, so bmburst's interface does not slow them down.
+bmburst computes delta and passes it to a kernel's backward. Other projects pass the output, and the kernel computes
+delta. If a kernel supports this, peers and the one-GPU comparison use it here, so that bmburst's interface does not
+slow them down.
 """
 
 import importlib
@@ -152,14 +153,14 @@ class Method(ABC):
     masks: tuple[str, ...] = PLAIN_MASKS
 
     def refusal(self, cell: Cell) -> str | None:
-        """Return why the cell cannot run, as a phrase; None if nothing is known against it before tensors exist."""
+        """Return why the cell cannot run, as far as its mask and shape determine that, or None."""
         return self.mask_refusal(cell) or self.shape_refusal(cell)
 
     def mask_refusal(self, cell: Cell) -> str | None:
         """Return why the method does not support the cell's mask, or None."""
         if cell.mask in self.masks:
             return None
-        return f"it is run under {' and '.join(self.masks)} masks only, not under '{cell.mask}'"
+        return f"the method supports {' and '.join(self.masks)} masks only, not '{cell.mask}'"
 
     def shape_refusal(self, cell: Cell) -> str | None:
         """Return why the method does not support the cell's shape, or None."""
@@ -188,7 +189,7 @@ class Method(ABC):
 
     @abstractmethod
     def bind(self, cell: Cell, setting: Setting) -> Attend:
-        """Return the method, ready to run on this rank. May raise errors of a missing package."""
+        """Return the method's attention on this rank. It may raise errors of a missing package."""
 
     def positions(self, cell: Cell, rank: int) -> Tensor:
         """Return the global positions of a rank's tokens."""
@@ -221,14 +222,14 @@ def heads_refusal(cell: Cell) -> str | None:
     """Return why heads cannot be divided evenly over the ranks, or None."""
     for kind, heads in (("query", cell.heads), ("key/value", cell.kv_heads)):
         if heads % cell.ranks:
-            return f"{heads} {kind} heads cannot be dealt out to {cell.ranks} ranks evenly"
+            return f"{heads} {kind} heads do not divide by {cell.ranks} ranks"
     return None
 
 
 class OneGpu(Method):
     """One GPU's kernel with a rank's share of the FLOPs (`one_gpu_cell`): the reference of every ratio.
 
-    For accuracy it computes the whole sequence.
+    In the suite "accuracy" it computes the whole sequence.
     """
 
     name = ONE_GPU
@@ -254,7 +255,7 @@ class OneGpu(Method):
 
 
 class _Local(torch.autograd.Function):
-    """`(q, k, v, kernel, pattern, scale) -> out`: only the kernel, as a differentiable function."""
+    """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as a differentiable function."""
 
     @staticmethod
     def forward(
@@ -274,7 +275,7 @@ class _Local(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A method on one rank's tensors, ready to be called again and again.
+    """Calls of a method on one rank's tensors.
 
     Attributes:
         forward: Attention without autograd.
@@ -286,7 +287,7 @@ class Calls:
 
 
 def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
-    """Return the method on random q, k, v and dO of this rank's shapes."""
+    """Return calls of the method on random q, k, v and dO of this rank's shapes."""
     attend = method.bind(cell, setting)
     q, k, v, grad = random_inputs(method, cell, setting.group.device, setting.group.rank)
     return Calls(lambda: forward_without_grad(attend, q, k, v), lambda: both(attend, q, k, v, grad))
@@ -303,7 +304,7 @@ def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -
 
 
 def forward_without_grad(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return attention's output, as inference does."""
+    """Return attention's output, without autograd."""
     with torch.no_grad():
         return attend(q, k, v)
 

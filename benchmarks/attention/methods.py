@@ -1,7 +1,4 @@
-"""The methods that the attention benchmark measures, by name; `burst_attention` with all strategies and transports.
-
-The bytes that a rank receives by `burst_attention` are computed here too.
-"""
+"""The methods of the attention benchmark by name, and `burst_attention` with all strategies and transports."""
 
 import functools
 from itertools import chain
@@ -32,12 +29,12 @@ _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "wi
 
 
 class Ours(Method):
-    """One strategy over one transport, in the best layout for the mask, or for documents in layout "balanced".
+    """`burst_attention` with a strategy and a transport, in the best layout for the mask.
 
     Args:
-        strategy: As in `burst_attention`.
-        transport: As in `burst_attention`.
-        balanced: Whether the layout is "balanced".
+        strategy: See `burst_attention`.
+        transport: See `burst_attention`.
+        balanced: Whether the layout is "balanced", for documents.
     """
 
     masks = MASKS
@@ -58,7 +55,7 @@ class Ours(Method):
         return Balanced.name if self.balanced else _LAYOUTS[cell.mask]
 
     def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
-        """See `Method.resolve`: asks the library what it chooses for these shapes."""
+        """See `Method.resolve`: returns the library's choices for these shapes."""
         dtype: torch.dtype = getattr(torch, cell.dtype)
         shapes = [self.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads)]
         q, k = (torch.empty(s, dtype=dtype, device=setting.group.device) for s in shapes)
@@ -79,7 +76,7 @@ class Ours(Method):
         return attend
 
     def _group(self, setting: Setting) -> object:
-        # For the world the library chooses the communicator: BMTrain's if BMTrain runs.
+        # For None, the library chooses the communicator of all ranks: BMTrain's if BMTrain is initialized.
         return None if setting.group.is_world else setting.group.process_group
 
     def _options(self, cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -94,11 +91,7 @@ class Ours(Method):
 
 
 def ours_on(device: str) -> tuple[Ours, ...]:
-    """Return every strategy over every transport of a kind of device.
-
-    Args:
-        device: "cuda" or "cpu".
-    """
+    """Return `burst_attention` with every strategy and transport for a device, "cuda" or "cpu"."""
     transports = [t for t in TRANSPORTS if t != "auto" and (t == "gloo") == (device == "cpu")]
     plain = (Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
     balanced = (Ours(strategy, t, balanced=True) for strategy in ("gather", "ring") for t in transports)
@@ -106,11 +99,12 @@ def ours_on(device: str) -> tuple[Ours, ...]:
 
 
 def traffic(cell: Cell, call: AttentionCall) -> Traffic:
-    """Return the bytes received by the rank that receives most.
+    """Return the bytes that `burst_attention` receives on the rank that receives most.
 
-    In backward, ranks that exchange heads exchange q, k and v again, dO, log-sum-exp, delta and the gradients. Between
-    groups of such ranks, a gather pulls the visible keys, in backward again, and gradients return from all ranks that
-    pulled. A ring moves whole blocks for as many hops as any rank needs them, and in backward also gradients.
+    Ranks that exchange heads receive q, k, v and the output in forward. In backward they receive q, k and v again, dO,
+    log-sum-exp, delta and the gradients. Between groups of these ranks, a gather pulls the visible keys in forward and
+    in backward, and gradients return from all ranks that pulled. A ring moves whole blocks until no rank needs them,
+    and in backward also gradients.
     """
     own, heads = sizes(cell), call.strategy.ulysses_degree
     share = (heads - 1) / heads
@@ -142,12 +136,9 @@ def traffic(cell: Cell, call: AttentionCall) -> Traffic:
 
 
 def all_methods(device: str) -> dict[str, Method]:
-    """Return the methods by name: bmburst with automatic choices, close peers, all bmburst variants, other peers.
+    """Return the methods for a device, "cuda" or "cpu", by name.
 
-    That is the order in which they run.
-
-    Args:
-        device: "cuda" or "cpu".
+    They run in this order: one GPU, bmburst with automatic choices, close peers, all bmburst variants, other peers.
     """
     first, *others = ours_on(device)
     peers = (

@@ -1,6 +1,6 @@
-"""Methods that run other projects' packages, if they are installed, with the kernel under test.
+"""Methods that run the packages of other projects, if they are installed, with the kernel under test.
 
-The packages call flash-attn 2's private functions, which stand-ins replace here.
+The packages call private functions of flash-attn 2. Stand-ins replace these by the kernel under test.
 """
 
 import importlib
@@ -44,14 +44,14 @@ class PackageMethod(Method):
 
 
 class Yunchang(PackageMethod):
-    """yunchang (USP, arXiv:2405.07719): the largest Ulysses degree that the heads allow, and its ring outside."""
+    """yunchang (USP, arXiv:2405.07719): the largest Ulysses degree that the heads allow, and a ring between groups."""
 
     name = "yunchang"
     module, distribution = "yunchang", "yunchang"
 
     def shape_refusal(self, cell: Cell) -> str | None:
         """See `Method.shape_refusal`."""
-        return None if cell.suite != "accuracy" else "its groups are those of the whole run"
+        return None if cell.suite != "accuracy" else "its process groups contain all ranks of the run"
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
@@ -85,10 +85,10 @@ class BurstAttentionPackage(PackageMethod):
 
 
 class RingFlashAttention(PackageMethod):
-    """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, else its plain ring.
+    """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, otherwise its plain ring.
 
-    For documents it uses zigzag in each document, padded to 2 P chunks. Padding is at the end of a document, and no
-    real token sees it, so results are exact and only the time grows.
+    For documents it uses zigzag in each document, padded to 2 P chunks. Padding is at the end of a document. No real
+    token sees it, so results are exact, but it takes time.
     """
 
     name = "ring-flash-attn"
@@ -98,21 +98,21 @@ class RingFlashAttention(PackageMethod):
     def mask_refusal(self, cell: Cell) -> str | None:
         """See `Method.mask_refusal`. In version 0.1.8 `window_size` is saved for backward but not passed on."""
         if cell.mask == "window":
-            return "its functions for packed sequences leave the window out of backward, and its rings take none"
+            return "its functions for packed sequences ignore the window in backward, and its rings have no window"
         return super().mask_refusal(cell)
 
     def shape_refusal(self, cell: Cell) -> str | None:
         """See `Method.shape_refusal`."""
         if cell.dtype in ("bfloat16", "float16"):
             return None
-        return f"it is for 16 bits: in {cell.dtype} its sums are its buffers, which the next block overwrites"
+        return f"it supports 16 bits only: in {cell.dtype}, the next block overwrites its accumulators"
 
     def layout(self, cell: Cell) -> str:
         """See `Method.layout`."""
         return "zigzag in each document" if cell.mask == "documents" else super().layout(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: K and V go around in forward and in backward, dK and dV in fp32 once, back home."""
+        """See `Method.traffic`: K and V make a round in forward and in backward, and dK and dV in fp32 in backward."""
         own = sizes(cell)
         once = 2.0 * own.k * (cell.ranks - 1)
         padded = self._held(cell) / (cell.tokens // cell.ranks)
@@ -162,7 +162,7 @@ class RingFlashAttention(PackageMethod):
 
 
 class RingFlashAttentionLlama3(RingFlashAttention):
-    """Its llama3 functions: each rank gathers the keys of a few heads at a time for its contiguous tokens."""
+    """ring-flash-attn's llama3 functions: each rank gathers K and V of a few heads at a time."""
 
     name = f"ring-flash-attn{LLAMA3}"
     masks = ("documents",)
@@ -173,7 +173,7 @@ class RingFlashAttentionLlama3(RingFlashAttention):
         return "contiguous"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: K and V of all ranks in both directions, and all ranks' shares of own dK and dV."""
+        """See `Method.traffic`: K and V of all ranks, twice, and shares of dK and dV from all ranks."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 3 * once)
 
@@ -187,9 +187,9 @@ class RingFlashAttentionLlama3(RingFlashAttention):
         package, group = self.load(setting), setting.group
         edges = [0, *accumulate(sample_document_lengths(cell.tokens))]
         offsets = torch.tensor(edges, dtype=torch.int32, device=group.device)
-        told = package.llama3_flash_attn_prepare_cu_seqlens(offsets, True, group.rank, group.size)
+        values = package.llama3_flash_attn_prepare_cu_seqlens(offsets, True, group.rank, group.size)
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
-        call = dict(zip(names, told, strict=True)) | {"heads_k_stride": _stride(cell), "causal": True}
+        call = dict(zip(names, values, strict=True)) | {"heads_k_stride": _stride(cell), "causal": True}
         function: Callable[..., Tensor] = package.llama3_flash_attn_varlen_func
         return lambda q, k, v: function(q[0], k[0], v[0], **call, group=group.process_group)[None]
 
@@ -244,8 +244,8 @@ def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
     """Return a context for importing a package, in which flash-attn 2's private functions run the kernel under test.
 
     Args:
-        kernel: The kernel to run instead.
-        emptied: Modules of the package to replace by empty ones: the benchmark does not use them.
+        kernel: The kernel under test.
+        emptied: Names of modules to replace by empty ones, because the benchmark does not use them.
     """
     stand_ins = {_INTERFACE: _interface(kernel)}
     if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
@@ -264,9 +264,9 @@ def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
 
 
 class _Anything(ModuleType):
-    """A module in which every name exists; the benchmark never calls what is imported from it."""
+    """A module in which every name exists. Importing from it succeeds, calling the imported functions does not."""
 
-    __path__: list[str] = []  # noqa: RUF012  # lets it be a package
+    __path__: list[str] = []  # noqa: RUF012  # makes it a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -275,13 +275,13 @@ class _Anything(ModuleType):
 
 
 def _unused(*_: object, **__: object) -> None:
-    raise NotImplementedError("the benchmark has no such function of flash-attn")
+    raise NotImplementedError("the benchmark does not implement this function of flash-attn")
 
 
 _RESULTS = "out softmax_lse dq dk dv"
 _OFFSETS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _OPTIONS = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-_PLAIN = {"dropout_p": 0.0, **_OPTIONS, "return_softmax": False}  # all that the kernels under test can do
+_PLAIN = {"dropout_p": 0.0, **_OPTIONS, "return_softmax": False}  # the only values that the kernels under test support
 _REQUIRED = dict.fromkeys(_OPTIONS, Parameter.empty)  # only the functions for packed sequences have defaults
 
 
@@ -319,9 +319,9 @@ def _interface(kernel: LocalKernel) -> ModuleType:
 
 
 def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function with these argument names and defaults in its signature, which packages read with `inspect`.
+    """Return a wrapper with these argument names and defaults as its signature, which packages read with `inspect`.
 
-    It refuses options that the kernels under test do not support, and passes the others on by name.
+    It refuses options that the kernels under test do not support, and passes all arguments as a dict.
     """
     kind = Parameter.POSITIONAL_OR_KEYWORD
     signature = Signature([Parameter(name, kind, default=default) for name, default in defaults.items()])
@@ -366,9 +366,9 @@ def packed_forward(
 def packed_backward(
     kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: PackageArguments, scale: float
 ) -> None:
-    """Write the gradients to `results.into`, which must be given."""
+    """Write the gradients of packed sequences to `results.into`, which must not be None."""
     grad, out, lse, into = results
-    assert into is not None  # the packages that are run give memory
+    assert into is not None  # the packages pass buffers for gradients
     if _takes_offsets(kernel, q, k, call):
         own_q, own_k, own_v, own_out, own_grad = (aligned(t) for t in (q, k, v, out, grad))
         memory = gradient_memory(own_q, own_k, own_v, into)

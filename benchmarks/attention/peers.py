@@ -17,7 +17,8 @@ from bmburst.schedule.layout import make_layout
 class Ulysses(Method):
     """DeepSpeed-Ulysses (arXiv:2309.14509): an all-to-all of q, k and v, one kernel call, an all-to-all of the output.
 
-    Nothing overlaps. Inside `bmburst.recompute.checkpoint` the kernel's results are kept; only transfers run again.
+    Transfers do not overlap with the kernel. Inside `bmburst.recompute.checkpoint` the kernel's results are kept, and
+    only transfers are repeated.
     """
 
     name = "ulysses"
@@ -28,7 +29,7 @@ class Ulysses(Method):
         return heads_refusal(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: all but the own part of every tensor; backward moves dO, dQ, dK and dV."""
+        """See `Method.traffic`: each tensor without the rank's own part; backward moves dO, dQ, dK and dV."""
         own = sizes(cell)
         once = (2 * own.q + 2 * own.k) * (cell.ranks - 1) / cell.ranks
         return Traffic(once, 2 * once)
@@ -85,7 +86,7 @@ def to_tokens(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
 
 
 class TensorParallelV1(Method):
-    """Megatron: heads split over the ranks, an all-reduce after attention and one in backward (arXiv:1909.08053).
+    """Megatron (arXiv:1909.08053): heads sharded over the ranks, an all-reduce after attention and one in backward.
 
     Projections are not included, but their collectives are, on tensors of the size of the hidden states, `[batch,
     tokens, heads x dim]`. Forward sums the output, with zeros for the heads of other ranks. Backward sums dQ instead of
@@ -106,7 +107,7 @@ class TensorParallelV1(Method):
         return Traffic(once, 2 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: own heads, and whole hidden states: output, gradient, and the buffers of both."""
+        """See `Method.memory`: the rank's heads, and output and gradient of all heads with a buffer for each."""
         own = sizes(cell)
         return own.held + own.q * own.wide + 4 * own.q * cell.ranks
 
@@ -116,7 +117,7 @@ class TensorParallelV1(Method):
         return applied(_TensorParallel, setting, self.sequence_parallel, pattern_of(cell.mask, cell.tokens), scale)
 
     def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """See `Method.cut_input`: own heads of all tokens."""
+        """See `Method.cut_input`: the rank's heads of all tokens."""
         return whole.chunk(cell.ranks, 2)[rank]
 
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
@@ -134,13 +135,16 @@ class TensorParallelV1(Method):
 
 
 class TensorParallelV3(TensorParallelV1):
-    """An all-gather before and a reduce-scatter after attention, and the same in backward (arXiv:2205.05198)."""
+    """Megatron with sequence parallelism (arXiv:2205.05198): an all-gather before attention, a reduce-scatter after.
+
+    Backward has both as well.
+    """
 
     name = "tensor-parallel-v3"
     sequence_parallel = True
 
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """See `Method.cut_output`: own tokens."""
+        """See `Method.cut_output`: the rank's tokens."""
         return whole.chunk(cell.ranks, 1)[rank]
 
     def output_shape(self, cell: Cell) -> tuple[int, ...]:
@@ -153,7 +157,7 @@ class _TensorParallel(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, pattern: PackedPattern, scale: float
     ) -> Tensor:
-        if split:  # the input of the projections; its values do not matter
+        if split:  # the all-gather of the projections' input; its values do not matter
             batch, tokens, heads, dim = q.shape
             setting.group.all_gather(
                 q.new_empty((batch, tokens // setting.group.size, heads * setting.group.size, dim))
@@ -176,7 +180,7 @@ class _TensorParallel(torch.autograd.Function):
 
 
 def _sum(group: RankGroup, own: Tensor, split: bool) -> Tensor:
-    """Return the sum over the ranks of `[batch, tokens, all heads, dim]` with a rank's heads in their place."""
+    """Pad a rank's heads with zeros to `[batch, tokens, all heads, dim]`, and return the sum over the ranks."""
     batch, tokens, heads, dim = own.shape
     if not split:
         whole = own.new_zeros((batch, tokens, heads * group.size, dim))
@@ -189,7 +193,7 @@ def _sum(group: RankGroup, own: Tensor, split: bool) -> Tensor:
 
 
 class AllGatherKV(Method):
-    """Llama 3's context parallelism (arXiv:2407.21783, section 3.3.2): all-gather of K and V, which are kept.
+    """Llama 3's context parallelism (arXiv:2407.21783, section 3.3.2): an all-gather of K and V, kept for backward.
 
     Each of a rank's two chunks is one kernel call with a causal mask aligned at the bottom right.
     """
@@ -197,16 +201,16 @@ class AllGatherKV(Method):
     name = "allgather-kv"
 
     def layout(self, cell: Cell) -> str:
-        """See `Method.layout`: two chunks per rank, so that a causal mask gives all ranks the same work."""
+        """See `Method.layout`: zigzag balances the work of a causal mask."""
         return "zigzag" if cell.is_causal else "contiguous"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: in forward K and V of all ranks, in backward all ranks' shares of own dK and dV."""
+        """See `Method.traffic`: K and V of all ranks in forward, shares of dK and dV from all ranks in backward."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 2 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: whole K and V, received and reordered, and their gradients, in fp32 and to send."""
+        """See `Method.memory`: K and V of all ranks, received and reordered, and dK and dV, in fp32 and to send."""
         own = sizes(cell)
         return own.held + own.q * own.wide + 2 * own.k * cell.ranks * (3 + own.wide)
 
@@ -295,12 +299,12 @@ class RingLi(Method):
     name = "ring-li-2021"
 
     def traffic(self, cell: Cell) -> Traffic:
-        """See `Method.traffic`: K and V go around the ring; in backward again, and dV and dK are reduce-scattered."""
+        """See `Method.traffic`: a round of K and V in forward and backward, and a reduce-scatter of dV and dK."""
         once = 2.0 * sizes(cell).k * (cell.ranks - 1)
         return Traffic(once, 3 * once)
 
     def memory(self, cell: Cell) -> float:
-        """See `Method.memory`: at the peak weights, their gradient and its product, each tokens^2 / P per head."""
+        """See `Method.memory`: at the peak, four matrices of weights and gradients, each tokens^2 / P per head."""
         own = sizes(cell)
         scores = own.q / cell.head_dim * cell.tokens
         return own.held + 4 * scores + 2 * own.k * cell.ranks
@@ -337,7 +341,7 @@ class _RingLi(torch.autograd.Function):
         queries, keys, values, weights = ctx.saved_tensors
         kv_shape, local = (shape[0], shape[1], keys.shape[1], shape[3]), shape[1]
         grads = _by_kv_head(grad, keys.shape[1])
-        grad_v = _home(group, weights, grads)
+        grad_v = _reduced(group, weights, grads)
         inner = torch.empty_like(weights)
         for owner, block in _visits(group, values):
             torch.matmul(grads, block.mT, out=inner[..., owner * local : (owner + 1) * local])
@@ -351,12 +355,12 @@ class _RingLi(torch.autograd.Function):
         grad_q = torch.zeros_like(queries)
         for owner, block in _visits(group, keys):
             grad_q += inner[..., owner * local : (owner + 1) * local] @ block
-        grad_k = _home(group, inner, queries)
+        grad_k = _reduced(group, inner, queries)
         return _by_token(grad_q, shape), _by_token(grad_k, kv_shape), _by_token(grad_v, kv_shape), None, None, None
 
 
 def _visits(group: RankGroup, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's block with its owner, the own block first. The next block is transferred meanwhile."""
+    """Yield each rank's block with its owner, starting with this rank's, while the next block is transferred."""
     for step in range(group.size):
         arriving = group.rotate(block) if step + 1 < group.size else None
         yield (group.rank - step) % group.size, block
@@ -366,8 +370,8 @@ def _visits(group: RankGroup, block: Tensor) -> Iterator[tuple[int, Tensor]]:
                 work.wait()
 
 
-def _home(group: RankGroup, weights: Tensor, rows: Tensor) -> Tensor:
-    """Return this rank's keys' share of `weights^T rows`, summed over the ranks."""
+def _reduced(group: RankGroup, weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of `weights^T rows` for this rank's keys, summed over the ranks."""
     whole = weights.mT @ rows  # [batch, kv_heads, tokens, dim]
     return group.reduce_scatter(whole.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4).contiguous())
 

@@ -1,9 +1,9 @@
 """The engine of `bmburst bench`: runs cells on ranks, and writes results, tables and pictures.
 
-A kind of benchmark (`Kind`) defines its cells, how a rank measures one, and its tables and pictures. This module also
-reads and writes the file of results. The engine does the rest: `command` reads the options, `job` starts the ranks and
-runs the cells on each, `report` contains shared code of tables and pictures, `timing` times and traces calls, and
-`machine` contains the ranks, their memory and the header of a run.
+A kind of benchmark (`Kind`) defines its cells, how a rank measures one, and its tables and pictures. This module
+defines kinds, cells and the file of results. `command` reads the options, `job` starts the ranks and runs the cells on
+each, `report` contains shared code for tables and pictures, `timing` times and traces calls, and `machine` contains the
+ranks, their memory and the header of a run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PROJECT = "bmburst"
 """By this line `bmburst bench` recognizes a clone of the repository."""
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
-ONE_GPU = "one-gpu"  # the method that runs one GPU's kernel, with which the others are compared
+ONE_GPU = "one-gpu"  # the method that runs one GPU's kernel: the reference of the others
 Row = dict[str, Any]
 
 
@@ -221,9 +221,9 @@ class Kind(Generic[C]):
         configure: Adds the options of this kind to a group of the parser.
         select: Returns the cells that the options select, for a device, "cuda" or "cpu", and numbers of ranks; raises
             UserError for invalid options.
-        refusal: Returns why a cell cannot run, as far as that is known without ranks, or None.
+        refusal: Returns why a cell cannot run, as far as its fields determine that, or None.
         starts: Returns, for each start of the ranks, the fields of `Job` that the kind decides: cells, ranks, options.
-        estimate: Returns about how many seconds a cell will take; 0 if unknown.
+        estimate: Returns the approximate seconds of a cell; 0 if unknown.
         rank_run: Returns the class that runs the cells on a rank.
         describe: Returns a measured row in one line, printed when the cell is done.
         tables: Returns all tables as lines of Markdown; for the notes see `benchmarks.engine.report.grid`.
@@ -264,7 +264,7 @@ def selection_of(
         args: The options.
         device: "cuda" or "cpu".
         ranks: Numbers of ranks.
-        methods: Names of all methods; those that fit `--methods GLOB,...` are selected, in this order.
+        methods: Names of all methods; those that match `--methods GLOB,...` are selected, in this order.
 
     Raises:
         UserError: A pattern matches no method, the kernel is unknown, or a length is invalid.

@@ -1,4 +1,4 @@
-"""Reads the options of `bmburst bench` and measures, lists cells, or shows saved results."""
+"""The command `bmburst bench`: reads its options, and measures cells, lists them, or shows saved results."""
 
 import argparse
 import glob
@@ -28,9 +28,8 @@ _EPILOG = (
     "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
     "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
     "batch/llama-3-8b/8x4096/causal/heads. A cell of paper is named SUITE/TOKENS/HEADS/METHOD, for example "
-    "backward/65536/gqa/burst. In --cells, * also matches slashes. An existing file of --output is "
-    "continued: cells that it has are skipped unless --again is given. Tables are written beside it as .md, with "
-    "pictures."
+    "backward/65536/gqa/burst. In --cells, * also matches slashes. If the file of --output exists, its cells are "
+    "skipped unless --again is given, and the others are added. Tables (.md) and pictures are written next to it."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -143,7 +142,7 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
     if args.list:
         return
     if args.output is not None:
-        if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
+        if args.output.suffix != ".json":  # tables and pictures have the same name with other suffixes
             raise UserError(f"--output {args.output}\nallowed: a .json file\nfix: --output results.json")
         _require_output(args.output, kind)
     if args.trace is not None:
@@ -154,7 +153,7 @@ def _require_output(path: Path, kind: Kind[Any]) -> None:
     """Refuse to overwrite a file that no benchmark wrote, including the tables and pictures with the same name."""
     is_new = not path.exists()
     require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
-    if is_new:  # the files beside existing results were made from them
+    if is_new:  # tables and pictures of existing results may be replaced
         require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
         for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
             require_own("--output", picture, "a picture of bmburst", is_picture)
@@ -168,7 +167,7 @@ def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
         return "cpu", numbers("--ranks", args.ranks)
     wanted = None if args.gpus is None else numbers("--gpus", args.gpus)
     if args.list and wanted is not None:
-        return "cuda", wanted  # of any machine
+        return "cuda", wanted  # lists the cells for any machine
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         raise UserError("this machine has no GPU\nfix: --ranks 2 --tokens 1024 measures on CPU ranks over gloo")
@@ -205,7 +204,7 @@ def _measure(
         header: dict[str, Any] | None = describe_run(["bmburst", *sys.argv[1:]], device, max(ranks))
         for start in kind.starts(args, cells, ranks):
             status = run_job(Job(**shared, **start), header=header, cell_timeout=args.cell_timeout)
-            header = None  # the others go on with this run
+            header = None  # the next starts continue this run
             if status:
                 break
         results = Results.read(kind, output)
@@ -234,7 +233,7 @@ def _redraw(args: argparse.Namespace, kind: Kind[Any]) -> int:
         if args.plot:
             for path in kind.draw(results, args.output.with_suffix("")):
                 print(path)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # invalid values in a row
         raise UserError(
             f"--output {args.output} has an invalid row: {type(error).__name__} {error}\n"
             "fix: measure the row again, or delete it"

@@ -1,7 +1,6 @@
-"""A job: starts the ranks of a benchmark, runs its cells on each, and starts again after a cell terminated the ranks.
+"""A job: starts the ranks of a benchmark, runs its cells on each, and restarts the ranks if a cell terminated them.
 
-Rank 0 writes the rows. Ranks coordinate over gloo, separately from the measured communication, so this still works
-after a cell has failed.
+Rank 0 writes the rows. Ranks coordinate over a gloo group of their own, which still works after a cell has failed.
 """
 
 import json
@@ -28,11 +27,11 @@ from bmburst.runtime import start, watchdog
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst_ops.errors import KernelError
 
-REASON_FILE = "reason"  # in which a rank that ends the run writes the reason
+REASON_FILE = "reason"  # contains the reason if a rank ended the run
 _JOB_FILE = "job.json"
-# Exit statuses: 2 after bad input, which was already reported; of a rank whose GPU accepts no more work; from 128 on
-# after a signal.
-_BAD_INPUT, _LOST, _SIGNALS = 2, 3, 128
+_BAD_INPUT = 2  # exit status after invalid input, which was already reported
+_LOST = 3  # exit status of a rank whose GPU accepts no more work
+_SIGNALS = 128  # first exit status after a signal
 _PATIENCE = 20.0  # seconds that a failed rank waits for the others to finish the cell
 _RUN, _SKIP, _STOP = "run", "skip", "stop"
 
@@ -93,7 +92,7 @@ class Job:
 
 
 def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> int:
-    """Measure the job's cells into its file and return an exit status. It is 0 also if cells failed: rows record that.
+    """Measure the job's cells into its file and return an exit status: 0 even if cells failed, which rows record.
 
     Args:
         job: The job.
@@ -126,7 +125,7 @@ def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> 
             results.write(output)
             print(f"{lost.key}: {how}", file=sys.stderr, flush=True)
         elif untried == before:
-            return status  # not a cell's fault
+            return status  # no cell was tried: the ranks cannot start
     return 0
 
 
@@ -155,8 +154,8 @@ def run_rank(folder: Path) -> None:
     """Run one rank of the job in a folder, from its start to its end."""
     job = Job.read(folder)
     device = _begin(folder, runtime=job.runtime, tensor=job.tensor)
-    load_kind(job.kind).rank_run()(job, device, folder).run()  # after the start: it may import bmtrain
-    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
+    load_kind(job.kind).rank_run()(job, device, folder).run()  # imported after the start, since it may import bmtrain
+    dist.destroy_process_group()  # skipped after a failure, when it would wait for stuck ranks
 
 
 def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
@@ -198,25 +197,25 @@ class RankRun(ABC, Generic[C]):
         self.prepare()
         dist.all_reduce(torch.zeros(1, device=device))
         self.gauge = Gauge.begin(device)
-        self.results = job.results()  # only the first rank writes
+        self.results = job.results()  # only rank 0 writes
 
     def prepare(self) -> None:
-        """Create objects that all cells share, for example communicators. Every rank calls it."""
+        """Create objects that all cells share, for example communicators. All ranks call it."""
 
     def takes_part(self, cell: C) -> bool:
-        """Return whether this rank has anything to do in a cell."""
+        """Return whether this rank belongs to the ranks of a cell."""
         return self.rank < cell.ranks
 
     @abstractmethod
     def refusal(self, cell: C) -> str | None:
-        """Return why the cell cannot run, as far as it is known before, or None."""
+        """Return why the cell cannot run, as far as this is known before it starts, or None."""
 
     @abstractmethod
     def measure(self, cell: C) -> Row:
         """Measure a cell and return its row, without the status."""
 
     def run(self) -> None:
-        """Measure the cells; the first rank writes the file after each."""
+        """Measure the cells; rank 0 writes the file after each."""
         for cell in self.cells:
             decision = self._from_first(self._decide(cell) if self.rank == 0 else None)
             if decision == _STOP:
@@ -227,13 +226,13 @@ class RankRun(ABC, Generic[C]):
             self._try(cell)
 
     def _from_first(self, value: Any) -> Any:
-        """Return the first rank's value. Every rank calls it."""
+        """Return the value of rank 0 on all ranks. All ranks must call it."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def from_all(self, value: Any) -> list[Any]:
-        """Return every rank's value. Every rank calls it."""
+        """Return the values of all ranks. All ranks must call it."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -250,7 +249,7 @@ class RankRun(ABC, Generic[C]):
 
     def _try(self, cell: C) -> None:
         begun = time.perf_counter()
-        empty_cache()  # else memory that attention kept in the last cell would count for this one
+        empty_cache()  # buffers that attention kept from the last cell must not count
         self.gauge.clear()
         takes_part = self.takes_part(cell)
         reason = next((r for r in self.from_all(self.refusal(cell) if takes_part else None) if r), None)
@@ -277,12 +276,12 @@ class RankRun(ABC, Generic[C]):
             return {"status": FAILED, "reason": f"{type(error).__name__}: {one_line(error)}"}
 
     def _meet(self, cell: C, row: Row) -> None:
-        """Announce that this rank has finished the cell; if it failed, check that the others have finished too.
+        """Announce that this rank has finished the cell. If it failed, wait for the others.
 
-        It uses files, for ranks of one host, because no collective times out on a single rank.
+        Ranks of one host signal by files, because a collective cannot time out on only one rank.
 
         Raises:
-            RuntimeError: This rank failed and the others wait for it inside the cell. The ranks must be restarted.
+            RuntimeError: The others did not finish in time: they wait for this rank, and must be restarted.
         """
         signs = [self.folder / f"through.{self.cells.index(cell)}.{rank}" for rank in range(self.world)]
         signs[self.rank].touch()

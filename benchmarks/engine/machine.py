@@ -1,4 +1,4 @@
-"""The machine of a run: its ranks with plain collectives, its memory, and versions, hardware and commit for records."""
+"""The machine of a run: collectives between its ranks, GPU memory, and versions, hardware and commit for records."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ from bmburst.comm.memory import bytes_of
 from bmburst.outputs import replacing
 
 _USABLE = 0.92  # fraction of a device; the rest is for context, communicators and fragmentation
-_BEGINNING = 5  # letters of the line above a table by which it is found below what is written by hand
+_BEGINNING = 5  # characters of a table's first line that `notes_above` searches for
 _PACKAGES = (
     "triton",
     "flash-attn-4",
@@ -41,12 +41,12 @@ _PACKAGES = (
 
 
 def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
-    """Return the header of a run, as plain data for JSON.
+    """Return the header of a run, for JSON.
 
     Args:
         command: The command line.
         device: "cuda" or "cpu".
-        ranks: Ranks of the run.
+        ranks: Number of ranks.
     """
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -73,7 +73,7 @@ def require_gpu(module: str) -> None:
     """Exit with a message if there is no GPU.
 
     Args:
-        module: Name of the program, for example "benchmarks.biased".
+        module: Name of the module that needs it, for example "benchmarks.biased".
     """
     if not torch.cuda.is_available():
         sys.exit(f"{module} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
@@ -89,9 +89,9 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
 
 
 def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
-    """Print the table of a module's results. With a path, also `write_record`, and write the table next to it.
+    """Print the table of a module's results. With a path, also call `write_record`, and write the table as .md.
 
-    What is written by hand above the table of an earlier run stays.
+    Text that was written by hand above the table of an earlier run is kept.
     """
     write_record(path, module, ranks, **found)
     print(text)
@@ -102,13 +102,13 @@ def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: 
 
 
 def notes_above(text: str, table: str) -> str:
-    """Return what stands above the table of a record: nothing, where the file is as the run wrote it.
+    """Return the text above the table of a record; empty if the file contains only the table.
 
-    The table begins with its first row, or with the line above it. An earlier table may have had no such line.
+    The old table begins with the first line of the new one, or with its first row if it has no title.
 
     Args:
         text: The record.
-        table: The table that it is to have.
+        table: The new table.
     """
     begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
     head = (text if begins is None else text[: begins.start()]).rstrip()
@@ -156,11 +156,11 @@ class RankGroup:
     """The ranks that share a sequence.
 
     Attributes:
-        process_group: Theirs.
-        rank: This rank's number among them.
-        size: How many they are.
-        device: Where this rank's tensors live.
-        is_world: Whether they are all ranks of the run.
+        process_group: Their process group.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+        device: Device of this rank's tensors.
+        is_world: Whether the group contains all ranks of the run.
     """
 
     process_group: dist.ProcessGroup
@@ -171,15 +171,19 @@ class RankGroup:
 
     @classmethod
     def world(cls, device: torch.device) -> "RankGroup":
-        """Return all ranks of torch.distributed, which was started; `device`: this rank's."""
+        """Return the group of all ranks, after `init_process_group`.
+
+        Args:
+            device: This rank's device.
+        """
         assert dist.group.WORLD is not None
         return cls(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Return `[size, ...]`: part i is what rank i had for this one.
+        """Return `[size, ...]` whose part i was sent by rank i.
 
         Args:
-            parts: `[size, ...]` contiguous; part i goes to rank i.
+            parts: `[size, ...]`, contiguous; part i is sent to rank i.
         """
         received = torch.empty_like(parts)
         if self.size == 1:
@@ -188,7 +192,7 @@ class RankGroup:
         return received
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """Return `[size, ...]`: every rank's tensor, in rank order."""
+        """Return the tensors of all ranks, `[size, ...]`, in rank order."""
         received = part.new_empty((self.size, *part.shape))
         if self.size == 1:
             return received.copy_(part[None])
@@ -196,10 +200,10 @@ class RankGroup:
         return received
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of their `parts[rank]`.
+        """Return the sum over all ranks of `parts[rank]`, where `rank` is this rank's number.
 
         Args:
-            parts: `[size, ...]` contiguous.
+            parts: `[size, ...]`, contiguous.
         """
         received = torch.empty_like(parts[0])
         if self.size == 1:
@@ -208,20 +212,24 @@ class RankGroup:
         return received
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum over the ranks, or what else the operation is, in place, and return it."""
+        """Reduce a tensor over the ranks in place, by default with a sum, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
 
     def barrier(self) -> None:
-        """Wait until all ranks are here with nothing queued on their devices."""
+        """Wait until all ranks have called it and their devices are idle."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def rotate(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send a tensor to the next rank; return what comes from the one before, and what to wait for."""
+        """Start sending a tensor to the next rank and receiving one from the previous rank.
+
+        Returns:
+            The received tensor, and the works that must be waited for before it is read.
+        """
         received = torch.empty_like(tensor)
         to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         hops = [
@@ -232,7 +240,7 @@ class RankGroup:
 
 
 def start_ranks(**options: Any) -> torch.device:
-    """Start torch.distributed as a launcher's variables say, and return this rank's device.
+    """Initialize torch.distributed from the launcher's environment variables, and return this rank's device.
 
     Args:
         options: Further arguments of `torch.distributed.init_process_group`.
@@ -262,7 +270,7 @@ class Gauge:
 
     @classmethod
     def begin(cls, device: torch.device) -> "Gauge":
-        """Return a gauge at the start of a run, after its communicators but before its buffers are made."""
+        """Return a gauge. Call it after the run has created its communicators, and before its buffers."""
         return cls(device, beside_peak(device) if device.type == "cuda" else 0)
 
     def clear(self) -> None:

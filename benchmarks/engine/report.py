@@ -1,4 +1,4 @@
-"""Markdown tables and pictures that compare methods over a number, for all kinds of benchmarks."""
+"""Tables and pictures that compare methods over a number, such as tokens, for all kinds of benchmarks."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,23 +11,23 @@ from bmburst.amounts import short
 from bmburst.outputs import blank_picture, save_picture
 
 Rows = list[tuple[C, Row]]
-"""Rows that are compared, with their cells."""
+"""Cells and their rows."""
 
 
 def row_line(results: Results[C], cell: C) -> str:
-    """Return what is printed as a cell is done."""
+    """Return a cell's row in one line, printed when the cell is done."""
     row = results.rows[cell.key]
-    said = results.kind.describe(cell, row) if row["status"] == OK else reason_of(row)
-    return f"{cell.key}: {said}"
+    text = results.kind.describe(cell, row) if row["status"] == OK else reason_of(row)
+    return f"{cell.key}: {text}"
 
 
 def reason_of(row: Row) -> str:
-    """Return why a row has no measurement."""
+    """Return the status and the reason of a row without a measurement."""
     return f"{row['status']}: {row['reason']}"
 
 
 def markdown(results: Results[Any]) -> str:
-    """Return all tables and, below, what could not run and where it all ran."""
+    """Return all tables, followed by the reasons of failed cells and the headers of the runs."""
     notes: dict[str, int] = {}
     lines = results.kind.tables(results, notes)
     return "\n".join([*lines, *_what_did_not_run(notes), *_run_lines(results)]) + "\n"
@@ -36,12 +36,12 @@ def markdown(results: Results[Any]) -> str:
 def groups(
     rows: Iterable[tuple[C, Row]], key: Callable[[C], tuple[Any, ...]], title: Callable[[C], str]
 ) -> Iterator[tuple[str, Rows[C]]]:
-    """Yield a title and rows for every setting in which methods can be compared.
+    """Group rows into settings in which methods can be compared; yield a title and rows for each.
 
     Args:
-        rows: Of the suite.
-        key: What the cells of one setting share.
-        title: Of the setting, by its first cell.
+        rows: The rows of a suite.
+        key: Returns the key of a cell's setting.
+        title: Returns the title of a setting, for its first cell.
     """
     found: dict[tuple[Any, ...], Rows[C]] = {}
     for cell, row in rows:
@@ -51,12 +51,12 @@ def groups(
 
 
 def columns_of(rows: Rows[C], column: Callable[[C], int]) -> list[int]:
-    """Return the lengths, batch sizes or ranks that occur, ascending."""
+    """Return the columns of a table: the different values of `column`, for example lengths, in ascending order."""
     return sorted({column(cell) for cell, _ in rows})
 
 
 def by_method(rows: Rows[C], column: Callable[[C], int]) -> dict[str, dict[int, Row]]:
-    """Return each method's rows by column, methods in the order of the file."""
+    """Return each method's rows by column. Methods are in the order of the file."""
     found: dict[str, dict[int, Row]] = {}
     for cell, row in rows:
         found.setdefault(cell.method, {})[column(cell)] = row
@@ -64,34 +64,39 @@ def by_method(rows: Rows[C], column: Callable[[C], int]) -> dict[str, dict[int, 
 
 
 def rank_kind(cell: BaseCell) -> str:
-    """Return what a rank of the cell is."""
+    """Return "GPU" or "CPU rank"."""
     return "GPU" if cell.device == "cuda" else "CPU rank"
 
 
 def ranks_name(cell: BaseCell) -> str:
-    """Return where a cell runs, for example `2 GPUs`."""
+    """Return the ranks of a cell as text, for example `2 GPUs`."""
     return f"{cell.ranks} {rank_kind(cell)}{'s' if cell.ranks > 1 else ''}"
 
 
 def of_whom(cell: BaseCell) -> str:
-    """Return what a title calls the cell's method."""
+    """Return the name of the cell's method for titles: "bmburst" for ours."""
     return "bmburst" if cell.method == "ours" else cell.method
 
 
 def spread_name(ranks: int, chosen: dict[str, Any]) -> str:
-    """Return what `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
+    """Return the name of a strategy: the size of groups that exchange heads, and the strategy between the groups.
+
+    Args:
+        ranks: Number of ranks.
+        chosen: The row's "strategy": "heads", "outer" and "travellers".
+    """
     parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
     outside = chosen["outer"] if chosen["outer"] == "gather" else f"{chosen['outer']} ({chosen['travellers']} backward)"
     return " + ".join([*parts, *([outside] if ranks > chosen["heads"] else [])]) or "alone"
 
 
 def known(value: float | None, form: str = ".1f") -> str:
-    """Return a number, or a question mark where there is none."""
+    """Return a formatted number, or a question mark for None."""
     return "?" if value is None else format(value, form)
 
 
 def note(row: Row, notes: dict[str, int]) -> str:
-    """Return the mark of a row that has no measurement, and keep the reason in the notes under its number."""
+    """Return the reference to the note with the reason of a row without a measurement; add the note if it is new."""
     return f"- [{notes.setdefault(reason_of(row), len(notes) + 1)}]"
 
 
@@ -101,11 +106,11 @@ def grid(
     """Return a table of methods over columns.
 
     Args:
-        head: What the cells of the table say.
-        rows: What is compared; a missing one is left empty.
-        column: Returns a cell's number, by which the columns are ordered.
-        show: What a measured row says.
-        notes: Numbers of the reasons why rows have no measurement; reasons of this table are added.
+        head: Head of the first column: the meaning of the values.
+        rows: The rows. A missing one leaves its place in the table empty.
+        column: Returns a cell's column.
+        show: Returns the text of a measured row.
+        notes: Number of each reason why a row has no measurement. Reasons in this table are added.
     """
     columns = columns_of(rows, column)
     lines = [f"| {head} | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
@@ -117,14 +122,14 @@ def grid(
 
 
 def _what_did_not_run(notes: Mapping[str, int]) -> list[str]:
-    """Return the reasons that the tables point to."""
+    """Return the section with the notes of the tables."""
     if not notes:
         return []
     return ["## What did not run", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
 
 
 def _run_lines(results: Results[Any]) -> list[str]:
-    """Return where and by which commands it all ran."""
+    """Return the section with the machine, versions and command of each run."""
     used = sorted({row["run"] for row in results.rows.values()})
     lines = ["## Runs", ""]
     for number in used:
@@ -134,35 +139,35 @@ def _run_lines(results: Results[Any]) -> list[str]:
 
 
 def versions(run: Mapping[str, Any]) -> str:
-    """Return the versions of a run's software, by what `benchmarks.engine.machine.describe_run` said of it."""
+    """Return the software versions in a header of `benchmarks.engine.machine.describe_run`, as text."""
     names = ("python", "torch", "cuda", "cudnn", "nccl", "driver")
     stack = {name: run[name] for name in names if run.get(name)} | run["packages"]
     software = [f"bmburst {run['bmburst']} ({run['commit'] or 'unknown'})"]
     return ", ".join(software + [f"{name} {version}" for name, version in stack.items()])
 
 
-_ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
+_ONE_GPU_STYLE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
 _NAMES = MappingProxyType({"ours": "ours (bmburst)", "heads": "heads (bmburst)", ONE_GPU: "one GPU alone"})
 _MARKERS = "os^vDPX*<>"
-WIDTH, HEIGHT = 4.8, 4.4  # inches: on the narrow screen of a phone the letters can still be read
-_LETTERS = 54  # of a line of a title, in this width
+WIDTH, HEIGHT = 4.8, 4.4  # inches: small enough to be readable on a phone
+_LETTERS = 54  # characters per line of a title, at this width
 
 
-def panel(path: Path, says: str, setting: str, fill: Callable[[Any], None]) -> Path:
-    """Draw a picture of one panel, with a legend below it where lines have names, and return its path.
+def panel(path: Path, title: str, setting: str, fill: Callable[[Any], None]) -> Path:
+    """Draw a picture with one panel, and with a legend below it if lines have labels, and return its path.
 
     Args:
-        path: Where to.
-        says: What is drawn: the first line of the title.
-        setting: What it was measured with: the others.
+        path: Path of the picture.
+        title: Title.
+        setting: Subtitle: the setting of the measurement.
         fill: Draws into the axes.
     """
     figure = blank_picture(WIDTH, HEIGHT)
     axes = figure.subplots()
     fill(axes)
-    set_title(figure, says, setting)
+    set_title(figure, title, setting)
     axes.margins(x=0.05)
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
@@ -173,28 +178,28 @@ def panel(path: Path, says: str, setting: str, fill: Callable[[Any], None]) -> P
 
 
 def scale_heights(axes: Any, *, logarithmic: bool = False) -> None:
-    """Let heights begin at 0, or be logarithmic."""
+    """Let the y axis start at 0, or make it logarithmic."""
     if logarithmic:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
 
 
-def set_title(figure: Any, says: str, setting: str) -> None:
-    """Give a figure of that width a title in lines that fit."""
-    begun = says[:1].upper() + says[1:]
-    lines = [line for text in (begun, setting) for line in textwrap.wrap(text, _LETTERS)]
+def set_title(figure: Any, title: str, setting: str) -> None:
+    """Set title and subtitle of a figure of width `WIDTH`, wrapped to fit."""
+    capitalized = title[:1].upper() + title[1:]
+    lines = [line for text in (capitalized, setting) for line in textwrap.wrap(text, _LETTERS)]
     figure.suptitle("\n".join(lines), fontsize=10)
 
 
 def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Callable[[Row], float | None]) -> None:
-    """Draw a line for each method over what the rows are compared by, equally far apart.
+    """Draw a line for each method over equally spaced columns.
 
     Args:
-        axes: Where.
-        rows: What is compared.
-        column: Returns a cell's number, by which the rows are ordered.
-        value: Returns a measured row's height, or None where it has none.
+        axes: The axes.
+        rows: The rows.
+        column: Returns a cell's column.
+        value: Returns a measured row's value, or None if it has none.
     """
     columns, found = columns_of(rows, column), by_method(rows, column)
     styles = _styles_of(list(found))
@@ -208,14 +213,14 @@ def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Ca
 
 
 def is_measured(rows: Rows[C]) -> bool:
-    """Return whether there is anything to draw."""
+    """Return whether any of the rows has a measurement."""
     return any(row["status"] == OK for _, row in rows)
 
 
 def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """Return matplotlib's options by method: warm colours for ours, cold ones for the peers.
+    """Return matplotlib's options by method: warm colours for ours, cold ones for peers.
 
-    A marker tells those of one colour apart.
+    Markers distinguish methods with the same colour.
     """
     styles: dict[str, dict[str, Any]] = {}
     counts = {True: 0, False: 0}
@@ -223,7 +228,7 @@ def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
         is_ours = method.startswith("ours")
         palette, number = (_OURS if is_ours else _PEERS), counts[is_ours]
         if method == ONE_GPU:
-            styles[method] = dict(_ALONE)
+            styles[method] = dict(_ONE_GPU_STYLE)
             continue
         counts[is_ours] += 1
         styles[method] = {

@@ -1,4 +1,4 @@
-"""Times calls on the slowest rank, in alternation; records a profiler timeline of one, and draws the overlap in it."""
+"""Times alternating calls on the slowest rank, and records and draws profiler timelines."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from benchmarks.engine.report import WIDTH, save_figure, set_title
 from bmburst.comm.streams import CALLS
 from bmburst.outputs import blank_picture, is_picture, require_own
 
-LEAST = 3  # rounds that are measured however long they take
+LEAST = 3  # measured rounds, however long they take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +26,10 @@ class Times:
     """Times of one call, in milliseconds.
 
     Attributes:
-        median: Of all.
-        least: The shortest.
-        most: The longest.
-        count: How many.
+        median: Median.
+        least: Minimum.
+        most: Maximum.
+        count: Number of measurements.
     """
 
     median: float
@@ -39,7 +39,7 @@ class Times:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> "Times":
-        """Return those of some measurements."""
+        """Return the statistics of measurements in milliseconds."""
         return cls(
             median=statistics.median(milliseconds),
             least=min(milliseconds),
@@ -67,9 +67,9 @@ def milliseconds_between(before: torch.cuda.Event | float, after: torch.cuda.Eve
 
 
 def once(call: Callable[[], object], group: RankGroup) -> float:
-    """Return the milliseconds of one call on the slowest rank. Every rank of the group calls it.
+    """Return the milliseconds of one call on the slowest rank. All ranks of the group must call it.
 
-    All ranks begin together with nothing queued, so what the host needs to launch the work is in the time.
+    The devices are idle when the ranks start, so the time includes launch overhead of the host.
     """
     group.barrier()
     before = mark(group.device)
@@ -80,12 +80,12 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
 
 
 def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
-    """Return the seconds that this GPU is busy with a call, and those that the host is.
+    """Return the seconds of a call on this GPU, and the seconds of its launch on the host.
 
     Args:
-        call: What is measured.
-        scratch: Memory that is written before, so that the GPU's caches are empty and it is busy during the launch.
-            None: the GPU has nothing else to do.
+        call: The call.
+        scratch: Memory that is written before the call. This flushes the GPU's caches and hides the launch. None: the
+            GPU is idle before the call.
     """
     device = torch.device("cuda")
     if scratch is None:
@@ -104,7 +104,7 @@ def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None)
 def median_seconds(
     calls: Sequence[Callable[[], object]], scratch: torch.Tensor | None = None, *, repeats: int, warm_up: int
 ) -> list[tuple[float, float]]:
-    """Return the medians of `gpu_seconds` of calls, taken in turns after so many rounds that are not measured."""
+    """Return the medians of `gpu_seconds` for each call. Calls alternate, and `warm_up` rounds are not measured."""
     rounds = [[gpu_seconds(call, scratch) for call in calls] for _ in range(warm_up + repeats)][warm_up:]
     by_call = [zip(*times, strict=True) for times in zip(*rounds, strict=True)]
     return [(statistics.median(gpu), statistics.median(host)) for gpu, host in by_call]
@@ -113,23 +113,24 @@ def median_seconds(
 def in_turns(
     *calls: Callable[[], object], group: RankGroup, repeats: int, seconds: float
 ) -> tuple[tuple[float, ...], ...]:
-    """Measure calls in turns, round by round.
+    """Measure calls in rounds; each round calls all of them once.
 
     Args:
-        calls: What is measured, in this order.
+        calls: The calls, in this order.
         group: The ranks.
-        repeats: Rounds to measure.
-        seconds: About how long all rounds may take; fewer are then measured, `LEAST` or `repeats` at least.
+        repeats: Largest number of rounds.
+        seconds: Approximate time of all rounds. If it does not suffice, fewer rounds are measured, but at least
+            `min(LEAST, repeats)`.
 
     Returns:
-        For each call its milliseconds, round by round.
+        For each call its milliseconds in each round, on the slowest rank.
     """
 
     def once_each() -> tuple[float, ...]:
         return tuple(once(call, group) for call in calls)
 
-    # Kernels are compiled, buffers and communicators made, short kernels recorded. Long calls need no second round for
-    # clocks to settle. What `once` returns is equal on all ranks: they agree on what follows without another word.
+    # Warm-up compiles kernels, creates buffers and communicators, and records CUDA graphs of short calls. One round is
+    # enough for long calls. `once` returns the same time on all ranks, so they agree on the number of rounds.
     for _ in range(CALLS):
         if sum(once_each()) > seconds * 1e3 / 4:
             break
@@ -140,7 +141,7 @@ def in_turns(
 
 
 def quotient(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over the rounds of one call's time over another's."""
+    """Return the median over the rounds of the ratio of two calls' times."""
     return statistics.median(one / other for one, other in zip(times, others, strict=True))
 
 
@@ -165,7 +166,7 @@ def beside_one_gpu(
 
 
 Span = tuple[float, float]
-"""Begin and end, in milliseconds since the first one of the timeline."""
+"""Start and end in milliseconds, relative to the first span of the timeline."""
 
 ATTENTION, PRODUCTS, OTHER = "attention", "matrix products", "other kernels"
 NCCL, PEERS, HOST = "NCCL's kernels", "copies between GPUs", "copies to and from the host"
@@ -179,14 +180,14 @@ _COLOURS = {
     HOST: "#8c510a",
     INSIDE: "#80cdc1",
 }
-_TAIL = 8192  # bytes at the end of a timeline that hold its path
+_TAIL = 8192  # bytes at the end of a timeline that contain its path
 _COMPUTE, _MOVES = (ATTENTION, PRODUCTS, OTHER), (NCCL, PEERS, HOST, INSIDE)
-_NAMES = (  # the first that is found in an event's name says what it is
+_NAMES = (  # the first pattern that matches an event's name determines its kind
     (NCCL, "^nccl"),
     (PEERS, "memcpy ptop"),
     (HOST, "memcpy (htod|dtoh)"),
     (INSIDE, "memcpy"),
-    (ATTENTION, "flash|fmha|attention|^(forward|keys|queries)_kernel"),  # the last are our own in Triton
+    (ATTENTION, "flash|fmha|attention|^(forward|keys|queries)_kernel"),  # the last are bmburst's Triton kernels
     (PRODUCTS, "gemm|nvjet|cutlass|xmma"),
 )
 
@@ -194,16 +195,16 @@ _NAMES = (  # the first that is found in an event's name says what it is
 def record_timeline(
     call: Callable[[], object], folder: Path, name: str, title: tuple[str, str], group: RankGroup
 ) -> None:
-    """Write `FOLDER/NAME.json` on the first rank, for chrome://tracing or Perfetto, and of GPUs a picture beside it.
+    """Record one call on rank 0 and write `FOLDER/NAME.json`, for chrome://tracing or Perfetto. All ranks must call it.
 
-    Every rank calls it.
+    For GPUs, a picture with the same name is drawn.
 
     Args:
-        call: What is recorded, once, warm.
-        folder: Where the file goes.
-        name: Its name; slashes become points.
-        title: In words: what is called, and the setting.
-        group: The ranks that call.
+        call: The call, after warm-up.
+        folder: Folder of the file.
+        name: Name of the file; slashes are replaced by points.
+        title: Title and subtitle of the picture.
+        group: The ranks.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -237,10 +238,10 @@ def require_timelines(folder: Path, names: Iterable[str]) -> None:
 
     Args:
         folder: See `record_timeline`.
-        names: Of all timelines to record.
+        names: Names of all timelines to record.
 
     Raises:
-        UserError: One of the files is something else.
+        UserError: One of the files was not written by `record_timeline`.
     """
     for path in (timeline_file(folder, name) for name in names):
         require_own("--trace", path, "a timeline of bmburst bench", _is_timeline)
@@ -248,7 +249,7 @@ def require_timelines(folder: Path, names: Iterable[str]) -> None:
 
 
 def _is_timeline(path: Path) -> bool:
-    """Return whether torch's profiler wrote a file under this name: it ends a timeline with the file's path."""
+    """Return whether torch's profiler wrote the file: a timeline ends with the path to which it was written."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         end = file.read().decode("utf-8", "replace")
@@ -256,10 +257,10 @@ def _is_timeline(path: Path) -> bool:
 
 
 def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
-    """Return what ran on the GPU by kind, each kind's spans in order and joined where they touch.
+    """Return the spans of GPU activity by kind, sorted, with overlapping spans merged.
 
     Args:
-        events: `traceEvents` of a timeline of torch's profiler: times in microseconds.
+        events: `traceEvents` of a timeline of torch's profiler, with times in microseconds.
     """
     found: dict[str, list[Span]] = {}
     for event in events:
@@ -271,11 +272,16 @@ def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
 
 
 def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
-    """Return which share of the time in which something moves a kernel computes, 0 to 1; spans as `lanes` has them."""
+    """Return the fraction of transfer time during which a kernel runs, 0 to 1.
+
+    Args:
+        moving: Spans of transfers, as returned by `lanes`.
+        computing: Spans of kernels, sorted and disjoint.
+    """
     whole = sum(b - a for a, b in moving)
     if not whole or not computing:
         return 0.0 if whole else 1.0
-    # A step has thousands of either: no pair of them is looked at, but how long kernels had computed by each edge.
+    # A step has thousands of both. Interpolating the cumulated kernel time at the edges of transfers avoids pairs.
     kernels = np.array(computing)
     computed = np.cumsum(kernels[:, 1] - kernels[:, 0])
     edges = np.stack((np.append(0.0, computed[:-1]), computed), axis=1)
@@ -287,12 +293,12 @@ def draw_timeline(trace: Path, picture: Path, title: tuple[str, str]) -> Path | 
     """Draw a timeline of one GPU.
 
     Args:
-        trace: What `record_timeline` wrote.
-        picture: Where to.
+        trace: A file of `record_timeline`.
+        picture: Path of the picture.
         title: See `record_timeline`.
 
     Returns:
-        The picture's path, or None where no GPU took part.
+        The picture's path, or None if the timeline has no GPU activity.
     """
     found = lanes(json.loads(trace.read_text())["traceEvents"])
     if not found:
@@ -305,11 +311,11 @@ def draw_timeline(trace: Path, picture: Path, title: tuple[str, str]) -> Path | 
 def draw_lanes(
     found: Mapping[str, Sequence[Span]], labels: Mapping[str, str], picture: Path, title: tuple[str, str]
 ) -> Path:
-    """Draw spans by kind, one lane below the other, each with its label above it, and return the picture's path."""
+    """Draw the spans of each kind in a lane with a label, and return the picture's path."""
     figure = blank_picture(WIDTH, 1.3 + 0.55 * len(found))
     axes = figure.subplots()
     for row, (kind, spans) in enumerate(found.items()):
-        # With a line around it a span of less than a pixel is seen.
+        # An outline makes spans shorter than a pixel visible.
         axes.broken_barh([(a, b - a) for a, b in spans], (row - 0.1, 0.5), color=_COLOURS[kind], linewidth=0.5)
         axes.text(0.01, row - 0.16, labels[kind], transform=axes.get_yaxis_transform(), fontsize=9)
     axes.set_yticks([])

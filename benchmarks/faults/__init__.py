@@ -1,8 +1,7 @@
-"""Fault injection: the kinds of faults, their list of a record, and how each disturbs a run.
+"""Fault injection: the kinds of faults, the list of faults for a seed, and faults of disks, files and nodes.
 
-A seed determines the list. `programs` starts and watches runs. `inject` interrupts the processes of a run, resumes it
-and compares it with an undisturbed run; faults of disks, files and nodes are here. `python -m benchmarks.faults` writes
-the record of the outcomes.
+`programs` starts and watches runs. `inject` interrupts the processes of a run, resumes it and compares it with an
+undisturbed run. `python -m benchmarks.faults` writes the record of the outcomes.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ SEEN = re.compile(
     r"not a token file|cannot be read|different",
     re.IGNORECASE,
 )
-"""Messages of a run about a damaged file."""
+"""Matches a run's messages about a damaged file."""
 SingleFault = Callable[[Workspace, Fault, Path], FaultOutcome]
 _LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
 _SLOW_MBIT = 2.0
@@ -58,8 +57,8 @@ class FaultKind:
 
     Attributes:
         title: Its name in records.
-        points: The number of such faults in a full record.
-        moments: When faults happen; of flips, the part of the file.
+        points: Number of faults of this kind in a full record.
+        moments: When faults happen; for flips, the part of the file.
         targets: The processes or files that are affected.
     """
 
@@ -116,7 +115,7 @@ def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
 
 
 class FullDiskRun(DisturbedRun):
-    """A run whose disk becomes full at some moment, except for some kilobytes."""
+    """A run whose disk becomes full, except for some kilobytes."""
 
     def __init__(self, bench: Workspace, place: Path, report: ReportOutcome) -> None:
         self._is_mounted = bench.disk(place)
@@ -145,9 +144,9 @@ class FullDiskRun(DisturbedRun):
     def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
         """See `DisturbedRun.judge`: the message has a fix."""
         (status,) = program.statuses
-        if status == 0 or (status in (1, 2) and "room" in program.said):
+        if status == 0 or (status in (1, 2) and "room" in program.stderr):
             return []
-        return [f"status {status}: {program.last_words}"]
+        return [f"status {status}: {program.last_lines}"]
 
 
 def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
@@ -155,7 +154,7 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
     (cache,) = (place / "tokens").glob("*.tokens")
-    if fault.target == TOKEN_FILE:  # make the copy a run that started from a token file
+    if fault.target == TOKEN_FILE:  # change the configuration to that of a run that reads a token file
         path = cache.rename(place / "text.tokens")
         settled = json.loads((run / "config.json").read_text())
         settled["data"]["source"] = str(path)
@@ -169,12 +168,12 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     left = program.end(LIMIT + 5 * bench.base().timing.total)
     (status,) = program.statuses
     is_made_anew = fault.target == TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
-    is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
-    problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
+    is_seen = status != 0 or is_made_anew or SEEN.search(program.stderr) is not None
+    problems = ["traceback: " + program.last_lines] if "Traceback" in program.stderr else []
     if is_seen and status not in (0, 2):
-        problems.append(f"status {status}: {program.last_words}")
+        problems.append(f"status {status}: {program.last_lines}")
     if is_seen and status != 0 and has_older and fault.target in CHECKPOINT_FILES:
-        problems.append(f"no fall back to the older checkpoint: {program.last_words}")
+        problems.append(f"no fall back to the older checkpoint: {program.last_lines}")
     difference = bench.base().difference(run, complete=True) if status == 0 else ""
     outcome = FaultOutcome(
         fault,
@@ -183,7 +182,7 @@ def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
         differs=bool(difference),
         unseen=not is_seen,
         problems=(*problems, *([difference] if difference else [])),
-        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_words}",
+        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_lines}",
     )
     bench.finished(program)
     shutil.rmtree(place)
@@ -221,11 +220,11 @@ def pair(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     left = sum(program.end(LIMIT + 5 * bases[0].timing.total) for program in both)
     seconds = time.monotonic() - both[0].started
     statuses = [program.statuses[0] for program in both]
-    problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
-    said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
+    problems = [f"traceback: {program.last_lines}" for program in both if "Traceback" in program.stderr]
+    text = f"statuses {statuses}: {' // '.join(program.last_lines for program in both)}"
     won = [bases[seed] for seed, status in zip(seeds, statuses, strict=True) if status == 0]
     if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
-        problems.append(said)
+        problems.append(text)
     differences = [base.difference(run, complete=True) for base in won[:1]]
     if is_fresh and len(won) == 1:
         asked, settled = (json.loads((at / "config.json").read_text()) for at in (won[0].folder, run))
@@ -235,7 +234,7 @@ def pair(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
     for program in both:
         bench.finished(program)
     shutil.rmtree(place)
-    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
+    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=text)
 
 
 class TwoNodeRun(DisturbedRun):
@@ -301,10 +300,10 @@ class TwoNodeRun(DisturbedRun):
         """See `DisturbedRun.judge`: a slow node changes nothing; a lost node ends the other one with a message."""
         statuses = program.statuses
         if fault.target == "slow 1":
-            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_words}"]
-        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.said):
+            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_lines}"]
+        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.stderr):
             return []
-        return [f"statuses {statuses}: {program.last_words}"]
+        return [f"statuses {statuses}: {program.last_lines}"]
 
 
 @contextlib.contextmanager

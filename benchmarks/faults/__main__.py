@@ -1,11 +1,11 @@
 """Injects faults into small training runs and writes a record: `python -m benchmarks.faults --output FILE.md`.
 
 Faults are kill -9, SIGTERM, SIGSTOP, a full disk, flipped bits, two runs in one folder, and lost or slow nodes. Each
-run is then resumed and compared with an undisturbed run. `--seed` alone determines the faults; `--list` prints them.
-Each outcome is written to the JSON file beside the record at once; `--resume` continues with the missing ones. Needs
-Linux. As root, the full disk is a small tmpfs (else a limit on the size of files), and nodes are network namespaces
-(else faults of nodes are skipped, and the record says so). Exit status: 0 if all outcomes are good, 1 if not, 2 for bad
-options.
+run is then resumed and compared with an undisturbed run. The faults depend only on `--seed`, `--kinds` and `--points`;
+`--list` prints them. The record and its JSON file are written after each outcome; `--resume` continues with the missing
+ones. Requires Linux. As root, the full disk is a small tmpfs (else a limit on the size of files), and nodes are network
+namespaces (else faults of nodes are skipped, with a note in the record). Exit status: 0 if all outcomes are good, 1 if
+not, 2 for invalid options.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class OutcomeLog:
                 partial.write_text(text)
 
     def go_on(self) -> list[Fault]:
-        """Read the outcomes of this list and commit from the JSON file; return the faults that remain."""
+        """Read outcomes of the planned faults at this commit from the JSON file, and return the remaining faults."""
         path = None if self._output is None else self._output.with_suffix(".json")
         if path is not None and path.is_file():
             data = json.loads(path.read_text())
@@ -116,13 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = log.go_on() if args.resume else list(planned)
     signal.signal(signal.SIGTERM, _leave)
     if not _own_mounts():
-        log.say("mounts are not this process's own: should it be killed by SIGKILL, they stay")
+        log.say("without a private mount namespace, mounts remain if this process is killed by SIGKILL")
     folder = Path(tempfile.mkdtemp(prefix="bmburst-faults-", dir=args.scratch))
     try:
         with Workspace(folder, log.say) as bench:
             inject_faults(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
     except KeyboardInterrupt:
-        log.say("ended; --resume goes on")
+        log.say("interrupted; --resume continues")
         return 130
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +165,7 @@ def inject_faults(bench: Workspace, planned: Sequence[Fault], log: OutcomeLog, *
             raise
     if of_kind["node"] and time.monotonic() < until:
         if (problem := netns.refusal()) is not None:
-            log.note(f"Lost and slow nodes are left out: {problem}.")
+            log.note(f"Lost and slow nodes are skipped: {problem}.")
             return
         with nodes(bench, bench.folder / "nodes", log.add) as chain:
             _chain(chain, of_kind["node"], until)
@@ -187,7 +187,7 @@ def _chain(chain: DisturbedRun, planned: Sequence[Fault], until: float) -> None:
 def _single(single: SingleFault, bench: Workspace, place: Path, fault: Fault, log: OutcomeLog, until: float) -> None:
     if time.monotonic() < until:
         outcome = single(bench, fault, place)
-        if not bench.is_over:  # else it was killed at the end of the harness
+        if not bench.is_over:  # otherwise the workspace killed the run
             log.add(outcome)
 
 
@@ -200,12 +200,12 @@ def _parser() -> argparse.ArgumentParser:
     counts = ", ".join(f"{name} {kind.points}" for name, kind in KINDS.items())
     parser.add_argument("--points", type=int, metavar="N", help=f"faults of each kind; default: {counts}")
     parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B", help=f"default: {','.join(KINDS)}")
-    parser.add_argument("--seed", type=int, default=0, help="decides what happens when; default 0")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no new point after so many; default 600")
+    parser.add_argument("--seed", type=int, default=0, help="determines the faults; default 0")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no fault after this time; default 600")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; default 2")
     parser.add_argument("--output", type=Path, help="the record; default benchmarks/results/faults_<machine>.md")
-    parser.add_argument("--scratch", type=Path, help="folder to work in; default: the system's for temporary files")
-    parser.add_argument("--resume", action="store_true", help="keep the points that the JSON beside it has")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary files; default: the system's")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes in the JSON file beside the record")
     parser.add_argument("--list", action="store_true", help="print the faults and do nothing")
     return parser
 
@@ -288,7 +288,7 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
         "",
         "## What was not as it should be",
         "",
-        *([f"- {_said(outcome)}" for outcome in bad] or ["Nothing."]),
+        *([f"- {_errors(outcome)}" for outcome in bad] or ["Nothing."]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -304,7 +304,7 @@ JSON."""
 
 
 def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
-    """Return how often each state of the checkpoint folder was found after a kill."""
+    """Return a list with the number of kills by moment and state of the checkpoint folder."""
     places: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.fault.kind == "kill":
@@ -313,7 +313,8 @@ def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
     return [f"- {place}: {count}" for place, count in sorted(places.items())] or ["No point."]
 
 
-def _said(outcome: FaultOutcome) -> str:
+def _errors(outcome: FaultOutcome) -> str:
+    """Return a fault and the errors of its outcome in one line."""
     wrong = [
         f"{outcome.survivors} survivors" if outcome.survivors else "",
         "differs" if outcome.differs else "",

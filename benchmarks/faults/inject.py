@@ -78,7 +78,7 @@ class Workspace:
     def end(self) -> None:
         """Refuse to start further runs, and kill the running ones."""
         self.is_over = True
-        with self._lock:  # no run is being started now
+        with self._lock:  # `program` is not starting a run
             programs.kill_all(f"{self.mark}/")
 
     def words(self, run: Path, *, fresh: bool, seed: int = 0) -> list[str]:
@@ -130,7 +130,7 @@ class Workspace:
         """
         left = program.end(LIMIT)
         if any(program.statuses) or left:
-            raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
+            raise RuntimeError(f"the undisturbed run failed, {left} processes remain:\n{program.stderr}")
         self.finished(program)
 
     def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
@@ -233,11 +233,11 @@ class DisturbedRun:
             self.bench.finished(program)
             return False
         found = programs.left_in(self.run)
-        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_words}"]
+        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_lines}"]
         problems += self.judge(fault, program) if met else []
-        problems += ["traceback: " + program.last_words] if "Traceback" in program.said else []
+        problems += ["traceback: " + program.last_lines] if "Traceback" in program.stderr else []
         if fault.target != "all" and any(program.scratch.glob("bmburst-launch-*")):
-            problems.append("the launcher's folder stays behind")
+            problems.append("the launcher's folder remains")
         if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
             problems.append(f"the checkpoint of step {newest_lost} is lost")
         self._settle(complete=False)
@@ -255,7 +255,7 @@ class DisturbedRun:
         program = self.start(fresh=fresh)
         left = program.end(LIMIT + 5 * self.base.timing.total)
         if left or any(program.statuses):
-            self._fault_of_pending(f"the run does not go on: {program.statuses}, {left} left: {program.last_words}")
+            self._fault_of_pending(f"the run does not resume: {program.statuses}, {left} left: {program.last_lines}")
         self._settle(complete=True)
         self.bench.finished(program)
 
@@ -273,7 +273,7 @@ class DisturbedRun:
         if difference:
             self._fault_of_pending(f"differs: {difference}", differs=True)
             self._wipe()
-        if self._pending is not None and not self.bench.is_over:  # else it was killed at the end of the harness
+        if self._pending is not None and not self.bench.is_over:  # otherwise the workspace killed the run
             self._report(self._pending)
         self._pending = None
 
@@ -298,9 +298,9 @@ class KilledRun(DisturbedRun):
         """See `DisturbedRun.judge`: a killed launcher prints nothing; the message names a killed rank."""
         (status,) = program.statuses
         if fault.target in ("launcher", "all"):
-            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_words}"]
-        is_named = f"{fault.target} was killed by SIGKILL" in program.said
-        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_words}"]
+            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_lines}"]
+        is_named = f"{fault.target} was killed by SIGKILL" in program.stderr
+        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_lines}"]
 
 
 class TerminatedRun(DisturbedRun):
@@ -318,11 +318,11 @@ class TerminatedRun(DisturbedRun):
             allowed.add(-signal.SIGTERM)  # its signal handler may not be installed yet
         if fault.target == "launcher" and programs.newest(self.run) == STEPS:
             allowed.add(-signal.SIGTERM)  # the run is complete, and the handler was removed
-        return [] if status in allowed else [f"status {status}: {program.last_words}"]
+        return [] if status in allowed else [f"status {status}: {program.last_lines}"]
 
 
 class StoppedRun(DisturbedRun):
-    """A run of which one rank receives SIGSTOP."""
+    """A run in which one rank receives SIGSTOP."""
 
     @property
     def patience(self) -> int:
@@ -345,23 +345,23 @@ class StoppedRun(DisturbedRun):
     def judge(self, fault: Fault, program: Program) -> list[str]:
         """See `DisturbedRun.judge`: the first rank in the message is the stopped one."""
         (status,) = program.statuses
-        named = re.search(r"\brank \d+", program.said)
+        named = re.search(r"\brank \d+", program.stderr)
         if status == 0:
             return []
         if named is None or status != 1:
-            return [f"status {status}: {program.last_words}"]
-        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
+            return [f"status {status}: {program.last_lines}"]
+        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.stderr, named[0])}"]
 
 
 def _signal(program: Program, target: str, signum: signal.Signals) -> None:
-    """Send a signal; a rank that is not there yet is waited for."""
+    """Send a signal to the target; wait for a rank that has not started yet."""
     found: list[int] = []
 
-    def is_there() -> bool:
+    def has_started() -> bool:
         found[:] = program.of_target(target)
         return bool(found)
 
-    wait_for(is_there, program)
+    wait_for(has_started, program)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)

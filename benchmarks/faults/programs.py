@@ -1,4 +1,4 @@
-"""Starts training runs, follows them to the moment of a fault by the files they write, and finds their processes."""
+"""Starts training runs, observes their progress by the files they write, and finds their processes."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ _POLL, _LONGEST = 0.001, 300.0  # seconds
 
 
 def processes(mark: str) -> dict[int, int | None]:
-    """Return the living processes whose mark has this prefix: from process id to rank, None for other processes."""
+    """Return the living processes whose mark has this prefix, as process id to rank; None if it has no rank."""
     wanted, found = f"{_MARK}={mark}".encode(), dict[int, int | None]()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -48,10 +48,7 @@ def processes(mark: str) -> dict[int, int | None]:
 
 
 def kill_all(mark: str) -> int:
-    """Kill all processes whose mark has this prefix; return how many there were at first.
-
-    It gives up after 30 seconds.
-    """
+    """Kill all processes whose mark has this prefix, for at most 30 seconds; return their initial number."""
     first = found = processes(mark)
     until = time.monotonic() + 30
     while found and time.monotonic() < until:
@@ -69,7 +66,7 @@ class Program:
     Args:
         commands: For each launcher, a command prefix and the arguments of `bmburst`.
         place: Folder for output and temporary files of this start; it is deleted and created.
-        mark: A unique name of this start, no prefix of another.
+        mark: A unique name of this start.
     """
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Sequence[str]]], place: Path, mark: str) -> None:
@@ -102,14 +99,14 @@ class Program:
         return [launcher.poll() for launcher in self.launchers]
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         """The standard error of launchers and ranks."""
         return "".join(file.read_text(errors="replace") for file in self._errors)
 
     @property
-    def last_words(self) -> str:
-        """The last lines of `said`, joined to one line."""
-        lines = [line.split("\r")[-1].strip() for line in self.said.splitlines()]
+    def last_lines(self) -> str:
+        """The last lines of `stderr`, joined into one line."""
+        lines = [line.split("\r")[-1].strip() for line in self.stderr.splitlines()]
         return " / ".join(line for line in lines[-4:] if line)[-400:]
 
     def processes(self) -> dict[int, int | None]:

@@ -20,15 +20,15 @@ from bmburst.plan.inference import InferenceWork
 from bmburst.schedule.hardware import Hardware
 
 _KIB = 1024
-# Models that are measured: the presets, and a small one.
+# Measured models: the presets, and a small one.
 SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
-    # Weights large enough that attention decides on the greedy tokens, so that methods can be compared by them.
+    # With init_std 0.2, greedy tokens depend on attention, so they show whether methods agree.
     {**PRESETS, "tiny": replace(PRESETS["llama-tiny"], num_layers=2, head_dim=16, init_std=0.2)}
 )
 CAUSAL, FULL = "causal", "full"
 MASKS = (CAUSAL, FULL)
-_MASKED = 2e-9  # seconds of the host for each score of a head that the reference kernel masks
-WARM_TOKENS, WARM_STEPS = 2048, 4  # of the prompt and the answer that are not measured
+_MASKED = 2e-9  # host seconds per score of a head that the reference kernel masks
+WARM_TOKENS, WARM_STEPS = 2048, 4  # tokens of the prompt and of the answer in warm-up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +36,10 @@ class InferenceMethod:
     """One way to answer prompts.
 
     Attributes:
-        name: In cells.
-        cache: How it splits the KV cache, one of `bmburst.schedule.cache_split.CACHES`.
-        peer: Whether prefill is another method's, in `benchmarks.inference.peers`.
-        deals_heads: Whether each rank needs as many query and KV heads as every other.
+        name: Name in cells.
+        cache: Split of the KV cache over ranks; one of `bmburst.schedule.cache_split.CACHES`.
+        peer: Whether prefill is in `benchmarks.inference.peers` instead of bmburst's.
+        deals_heads: Whether the numbers of query and KV heads must divide by the ranks.
         is_materialised: Whether attention writes its scores to memory.
     """
 
@@ -58,9 +58,9 @@ METHODS: Mapping[str, InferenceMethod] = MappingProxyType(
         for method in (
             InferenceMethod(name=HEADS, cache="auto"),
             InferenceMethod(name=TOKENS, cache="tokens"),
-            # A ring over tiles of own tokens, with the kernel that materialises scores.
+            # A ring with the kernel that materialises scores.
             InferenceMethod(name=NO_LAO, cache="tokens", is_materialised=True),
-            # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
+            # Megatron tensor parallelism (arXiv:1909.08053), and with sequence parallelism (arXiv:2205.05198)
             InferenceMethod(name=TENSOR_V1, peer=True, deals_heads=True),
             InferenceMethod(name=TENSOR_V3, peer=True, deals_heads=True),
             # Ring self-attention of Li et al. (arXiv:2105.13120)
@@ -72,12 +72,12 @@ METHODS: Mapping[str, InferenceMethod] = MappingProxyType(
 
 
 class Suite(NamedTuple):
-    """What a suite measures where the options do not say.
+    """The defaults of a suite.
 
     Attributes:
-        models: Presets with the longest prompt of each.
-        first: The shortest prompt; between them every power of two.
-        masks: Of attention in prefill.
+        models: Presets with the length of the longest prompt of each.
+        first: Length of the shortest prompt. Lengths are the powers of two in this range.
+        masks: Masks of attention in prefill, by preset; causal for others.
         batches: Prompts at once.
     """
 
@@ -105,12 +105,12 @@ class InferenceCell(BaseCell):
     Attributes:
         suite: One of `SUITES`.
         method: One of `METHODS`.
-        dtype: Of weights and cache.
+        dtype: Dtype of weights and cache.
         model: A name of `SHAPES`.
-        tokens: Of each prompt.
+        tokens: Tokens of each prompt.
         batch: Prompts at once.
-        mask: One of `MASKS`: of attention in prefill.
-        new_tokens: Of each answer.
+        mask: Mask of attention in prefill; one of `MASKS`.
+        new_tokens: Tokens of each answer.
     """
 
     model: str
@@ -126,7 +126,7 @@ class InferenceCell(BaseCell):
 
     @property
     def work(self) -> InferenceWork:
-        """What the cell computes and reads at least."""
+        """FLOPs and bytes of the cell, for its bounds."""
         return InferenceWork(
             config=self.config,
             batch=self.batch,
@@ -141,7 +141,7 @@ class InferenceCell(BaseCell):
         return f"{self.suite}/{self.model}/{tokens}/{self.mask}/{self.method}"
 
     def refusal(self) -> str | None:
-        """Return why the cell cannot run, as far as it is known before any tensor is made, or None."""
+        """Return why the cell cannot run, as far as its shape and ranks determine that, or None."""
         method, config = METHODS[self.method], self.config
         if self.method == TRANSFORMERS and self.ranks > 1:
             return "transformers' own generate runs on one rank"
@@ -150,16 +150,16 @@ class InferenceCell(BaseCell):
         if self.mask == FULL and self.batch > 1:
             return "without a mask one prompt is measured at a time"
         if method.deals_heads and (config.num_heads % self.ranks or config.num_kv_heads % self.ranks):
-            return f"{config.num_heads} query and {config.num_kv_heads} KV heads cannot be dealt to {self.ranks} ranks"
+            return f"{config.num_heads} query and {config.num_kv_heads} KV heads do not divide by {self.ranks} ranks"
         if method.peer and self.method != TRANSFORMERS and config.sliding_window is not None:
-            return "it has no sliding window here"
+            return "this method has no sliding window"
         return None
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return about how long one answer takes, at least.
+        """Return an approximate lower bound of the seconds of one answer.
 
-        Where scores are materialised they move four times in fp32, whatever the mask; the reference kernel's masks are
-        made on the host.
+        Materialised scores are read or written four times in fp32, with any mask. The reference kernel makes its masks
+        on the host.
         """
         work, config = self.work, self.config
         prefill = work.prefill_bound(self.tokens, self.ranks, hardware)
@@ -173,13 +173,13 @@ class InferenceCell(BaseCell):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceSelection(BaseSelection):
-    """Which cells are listed; None takes what the suite has.
+    """Selects the cells to list; for None the defaults of the suite apply.
 
     Attributes:
         models: Names of `SHAPES`.
-        masks: Of `MASKS`.
-        batches: Prompts at once; other numbers than 1 are measured in suite "batch".
-        new_tokens: Of each answer.
+        masks: Names of `MASKS`.
+        batches: Prompts at once; numbers other than 1 belong to the suite "batch".
+        new_tokens: Tokens of each answer.
 
     Raises:
         UserError: A name is unknown, a number is too small, or a length does not divide.
@@ -207,7 +207,7 @@ class InferenceSelection(BaseSelection):
 
 
 def list_cells(selection: InferenceSelection) -> tuple[InferenceCell, ...]:
-    """Return the selected cells, model by model and short prompts first: the weights of a model are made once."""
+    """Return the selected cells, short prompts first. Cells of one model are adjacent and share its weights."""
     found = (cell for ranks in selection.ranks for model in _models(selection) for cell in _of(selection, ranks, model))
     return tuple(cell for cell in found if selection.fits(cell))
 
@@ -219,7 +219,7 @@ def _models(selection: InferenceSelection) -> tuple[str, ...]:
 def _of(selection: InferenceSelection, ranks: int, model: str) -> Iterator[InferenceCell]:
     for name, suite in SUITES.items():
         if name == "batch" and selection.batches is None and (selection.tokens or model not in suite.models):
-            continue  # a batch of long prompts is only what somebody asks for
+            continue  # --tokens alone selects no batches
         if model not in suite.models and selection.models is None:
             continue
         longest = suite.models.get(model, suite.first)

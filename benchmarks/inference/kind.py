@@ -1,4 +1,4 @@
-"""Registers `bmburst bench inference`: its options and cells, tables and pictures, with the paper's numbers."""
+"""Registers `bmburst bench inference`: options, cells, and tables and pictures with the paper's numbers."""
 
 import argparse
 import json
@@ -36,8 +36,8 @@ from bmburst.schedule.hardware import hardware_of
 if TYPE_CHECKING:
     from benchmarks.engine.job import RankRun
 
-_BUILDING = 10.0  # seconds of a cell beside its answers: weights, kernels, a short answer
-_ANSWERS = 2  # of a long cell
+_BUILDING = 10.0  # seconds of a cell before its answers: creating weights, compiling kernels, warm-up
+_ANSWERS = 2  # answers of a long cell
 FIRST, TOKEN = "first_token_seconds", "token_milliseconds"
 _MEANING = (
     "First token: from the prompt's ids on the host to the first new token on the host. In brackets: time over the "
@@ -49,7 +49,9 @@ _MEANING = (
 def _configure(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--models", metavar="NAME,...", help="presets (default: llama-2-7b,llama-2-13b,llama-3-8b)")
-    add("--masks", metavar="NAME,...", help="causal, full or both: of attention in prefill (default: the suites')")
+    add(
+        "--masks", metavar="NAME,...", help="masks of attention in prefill: causal, full or both (default: the suites')"
+    )
     add("--batches", metavar="N,...", help="prompts at once (default: 1, and without --tokens 8,32 in the suite batch)")
     add("--new-tokens", type=int, metavar="N", default=24, help="tokens of each answer (default: 24)")
 
@@ -78,7 +80,7 @@ def _starts(args: argparse.Namespace, cells: Sequence[InferenceCell], ranks: tup
 
 
 def _estimate(results: Results[InferenceCell], cell: InferenceCell) -> float:
-    """Return about how many seconds a cell will take: as it took before, else by its bounds."""
+    """Return the approximate seconds of a cell: its recorded time, else an estimate from its bounds."""
     seconds = results.rows.get(cell.key, {}).get("seconds")
     if seconds is not None:
         return float(seconds)
@@ -93,14 +95,14 @@ def _rank_run() -> "type[RankRun[InferenceCell]]":
 
 
 def describe(cell: InferenceCell, row: Row) -> str:
-    """Return what a measured row says in a line."""
+    """Return a measured row in one line."""
     whole = f"first token {row[FIRST]:.3f} s{_over(row, FIRST)}, {row[TOKEN]:.2f} ms a token{_over(row, TOKEN)}"
     speed = f", {row['tokens_per_second']:.0f} tokens/s" if cell.batch > 1 else ""
     return f"{whole}{speed}, {known(row['peak_memory_gib'])} GiB"
 
 
 def tables(results: Results[InferenceCell], notes: dict[str, int]) -> list[str]:
-    """Return all tables as lines of Markdown."""
+    """Return all tables as lines of Markdown; see `grid` for the notes."""
     lines: list[str] = []
     for title, rows in _settings(results):
         lines += [f"## {title}", ""]
@@ -157,7 +159,10 @@ def _memory(row: Row) -> str:
 
 
 def _agreement(rows: Rows[InferenceCell], column: Callable[[InferenceCell], int]) -> list[str]:
-    """Return at how many lengths all methods gave the same tokens. In 16 bits near ties may fall either way."""
+    """Return a line with the number of columns in which all methods generated the same tokens.
+
+    In 16 bits, rounding may reorder tokens with almost equal logits.
+    """
     found: dict[int, list[list[int]]] = {}
     for cell, row in rows:
         if row["status"] == OK:
@@ -170,7 +175,7 @@ def _agreement(rows: Rows[InferenceCell], column: Callable[[InferenceCell], int]
 
 
 def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
-    """Return the paper's first tokens of the same model at the same lengths, and nothing where it has none."""
+    """Return a table of the paper's times to the first token for the same model and lengths; empty without any."""
     cell, found = rows[0][0], paper()
     methods = found["models"].get(cell.model)
     columns = [n for n in columns_of(rows, lambda cell: cell.tokens) if n in found["tokens"]]
@@ -185,7 +190,7 @@ def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
 
 
 Panel = tuple[str, str, Callable[[Row], float | None], str]
-"""The end of a picture's name, what is drawn, its value, and the name of its bound."""
+"""Suffix of a picture's name, label of the y axis, value of a row, and key of the bound or ""."""
 _PANELS: Sequence[Panel] = (
     ("first-token", "seconds to the first token", lambda row: row[FIRST], FIRST),
     ("first-token-over-bound", "first token over the bound", lambda row: row.get("ratios", {}).get(FIRST), ""),
@@ -199,8 +204,8 @@ def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
     """Draw every comparison that has a measured cell, and return the pictures' paths.
 
     Args:
-        results: What was measured.
-        stem: Path whose name the pictures' names begin with.
+        results: The results.
+        stem: Prefix of the pictures' paths.
     """
     return [
         picture
@@ -211,7 +216,7 @@ def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
 
 
 def timeline_title(cell: InferenceCell) -> tuple[str, str]:
-    """Return what the timeline of a cell shows, and the setting."""
+    """Return the title and the subtitle of a cell's timeline."""
     return (
         f"Timeline of a prompt and {WARM_STEPS} steps of decoding, by {of_whom(cell)}",
         f"{cell.model}, {short(cell.tokens)} tokens x {cell.batch}, {_mask(cell)}, {ranks_name(cell)}",

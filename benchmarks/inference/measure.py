@@ -1,4 +1,4 @@
-"""Runs the cells of the inference benchmark on a rank, with random weights; answers are timed token by token."""
+"""Measures a cell of the inference benchmark on a rank: times each token of answers, with random weights."""
 
 import gc
 import statistics
@@ -28,10 +28,10 @@ from bmburst.inference.weights import ResidentWeights
 from bmburst.runtime import watchdog
 from bmburst.schedule.hardware import hardware_of
 
-_SKIPPED = 3  # tokens behind the first whose time does not count: called directly, captured as a graph, replayed first
-_KEPT_TOKENS = 8  # of the first answer, in the row
+_SKIPPED = 3  # excluded intervals after the first token: eager, capture of the CUDA graph, first replay
+_KEPT_TOKENS = 8  # tokens of the first prompt's answer in a row
 Answer = Callable[[Sequence[Sequence[int]], int], tuple[list[float], Tensor]]
-"""Answers prompts with so many new tokens: seconds from the start to each token, and `[batch, new tokens]` ids."""
+"""`(prompts, new_tokens) -> (times, ids)`: seconds from the start to each token, and `[batch, new_tokens]` ids."""
 
 
 class Greedy:
@@ -43,7 +43,7 @@ class Greedy:
 
 
 def random_weights(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> ResidentWeights:
-    """Return a model with random weights, the same on all ranks; norms' weights are 1."""
+    """Return a model with random weights, the same on all ranks. Vectors (weights of norms) are 1."""
     weights = ResidentWeights(config, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     for place in weights.places().values():
@@ -74,7 +74,7 @@ class InferenceRun(RankRun[InferenceCell]):
         self._engines: dict[str, Engine] = {}
 
     def refusal(self, cell: InferenceCell) -> str | None:
-        """See `RankRun.refusal`: a cell that takes longer than --cell-seconds even once is not begun."""
+        """See `RankRun.refusal`: also refuses a cell if one answer takes longer than --cell-seconds."""
         reason = cell.refusal()
         if reason is None and self.hardware is not None:
             least = cell.seconds(self.hardware)
@@ -85,12 +85,13 @@ class InferenceRun(RankRun[InferenceCell]):
     def measure(self, cell: InferenceCell) -> Row:
         """See `RankRun.measure`.
 
-        Times are the slowest rank's, medians over the answers.
+        Times are those of the slowest rank, as medians over the answers.
 
         * `first_token_seconds`: from the prompt's ids on the host to the first new token on the host.
-        * `token_milliseconds`: of a later token of each sequence, the median, without the first few.
-        * `peak_memory_gib`: of a rank, with what is beside torch's allocator; `allocated_gib`: torch's allocator.
-        * `bounds`: of both times, and `ratios` over them, where the GPU's rates are known.
+        * `token_milliseconds`: median of the intervals between later tokens, without the first few.
+        * `peak_memory_gib`: peak of a rank, including memory outside torch's allocator; `allocated_gib`: peak of the
+          allocator.
+        * `bounds` of both times, and `ratios` of the times to them, if the rates of the GPU are known.
         """
         answer = self._answerer(cell)
         answer(random_prompts(cell, min(cell.tokens, WARM_TOKENS)), min(cell.new_tokens, WARM_STEPS))
@@ -104,7 +105,7 @@ class InferenceRun(RankRun[InferenceCell]):
             left -= seconds[-1]
             if left < seconds[-1]:
                 break
-        # The first of several takes memory and makes buffers.
+        # The first answer allocates memory and buffers.
         counted = rounds[1:] or rounds
         row = self._times(cell, counted) | {"tokens": ids[0, :_KEPT_TOKENS].tolist(), "rounds": len(counted)}
         row |= self._memory() | {"kernel": self.setting.kernel_name}
@@ -131,7 +132,7 @@ class InferenceRun(RankRun[InferenceCell]):
             "token_milliseconds": each * 1e3,
             "tokens_per_second": cell.batch / each,
         }
-        if self.hardware is None or cell.dtype not in ("bfloat16", "float16"):  # of which the rates are
+        if self.hardware is None or cell.dtype not in ("bfloat16", "float16"):  # the rates are for 16 bits
             return row
         work = cell.work
         prefill = work.prefill_bound(cell.tokens, cell.ranks, self.hardware)
@@ -170,7 +171,7 @@ class InferenceRun(RankRun[InferenceCell]):
         return answer
 
     def _weights_of(self, cell: InferenceCell) -> ResidentWeights:
-        """Return the weights of the cell's model, made once for all its cells; one model is in memory at a time."""
+        """Return the weights of the cell's model. Cells of one model share them; one model is in memory at a time."""
         model = cell.model, cell.dtype
         if self._weights is None or self._model != model:
             self._engines, self._weights, self._model = {}, None, None
@@ -188,7 +189,7 @@ class InferenceRun(RankRun[InferenceCell]):
         engine = replace(engine, kernel=kernel)
         if method.peer:
             return replace(engine, prefill=PeerPrefill(cell, weights, self.setting, engine.split))
-        if cell.mask == FULL:  # all keys must be there: no chunks
+        if cell.mask == FULL:  # each query needs all keys, so the prompt is a single chunk
             prefill = Prefill(weights, engine.comm, engine.split, kernel, is_causal=False)
             return replace(engine, prefill=prefill, chunk_tokens=max(cell.tokens, engine.chunk_tokens))
         return engine

@@ -28,79 +28,82 @@ from bmburst_ops.rms_norm import stream_norm
 from bmburst_ops.rotary import apply_rotary
 
 
-class _Replicated:
-    """Megatron's first tensor parallelism (arXiv:1909.08053): every rank has all tokens, parts are added up."""
+class _TensorParallel:
+    """Megatron tensor parallelism (arXiv:1909.08053): all tokens on all ranks, an all-reduce of partial results.
+
+    The residual stream, attention and MLP may have different tokens on a rank; subclasses define which.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
 
-    def cut(self, tokens: int) -> slice:
-        """Return which tokens of a chunk this rank has between the matrices."""
+    def stream_tokens(self, tokens: int) -> slice:
+        """Return the tokens of a chunk that this rank has in the residual stream."""
         return slice(0, tokens)
 
-    def attended(self, tokens: int) -> slice:
-        """Return which tokens of a chunk this rank has in attention."""
+    def attention_tokens(self, tokens: int) -> slice:
+        """Return the tokens of a chunk that this rank has in attention."""
         return slice(0, tokens)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return what goes into a block's matrices, of what is between them."""
+        """Return the input of attention or MLP for a normed stream."""
         return x
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """Return what is between the matrices, of what comes out of a block's."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the tensor that is added to the stream, for this rank's output of attention or MLP."""
         return self._group.all_reduce(x)
 
-    def last(self, stream: Tensor) -> Tensor:
+    def last_state(self, stream: Tensor) -> Tensor:
         """Return the last token's state, `[batch, hidden_size]`, on all ranks."""
         return stream[:, -1]
 
 
-class _Sharded(_Replicated):
-    """Its sequence parallelism (arXiv:2205.05198): own tokens between the matrices, in place of an all-reduce."""
+class _MegatronSequenceParallel(_TensorParallel):
+    """Tensor parallelism with a sharded stream (arXiv:2205.05198): an all-gather before and a reduce-scatter after."""
 
-    def cut(self, tokens: int) -> slice:
-        """See `_Replicated`."""
+    def stream_tokens(self, tokens: int) -> slice:
+        """See `_TensorParallel.stream_tokens`."""
         each = tokens // self._group.size
         return slice(self._group.rank * each, (self._group.rank + 1) * each)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `_Replicated`."""
+        """See `_TensorParallel.gather`."""
         return self._group.all_gather(x).movedim(0, 1).flatten(1, 2)
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `_Replicated`."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """See `_TensorParallel.reduce`."""
         return self._group.reduce_scatter(x.unflatten(1, (self._group.size, -1)).movedim(1, 0).contiguous())
 
-    def last(self, stream: Tensor) -> Tensor:
-        """See `_Replicated`."""
-        is_mine = self._group.rank == self._group.size - 1
-        return self._group.all_reduce(stream[:, -1] * is_mine)
+    def last_state(self, stream: Tensor) -> Tensor:
+        """See `_TensorParallel.last_state`."""
+        has_last = self._group.rank == self._group.size - 1
+        return self._group.all_reduce(stream[:, -1] * has_last)
 
 
-class _Split(_Sharded):
-    """A split sequence: own tokens everywhere, whole weights."""
+class _ContextParallel(_MegatronSequenceParallel):
+    """A sharded sequence: each rank has its own tokens everywhere, and whole weights."""
 
-    def attended(self, tokens: int) -> slice:
-        """See `_Replicated`."""
-        return self.cut(tokens)
+    def attention_tokens(self, tokens: int) -> slice:
+        """See `_TensorParallel.attention_tokens`."""
+        return self.stream_tokens(tokens)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `_Replicated`."""
+        """See `_TensorParallel.gather`."""
         return x
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `_Replicated`."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """See `_TensorParallel.reduce`."""
         return x
 
 
 class PeerPrefill:
-    """Prefill of prompts of one length by tensor parallelism or ring self-attention; called as `Prefill`.
+    """Prefill by tensor parallelism or ring self-attention, for prompts of equal length; called like `Prefill`.
 
     Args:
-        cell: What is measured.
-        weights: The model; tensor parallelism reads slices of them.
+        cell: The cell.
+        weights: The model. Tensor parallelism reads slices of its matrices.
         setting: Ranks and kernel.
-        split: How the ranks share the cache.
+        split: Split of the cache over the ranks.
     """
 
     def __init__(self, cell: InferenceCell, weights: ResidentWeights, setting: Setting, split: CacheSplit) -> None:
@@ -110,8 +113,12 @@ class PeerPrefill:
         self._slices = [
             LayerSlice.of(weights.layer(i), config, whole if is_ring else split) for i in range(config.num_layers)
         ]
-        ways = _Split if is_ring else _Replicated if cell.method == TENSOR_V1 else _Sharded
-        self._way: _Replicated = ways(setting.group)
+        if is_ring:
+            self._way: _TensorParallel = _ContextParallel(setting.group)
+        elif cell.method == TENSOR_V1:
+            self._way = _TensorParallel(setting.group)
+        else:
+            self._way = _MegatronSequenceParallel(setting.group)
         self._ring = RingLi().bind(_attention_cell(cell), setting) if is_ring else None
         self._pattern = flash.CAUSAL if cell.mask == CAUSAL else flash.FULL
 
@@ -122,7 +129,7 @@ class PeerPrefill:
         chunk_tokens: int,
         on_tokens: Callable[[int], object] = lambda _: None,
     ) -> Tensor:
-        """See `Prefill`; all prompts are of one length, which the ranks divide, and nothing is cached."""
+        """See `Prefill`. All prompts have the same length, a multiple of the ranks, and the cache is empty."""
         ids = torch.tensor([list(tokens) for tokens in turns.values()], device=self._weights.device)
         ranks, (batch, length) = self._setting.group.size, ids.shape
         step = max(1, chunk_tokens // batch // ranks) * ranks
@@ -131,28 +138,28 @@ class PeerPrefill:
         last = ids.new_empty(0)
         for start in range(0, length, step):
             chunk = ids[:, start : start + step]
-            last = self._way.last(self._chunk(cache, chunk, start))
+            last = self._way.last_state(self._chunk(cache, chunk, start))
             for sequence in turns:
                 cache.advance(sequence, chunk.shape[1])
             on_tokens(chunk.numel())
         return last
 
     def _chunk(self, cache: KVCache, ids: Tensor, start: int) -> Tensor:
-        """Return the stream of this rank's tokens of a chunk behind the last block."""
+        """Return the stream after the last block, for this rank's tokens of a chunk."""
         weights, config, way, tokens = self._weights, self._weights.config, self._way, ids.shape[1]
-        positions = torch.arange(start, start + tokens, device=ids.device)[way.attended(tokens)]
+        positions = torch.arange(start, start + tokens, device=ids.device)[way.attention_tokens(tokens)]
         cos, sin = rotary_tables(config, positions.expand(len(ids), -1), None, weights.dtype)
-        stream = embedding(ids[:, way.cut(tokens)], weights.table(EMBEDDING)) * config.embedding_scale
+        stream = embedding(ids[:, way.stream_tokens(tokens)], weights.table(EMBEDDING)) * config.embedding_scale
         added, factor = None, config.residual_scale
         for index, layer in enumerate(self._slices):
             stream, normed = stream_norm(stream, added, layer.whole.input_norm, config.norm_eps, factor=factor)
             mixed = self._attention(cache, index, layer, way.gather(normed), cos, sin, start)
-            added = way.add_up(linear(mixed.flatten(-2), layer.out))
+            added = way.reduce(linear(mixed.flatten(-2), layer.out))
             del mixed
             stream, normed = stream_norm(stream, added, layer.whole.mlp_norm, config.norm_eps, factor=factor)
             del added
             gate, up = layer.gate_up if len(layer.gate_up) == 2 else layer.gate_up[0].chunk(2)
-            added = way.add_up(gated_mlp(way.gather(normed), gate, up, layer.down, chunk=MLP_TOKENS))
+            added = way.reduce(gated_mlp(way.gather(normed), gate, up, layer.down, chunk=MLP_TOKENS))
             del normed
         assert added is not None
         return torch.add(stream, added, alpha=factor)
@@ -163,7 +170,7 @@ class PeerPrefill:
         config = self._weights.config
         q, k, v = layer.projected(x, config)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        # A rank's rows of a cache by tokens are in any order: it has a share of them, by count.
+        # A cache by tokens may store a rank's rows in any order; only their number is fixed.
         rows = slice(start, start + k.shape[1])
         keys, values = cache.layer(index)
         keys[:, rows].copy_(k)
@@ -193,23 +200,22 @@ def _attention_cell(cell: InferenceCell) -> Cell:
 
 
 class _Clock:
-    """A streamer of transformers' `generate`: notes when each token is on the host."""
+    """A streamer for transformers' `generate` that records the time at which each token is on the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.tokens: list[Tensor] = []
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, and then a token of each sequence."""
+        """Record the time. The first call gets the prompt, each later one a token of each sequence."""
+        del value
         self.times.append(time.perf_counter())
-        self.tokens.append(value)
 
     def end(self) -> None:
-        """Do nothing: the last token is here."""
+        """Do nothing: `put` has recorded the last token."""
 
 
 class Transformers:
-    """A model of transformers over the same weights, which generates with its own cache.
+    """A transformers model with the same weights in memory, which generates with its own cache.
 
     Args:
         weights: The model.
@@ -229,13 +235,13 @@ class Transformers:
         model.load_state_dict(dict(weights.places()), strict=False, assign=True)
         if weights.config.tie_embeddings:
             model.tie_weights()
-        with weights.device:  # its tables are no weights
+        with weights.device:  # its buffers are not among the weights, so they are still on the meta device
             model.model.rotary_emb = type(model.model.rotary_emb)(config)
         self._model: Any = model.eval()
         self._device = weights.device
 
     def answer(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[list[float], Tensor]:
-        """Return the seconds from the start to each token, and the tokens, `[batch, new_tokens]`."""
+        """Return the seconds from the start to each token, and the `[batch, new_tokens]` ids; see `Answer`."""
         import transformers
 
         ids, clock = torch.tensor([list(each) for each in prompts], device=self._device), _Clock()

@@ -1,9 +1,9 @@
-"""Prints or runs what measures `docs/paper.md` again: `python -m benchmarks.paper --run`.
+"""Prints or runs the commands that reproduce `docs/paper.md`: `python -m benchmarks.paper --run`.
 
-Each section of the page has its commands. A command needs one or two GPUs, or none, and writes one record, whose name
-says of which GPU it is. Another GPU writes no record of that name: its records need another folder (`--output`). With
-`--run` the commands run in order. If one fails, the others still run, and the exit status is 1. Last, the tables of the
-page are made from the records.
+Each section of the page has its commands. A command needs no GPU, one, or two, and writes one record. The name of a
+record contains the model of its GPU. On another GPU, the command is skipped, unless `--output` names another folder.
+With `--run` the commands run in order. If one fails, the others still run, and the exit status is 1. Finally, the
+tables of the page are generated from the records.
 """
 
 import argparse
@@ -42,13 +42,13 @@ _FIRST = "bmburst bench inference --masks causal --repeats 3 --cell-seconds 15"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What measures one record, or a part of it.
+    """A command that measures a record, or a part of it.
 
     Attributes:
-        gpus: GPUs that it needs; 0: it runs on CPUs.
-        record: Name of the record.
-        text: The command line, without the record's file.
-        again: Whether it continues a record, so that `--again` measures the cells in it again.
+        gpus: Number of GPUs that it needs; 0: it runs on CPUs.
+        record: Name of the record; "": the command takes a folder.
+        text: The command line, without `--output`.
+        again: Whether the command accepts `--again`, which repeats the cells that the record contains.
     """
 
     gpus: int
@@ -58,15 +58,15 @@ class Command:
 
     @property
     def gpu(self) -> str:
-        """Of which GPU the record is; "": of a CPU."""
+        """The GPU in the record's name; "" for a record of CPUs."""
         return gpu_of(self.record)
 
     def words(self, folder: Path, *, again: bool = False) -> list[str]:
         """Return the command line.
 
         Args:
-            folder: Where the record is.
-            again: Whether cells that the record has are measured again.
+            folder: Folder of the record.
+            again: Whether to measure cells again that the record contains.
         """
         file = folder / f"{self.record}.json" if self.record else folder
         return [*shlex.split(self.text), *(["--again"] if again and self.again else []), "--output", str(file)]
@@ -103,6 +103,12 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         "figures-2-and-3": (
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 1K,4K,16K,32K,64K,128K {_METHODS}"),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 4K,32K {_METHODS}"),
+            Command(
+                2,
+                TRAIN,
+                f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 64K --cells 'step/*' "
+                "--methods 'ours,ulysses,zigzag*'",
+            ),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}"),
             Command(
                 2,
@@ -159,7 +165,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         ),
     }
 )
-"""By section of the page, in its order: what measures the section's tables."""
+"""The commands by section of the page, in its order."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", choices=tuple(SECTIONS), metavar="SECTION", help=f"one section: {', '.join(SECTIONS)}")
-    add("--gpus", type=int, choices=(0, 1, 2), default=2, help="leave out what needs more GPUs (default: 2)")
+    add("--gpus", type=int, choices=(0, 1, 2), default=2, help="omit commands that need more GPUs (default: 2)")
     add(
         "--output",
         type=Path,
@@ -177,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="folder of the records (default: benchmarks/results)",
     )
-    add("--again", action="store_true", help="also measure what the records have; by default they are continued")
+    add(
+        "--again", action="store_true", help="also measure cells that the records contain; by default only missing ones"
+    )
     add("--run", action="store_true", help="run the commands instead of printing them")
     options = parser.parse_args(arguments)
     chosen = list(_chosen(options.only, options.gpus))
@@ -224,23 +232,21 @@ def _run(
 
     Args:
         command: The command.
-        folder: Where its record is.
-        own: Name of this machine's GPU; None where any may write the record.
+        folder: Folder of its record.
+        own: Name of this machine's GPU; None if any GPU may write the record.
         again: See `Command.words`.
         run: Runs a command line and returns its exit status.
     """
     text = shlex.join(command.words(folder, again=again))
     if own is not None and command.gpu not in own:
-        print(
-            f"skipped, since the record is of {command.gpu} and this machine has {own or 'no GPU'}: {text}", flush=True
-        )
+        print(f"skipped: the record is for {command.gpu}, but this machine has {own or 'no GPU'}: {text}", flush=True)
         return ""
     print(f"$ {text}", flush=True)
     return text if run(_program(command.words(folder.absolute(), again=again))) else ""
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """Return a command line that runs in this Python."""
+    """Return the command line with this Python interpreter as its program."""
     program, *rest = words
     return [sys.executable, "-m", program, *rest] if program == "bmburst" else [sys.executable, *rest]
 

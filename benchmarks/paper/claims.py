@@ -1,7 +1,7 @@
-"""The paper's claims, each judged by recorded numbers or by formulas.
+"""The paper's claims, each evaluated by recorded numbers or by formulas.
 
-A recorded time is a median with the least and the most of its calls. Two methods whose ranges overlap differ by no more
-than their measurements do. Imports no torch.
+A recorded time is the median of calls, with their minimum and maximum. If the ranges of two methods overlap, their
+difference is within the spread of the measurements. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ SMALLER = f"{NOT_CONFIRMED}: a smaller saving"
 
 
 class Verdict(NamedTuple):
-    """What our runs say of a claim, and the numbers that say it."""
+    """The verdict on a claim, and the numbers that support it."""
 
     verdict: str
     numbers: str
@@ -44,7 +44,7 @@ UNKNOWN = Verdict(MISSING, "-")
 
 
 class Times(NamedTuple):
-    """Milliseconds: the median of the calls, and their range."""
+    """Milliseconds of calls: median, minimum and maximum."""
 
     median: float
     least: float
@@ -52,42 +52,42 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, *directions: str) -> "Times":
-        """Return a row's time; with directions the sum of theirs.
+        """Return a row's time, or the sum of the times of several directions.
 
         Args:
             row: A recorded row.
-            directions: Keys of `milliseconds`, for example "forward" and "backward"; none where it has one time.
+            directions: Keys of `milliseconds`, for example "forward" and "backward"; none if the row has one time.
         """
         found: list[Mapping[str, Any]] = [row["milliseconds"][d] for d in directions] or [row["milliseconds"]]
         return cls(*(sum(times[name] for times in found) for name in cls._fields))
 
     def over(self, other: "Times") -> float:
-        """Return how many times as long it takes, by the medians."""
+        """Return the ratio of the medians."""
         return self.median / other.median
 
     def overlaps(self, other: "Times") -> bool:
-        """Return whether the ranges have a time in common."""
+        """Return whether the ranges overlap."""
         return self.least <= other.most and other.least <= self.most
 
 
 def judged(holds: bool, numbers: str, where: str = "") -> Verdict:
-    """Return the verdict on a claim that holds or not.
+    """Return the verdict "confirmed" or "not confirmed".
 
     Args:
-        holds: Whether it does.
-        numbers: What the verdict says beside.
-        where: On what it was tested, for example "on NVLink".
+        holds: Whether the claim holds.
+        numbers: See `Verdict`.
+        where: Where it was tested, for example "on NVLink".
     """
     return Verdict(f"{CONFIRMED if holds else NOT_CONFIRMED} {where}".rstrip(), numbers)
 
 
 def by_share(share: float, least: float, numbers: str) -> Verdict:
-    """Return whether a saving reaches what is claimed; `SMALLER` where it is smaller but still a saving.
+    """Return the verdict on a claimed saving: `SMALLER` if there is a saving, but a smaller one.
 
     Args:
-        share: What is saved; negative where more is needed.
-        least: What is claimed.
-        numbers: What the verdict says beside.
+        share: The saving as a fraction; negative if more is needed.
+        least: The claimed fraction.
+        numbers: See `Verdict`.
     """
     if share >= least:
         return Verdict(CONFIRMED, numbers)
@@ -95,11 +95,11 @@ def by_share(share: float, least: float, numbers: str) -> Verdict:
 
 
 def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:
-    """Return whether the others take longer at all lengths; if only not at the shortest, the length from which they do.
+    """Return whether the others take longer at all lengths, or at all except the shortest.
 
     Args:
-        ratios: The others' time over ours, by tokens, ascending.
-        numbers: What the verdict says beside.
+        ratios: The others' time divided by ours, by tokens in ascending order.
+        numbers: See `Verdict`.
     """
     if not ratios:
         return UNKNOWN
@@ -111,28 +111,28 @@ def by_length(ratios: Mapping[int, float], numbers: str) -> Verdict:
 
 
 def fewer_bytes(share: float) -> str:
-    """Return a saving of bytes in words."""
+    """Return a fraction of bytes as text: "12.0% fewer bytes", or "more bytes" if it is negative."""
     return f"{abs(share):.1%} {'fewer' if share > 0 else 'more'} bytes"
 
 
 def overlapping(names: Iterable[str]) -> str:
-    """Return that the ranges of these methods overlap with ours, or nothing."""
+    """Return the end of a sentence that names the methods whose ranges overlap with ours; "" without any."""
     named = " and ".join(names)
     return f", ranges overlap with {named}" if named else ""
 
 
-_LESS, _LESS_A_HOP = 0.4, 0.24  # communication that is saved: over ring attention, and over kv in backward
+_LESS, _LESS_A_HOP = 0.4, 0.24  # claimed savings of bytes: over ring attention, and over kv in backward
 _MHA, _TWO, _GQA = (overheads.EXAMPLES[name] for name in ("MHA, 8 GPUs", "MHA, 2 GPUs", "GQA 32/8, 8 GPUs"))
 _BOTH = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim.
+    """A claim of the paper or its repository.
 
     Attributes:
-        text: What the paper or its repository says.
-        source: Where.
+        text: The claim.
+        source: The table, figure or section that makes it.
         judge: Returns the verdict.
     """
 
@@ -156,15 +156,15 @@ def _less_than_scattered(records: Recorded) -> Verdict:
 def _less_than_kv(records: Recorded) -> Verdict:
     in_all = overheads.fewer_in_all(_MHA, "kv")
     backward = {"MHA": overheads.fewer(_MHA), "GQA 32/8": overheads.fewer(_GQA)}
-    said = [f"forward and backward by formula, MHA, 8 GPUs: {fewer_bytes(in_all)}"]
-    said += [f"backward, {heads}: {fewer_bytes(share)}" for heads, share in backward.items()]
+    parts = [f"forward and backward by formula, MHA, 8 GPUs: {fewer_bytes(in_all)}"]
+    parts += [f"backward, {heads}: {fewer_bytes(share)}" for heads, share in backward.items()]
     counted = {heads: _counted(records, heads) for heads in ("mha", "gqa")}
-    said += [f"counted on 2 GPUs, {h.upper()}: {fewer_bytes(s)}" for h, s in counted.items() if s is not None]
-    return by_share(in_all, _LESS, "; ".join(said))
+    parts += [f"counted on 2 GPUs, {h.upper()}: {fewer_bytes(s)}" for h, s in counted.items() if s is not None]
+    return by_share(in_all, _LESS, "; ".join(parts))
 
 
 def _counted(records: Recorded, heads: str) -> float | None:
-    """Return by which share burst received fewer bytes than kv in backward on two GPUs."""
+    """Return the fraction of bytes that burst saved over kv in backward on two GPUs, as counted in a run."""
     kv, burst = (records.measured(PAPER, f"backward/65536/{heads}/{method}@2") for method in ("kv", "burst"))
     return None if kv is None or burst is None else float(1 - burst["bytes"] / kv["bytes"])
 
@@ -178,8 +178,8 @@ def _less_a_hop(records: Recorded) -> Verdict:
     counted = _counted(records, "mha")
     if counted is not None:
         shares["counted on 2 GPUs"] = counted
-    said = "; ".join(f"{name}: {fewer_bytes(share)}" for name, share in shares.items())
-    return by_share(min(shares.values()), _LESS_A_HOP, said)
+    text = "; ".join(f"{name}: {fewer_bytes(share)}" for name, share in shares.items())
+    return by_share(min(shares.values()), _LESS_A_HOP, text)
 
 
 def _never_slower(records: Recorded) -> Verdict:
@@ -187,11 +187,11 @@ def _never_slower(records: Recorded) -> Verdict:
     if kv is None or burst is None:
         return UNKNOWN
     pairs = {name: (Times.of(kv, name), Times.of(burst, name)) for name in (*_BOTH, "transfers")}
-    said = "; ".join(
+    text = "; ".join(
         f"{name}: kv takes {a.over(b):.2f} times as long" + (", ranges overlap" if a.overlaps(b) else "")
         for name, (a, b) in pairs.items()
     )
-    return judged(all(a.over(b) >= 1 for a, b in pairs.values()), said, "at 64K on 2 GPUs")
+    return judged(all(a.over(b) >= 1 for a, b in pairs.values()), text, "at 64K on 2 GPUs")
 
 
 def _twice_at_32k(records: Recorded) -> Verdict:
@@ -206,7 +206,7 @@ def _twice_at_32k(records: Recorded) -> Verdict:
 
 
 def _fastest(records: Recorded) -> Verdict:
-    said, nearest, way = [], {}, ""
+    parts, nearest, way = [], {}, ""
     for tokens in LENGTHS[2:]:
         key = f"step/llama-2-7b/{tokens}"
         ours = records.measured(TRAIN, f"{key}/ours@2")
@@ -219,8 +219,8 @@ def _fastest(records: Recorded) -> Verdict:
             least = min(others, key=lambda name: others[name].median)
             nearest[tokens] = others[least].over(mine)
             near = overlapping(name for name, times in others.items() if times.overlaps(mine))
-            said.append(f"{tokens // KIB}K: next {least}, {nearest[tokens]:.3f} times ours{near}")
-    return by_length(nearest, "; ".join(said) + way)
+            parts.append(f"{tokens // KIB}K: next {least}, {nearest[tokens]:.3f} times ours{near}")
+    return by_length(nearest, "; ".join(parts) + way)
 
 
 def _ring_out_of_memory(records: Recorded) -> Verdict:
@@ -248,11 +248,11 @@ def _first_token(records: Recorded, size: str, version: int) -> Verdict:
             once += [f"{tokens // KIB}K"] if heads.get("rounds") == tensor.get("rounds") == 1 else []
     if not ratios:
         return UNKNOWN
-    said = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
+    text = ", ".join(f"{ratio:.2f} times as long at {tokens // KIB}K" for tokens, ratio in ratios.items())
     span = " to ".join(dict.fromkeys(f"{bound:.2f}" for bound in (min(papers), max(papers))))
     where = f"on 2 GPUs with NVLink{', measured once at ' + ', '.join(once) if once else ''}"
     paper = f"the paper: {span} times on 8 A100 over PCIe"
-    return by_length(ratios, f"TP takes {said}, {where} ({paper}); ours is `heads`")
+    return by_length(ratios, f"TP takes {text}, {where} ({paper}); ours is `heads`")
 
 
 def _local_optimization(records: Recorded) -> Verdict:
@@ -269,8 +269,8 @@ def _local_optimization(records: Recorded) -> Verdict:
 
 
 def _saves_time(records: Recorded, other: str, where: str, *, memory: bool = False) -> Verdict:
-    """Judge a part of the global optimization: whether its alternative takes longer than measurements differ by."""
-    said, holds = [], True
+    """Judge a part of the global optimization: its alternative must be slower, and their ranges must not overlap."""
+    parts, holds = [], True
     for tokens in (32 * KIB, 128 * KIB):
         online, without = (records.measured(PAPER, f"merge/{tokens}/mha/{m}@2") for m in ("online", other))
         if online is None or without is None:
@@ -279,12 +279,12 @@ def _saves_time(records: Recorded, other: str, where: str, *, memory: bool = Fal
             a, b = Times.of(online, direction), Times.of(without, direction)
             holds = holds and b.over(a) > 1 and not b.overlaps(a)
             near = ", ranges overlap" if b.overlaps(a) else ""
-            said.append(f"{tokens // KIB}K {direction}: {b.over(a):.3f} times as long without{near}")
+            parts.append(f"{tokens // KIB}K {direction}: {b.over(a):.3f} times as long without{near}")
         if memory:
             peaks = [row["peak_gib"]["forward"] or 0.0 for row in (online, without)]
             holds = holds and peaks[0] < peaks[1]
-            said.append(f"{tokens // KIB}K forward: {peaks[0]:.1f} GiB, without {peaks[1]:.1f}")
-    return judged(holds, "; ".join(said), where)
+            parts.append(f"{tokens // KIB}K forward: {peaks[0]:.1f} GiB, without {peaks[1]:.1f}")
+    return judged(holds, "; ".join(parts), where)
 
 
 def _perplexities(records: Recorded) -> Verdict:
@@ -321,13 +321,13 @@ def _batches(records: Recorded) -> Verdict:
         return UNKNOWN
     speeds = [row["tokens_per_second"] for row in known]
     numbers = ", ".join(f"{speed:,.0f}" for speed in speeds)
-    said = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{way_of(known[0])}"
-    return judged(speeds == sorted(speeds), said)
+    text = f"tokens/s a GPU with batch 1, 2, 4, 8: {numbers}{way_of(known[0])}"
+    return judged(speeds == sorted(speeds), text)
 
 
 def _higher_throughput(records: Recorded) -> Verdict:
-    """Judge throughput beside the others', batch by batch; which batch is too large for one was never measured."""
-    said, holds, way = [], True, ""
+    """Compare throughput with the others at each batch size. The largest batch that fits was not measured."""
+    parts, holds, way = [], True, ""
     for batch in (1, 2, 4, 8):
         key = f"step/llama-2-7b-x2/{f'{batch}x' if batch > 1 else ''}4096"
         ours, tensor, ring = (records.measured(TRAIN, f"{key}/{m}@2") for m in ("ours", "tensor-v3", "ring-li"))
@@ -338,12 +338,12 @@ def _higher_throughput(records: Recorded) -> Verdict:
         holds = holds and all(times.over(mine) > 1 for times in others.values())
         near = overlapping(name for name, times in others.items() if times.overlaps(mine))
         longer = ", ".join(f"{name} takes {times.over(mine):.2f} times as long" for name, times in others.items())
-        said.append(f"batch {batch}: {longer}{near}")
-    return judged(holds, "; ".join(said) + way)
+        parts.append(f"batch {batch}: {longer}{near}")
+    return judged(holds, "; ".join(parts) + way)
 
 
 def _memory_as_tensor(records: Recorded) -> Verdict:
-    said, holds, way = [], True, ""
+    parts, holds, way = [], True, ""
     for tokens in (32 * KIB, 128 * KIB):
         ours, theirs = (records.measured(TRAIN, f"step/llama-2-7b/{tokens}/{m}@2") for m in ("ours", "tensor-v3"))
         if ours is None or theirs is None or not (ours["peak_memory_gib"] and theirs["peak_memory_gib"]):
@@ -351,8 +351,8 @@ def _memory_as_tensor(records: Recorded) -> Verdict:
         ratio = ours["peak_memory_gib"] / theirs["peak_memory_gib"]
         holds, way = holds and ratio < 1.25, way_of(ours)
         peaks = f"{ours['peak_memory_gib']:.1f} GiB and {theirs['peak_memory_gib']:.1f}"
-        said.append(f"{tokens // KIB}K: {peaks}, {ratio:.2f} times")
-    return judged(holds, "; ".join(said) + way)
+        parts.append(f"{tokens // KIB}K: {peaks}, {ratio:.2f} times")
+    return judged(holds, "; ".join(parts) + way)
 
 
 def _far(records: Recorded) -> Verdict:

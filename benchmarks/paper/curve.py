@@ -1,7 +1,7 @@
 """Draws predictions for 8, 32 and 64 A100 with the paper's points: `python -m benchmarks.paper.curve`.
 
-Predictions are those of `bmburst plan`: pure arithmetic, without a GPU. The numbers that are drawn are written beside
-the pictures, and `python -m benchmarks.records --check` compares them with new predictions.
+Predictions are those of `bmburst plan` and need no GPU. The plotted numbers are written to a JSON file with the
+pictures. `python -m benchmarks.records --check` compares them with new predictions.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from bmburst_ops import ATTENTION_BACKWARD
 MODEL, POLICY = "llama-2-7b", "block-keep-attention"
 CLUSTERS: Mapping[int, int] = MappingProxyType({8: 1, 32: 4, 64: 8})  # GPUs: nodes
 LENGTHS = tuple(1024 << n for n in range(12))  # 1K to 2M
-_PCIE = 20e9  # bytes/s between two GPUs, and of collectives: assumed
-_NODE_LINK = 0.88 * 75e9  # bytes/s of a node: the paper's 600 Gb/s, as much of the line rate as in the hardware files
+_PCIE = 20e9  # assumed bytes/s between two GPUs, and of collectives
+_NODE_LINK = 0.88 * 75e9  # bytes/s of a node: 88 % of the paper's 600 Gb/s, the fraction in the hardware files
 NUMBERS = "paper_prediction.json"
 _TRAINED = ((8, False), (8, True), (32, False), (64, False))  # GPUs, and whether those of a node are linked by PCIe
 _Lines = Mapping[str, Mapping[str, float]]
@@ -50,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(folder: Path) -> tuple[Path, Path]:
-    """Draw both pictures, and return their paths.
-
-    Args:
-        folder: Where they are written.
-    """
+    """Draw both pictures to a folder, and return their paths."""
     found = drawn()
     return (
         _draw_attention(found["attention"], folder / "paper_prediction-attention.png"),
@@ -63,13 +59,13 @@ def draw(folder: Path) -> tuple[Path, Path]:
 
 
 def as_json() -> str:
-    """Return what the file `NUMBERS` says."""
+    """Return the content of the file `NUMBERS`."""
     return json.dumps(drawn(), indent=1) + "\n"
 
 
 @cache
 def drawn() -> dict[str, dict[str, dict[str, float]]]:
-    """Return the numbers that are drawn, by picture, line and length in tokens, to four digits."""
+    """Return the plotted numbers by picture, line and length in tokens, rounded to four digits."""
     attention = {f"predicted, {gpus} A100": {n: attention_rate(gpus, n) for n in LENGTHS[5:]} for gpus in CLUSTERS}
     attention["README of Burst-Attention, 8 A100"] = published_rates()
     training = {
@@ -86,7 +82,7 @@ def _rounded(lines: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, fl
 
 
 def attention_rate(gpus: int, tokens: int) -> float:
-    """Return TFLOP/s a GPU, forward and backward, of a ring in which queries move in backward, NVLink in a node."""
+    """Return the predicted TFLOP/s per GPU of forward and backward, for a ring that moves queries in backward."""
     model = LlamaConfig(
         vocab_size=64,
         hidden_size=4096,
@@ -106,7 +102,7 @@ def attention_rate(gpus: int, tokens: int) -> float:
 
 
 def published_rates() -> dict[int, float]:
-    """Return the README's TFLOP/s a GPU by length: all scores counted, since its times fit attention without a mask."""
+    """Return the README's TFLOP/s per GPU by length. Its times suggest attention without a mask: all scores count."""
     facts = FACTS["readme"]
     rates = {}
     for tokens, ms in zip(facts["tokens"], facts["forward_backward"], strict=True):
@@ -116,10 +112,10 @@ def published_rates() -> dict[int, float]:
 
 @cache
 def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
-    """Return how many times as fast as tensor parallelism v3 over all GPUs ours trains a step of 7B.
+    """Return the predicted speedup of our training step of 7B over tensor parallelism v3 on all GPUs.
 
-    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link. At most as
-    many GPUs share a matrix as the model has heads; more of them share the sequence too.
+    Links between nodes are those of the paper. They bound the collectives of tensor parallelism across nodes. The
+    tensor parallel degree is at most the number of heads; more GPUs than that also share the sequence.
     """
     task, hardware = _task(gpus, tokens), _machine(gpus, pcie=pcie)
     tensor = Candidate(task=task, tensor=min(gpus, task.model.num_heads), recompute=POLICY, transport="nccl")
@@ -127,9 +123,9 @@ def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
     return predict(tensor, across).seconds / predict(_fastest(gpus, tokens, pcie=pcie), hardware).seconds
 
 
-def way(gpus: int, tokens: int, *, pcie: bool = False) -> str:
-    """Return the attention strategy of our fastest way, in words: what `gain` is predicted with."""
-    fastest = _fastest(gpus, tokens, pcie=pcie)
+def way(gpus: int, tokens: int) -> str:
+    """Return the name of the attention strategy that `gain` uses for our step with NVLink: the fastest one."""
+    fastest = _fastest(gpus, tokens, pcie=False)
     return f"{fastest.strategy} by {fastest.transport}" if CLUSTERS[gpus] == 1 else fastest.strategy
 
 
@@ -162,14 +158,14 @@ def _machine(gpus: int, *, pcie: bool) -> Hardware:
 
 
 def table() -> list[str]:
-    """Return the predicted gains over tensor parallelism beside what the paper claims."""
+    """Return the table of predicted and claimed speedups over tensor parallelism."""
     lines = ["| 7B, a step over TP v3's | predicted, NVLink | predicted, PCIe | the paper, PCIe |", "|---|---|---|---|"]
     claimed = {(point["gpus"], point["tokens"]): point["over_tensor_v3"] for point in FACTS["speedups"]}
     for gpus, tokens in ((gpus, length) for gpus in CLUSTERS for length in (32768, 131072)):
         found = claimed.get((gpus, tokens))
-        said = "-" if found is None else f"{found:.1f}"
+        paper = "-" if found is None else f"{found:.1f}"
         slow = f"{gain(gpus, tokens, pcie=True):.2f}" if CLUSTERS[gpus] == 1 else "-"
-        lines.append(f"| {gpus} A100, {short(tokens)} | {gain(gpus, tokens):.2f} | {slow} | {said} |")
+        lines.append(f"| {gpus} A100, {short(tokens)} | {gain(gpus, tokens):.2f} | {slow} | {paper} |")
     return [*lines, ""]
 
 
@@ -184,7 +180,7 @@ def _draw_training(lines: _Lines, path: Path) -> Path:
 
 
 def _plot(lines: _Lines, columns: Sequence[int], title: str, path: Path) -> Path:
-    """Draw predictions as lines and published numbers as points, by the number of GPUs in their names."""
+    """Draw predictions as lines and published numbers as points. The number of GPUs in a name selects the color."""
     figure = blank_picture(8, 5)
     axes = figure.subplots()
     for name, line in lines.items():

@@ -1,7 +1,4 @@
-"""`bmburst bench paper`: the cells of the paper's ablations and of the README's tables, their options and tables.
-
-Imports no torch.
-"""
+"""Registers `bmburst bench paper`: the paper's ablations and the README's tables. Imports no torch."""
 
 import argparse
 import math
@@ -28,10 +25,10 @@ _KIB = 1024
 
 
 class PaperSuite(NamedTuple):
-    """What a suite measures where the options do not say.
+    """The defaults of a suite.
 
     Attributes:
-        methods: Its methods.
+        methods: Names of methods.
         tokens: Sequence lengths.
         mask: "causal" or "full".
         setups: `(heads, kv_heads)`.
@@ -47,13 +44,13 @@ class PaperSuite(NamedTuple):
 
 SUITES: Mapping[str, PaperSuite] = MappingProxyType(
     {
-        # What moves in backward: K and V with their gradients, or Q, dO and statistics with dQ.
+        # A ring's backward moves K and V with dK and dV, or Q, dO and statistics with dQ.
         "backward": PaperSuite((KV, BURST), (64 * _KIB,), "causal", setups=(MHA, GQA)),
-        # Global attention optimization: partial results are merged as they come, transfers run beside kernels.
+        # Global attention optimization: partial results are merged as they arrive, transfers overlap with kernels.
         "merge": PaperSuite((ONLINE, AT_THE_END, NO_OVERLAP), (32 * _KIB, 128 * _KIB), "causal"),
-        # Local attention optimization: the scores of a tile stay on the chip, or are written to memory.
+        # Local attention optimization: the scores of a tile stay on chip, or are written to memory.
         "tile": PaperSuite((FLASH, WHOLE_TILE), tuple(_KIB * n for n in (4, 8, 16, 32, 64)), "full"),
-        # The tables of the README, without a mask as its times suggest.
+        # The tables of the README. Its times suggest attention without a mask.
         "batch": PaperSuite((ONE_GPU, OURS), (64 * _KIB,), "full", batches=(1, 2, 4, 8)),
         "sequence": PaperSuite((ONE_GPU, OURS), tuple(_KIB * n for n in (64, 128, 256, 512, 1024)), "full"),
     }
@@ -74,7 +71,7 @@ class PaperCell(BaseCell):
 
     Attributes:
         suite: One of `SUITES`.
-        method: One of the suite's.
+        method: One of the suite's methods.
         tokens: Tokens of the whole sequence.
         batch: Sequences at once.
         heads: Query heads.
@@ -93,7 +90,7 @@ class PaperCell(BaseCell):
 
     @property
     def attention(self) -> Cell:
-        """The same as a cell of the attention benchmark."""
+        """The cell of the attention benchmark with the same shape."""
         return Cell(
             suite="sequence",
             method=self.method,
@@ -144,7 +141,7 @@ def _cells(selection: BaseSelection, name: str) -> Iterator[PaperCell]:
 
 
 def describe(cell: PaperCell, row: Row) -> str:
-    """Return what a measured row says in a line."""
+    """Return a measured row in one line."""
     del cell
     times = ", ".join(f"{name} {time['median']:.2f} ms" for name, time in row["milliseconds"].items())
     moved = f", {row['bytes'] / 1e6:.1f} MB received in backward" if "bytes" in row else ""
@@ -177,7 +174,7 @@ def _settings(results: Results[PaperCell]) -> Iterator[tuple[str, Rows[PaperCell
         return f"{_TITLES[cell.suite]}: {where}, {ranks_name(cell)}"
 
     for suite in SUITES:
-        rows = sorted(results.cell_rows(suite), key=lambda pair: -pair[0].ranks)  # a title is of several GPUs
+        rows = sorted(results.cell_rows(suite), key=lambda pair: -pair[0].ranks)  # the first row determines the title
         yield from groups(rows, lambda cell: (cell.heads, cell.kv_heads, cell.device, cell.dtype), title)
 
 
@@ -203,7 +200,7 @@ def _peaks(row: Row) -> str:
 
 
 def _configure(group: argparse._ArgumentGroup) -> None:
-    del group  # it has none of its own
+    del group  # this kind has no options of its own
 
 
 def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tuple[PaperCell, ...]:
@@ -219,7 +216,7 @@ def _starts(args: argparse.Namespace, cells: Sequence[PaperCell], ranks: tuple[i
 
 
 def _estimate(results: Results[PaperCell], cell: PaperCell) -> float:
-    """Return about how many seconds a cell will take: as the one of its suite and method that is nearest in work."""
+    """Return the approximate seconds of a cell, scaled from the recorded cell of its method with the nearest FLOPs."""
     work = forward_flops(cell.attention)
     timed = [
         (forward_flops(other.attention), float(row["seconds"]))

@@ -1,7 +1,7 @@
-"""Measures one cell of the paper's benchmark on a rank: times of the slowest rank, bytes received, peak memory.
+"""Measures a cell of the paper's benchmark on a rank: times of the slowest rank, bytes received, peak memory.
 
-The ring is that of the library (`bmburst.attention.ring`). A variant of the paper's ablations replaces the
-communicator, by one that counts bytes or waits, the kernel, or the merging of partial results.
+The ring is that of the library (`bmburst.attention.ring`). An ablation replaces the communicator, the kernel, or the
+merging of partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,21 +43,21 @@ class PaperRun(RankRun[PaperCell]):
     def prepare(self) -> None:
         """See `RankRun.prepare`."""
         self.kernel, self.methods = LocalKernel(self.job.kernel), all_methods(self.device.type)
-        world, alone = dist.group.WORLD, dist.new_group([0])
-        groups = {1: alone, self.world: world} if self.world > 1 else {1: world}
+        world, first = dist.group.WORLD, dist.new_group([0])
+        groups = {1: first, self.world: world} if self.world > 1 else {1: world}
         self.groups = {size: group for size, group in groups.items() if self.rank < size}
 
     def refusal(self, cell: PaperCell) -> str | None:
-        """See `RankRun.refusal`: what does not fit is tried, and says what it asked for."""
+        """See `RankRun.refusal`: no cell is refused, since running out of memory is a result."""
         del cell
         return None
 
     def measure(self, cell: PaperCell) -> Row:
         """See `RankRun.measure`.
 
-        * `milliseconds`: of each of the cell's calls, the slowest rank's; see `_whole` and `_ring_calls`.
-        * `bytes`: that this rank receives from others in backward, of a ring.
-        * `peak_gib`: of each, inputs and results included, of this rank; `peak_memory_gib`: of all, the fullest rank's.
+        * `milliseconds`: times of each call on the slowest rank; see `_whole` and `_ring_calls`.
+        * `bytes`: bytes that this rank receives from others in a ring's backward.
+        * `peak_gib`: peak memory of each call on this rank, with inputs and results; `peak_memory_gib`: their maximum.
         """
         process_group = self.groups[cell.ranks]
         assert process_group is not None  # this rank takes part
@@ -86,7 +86,7 @@ class PaperRun(RankRun[PaperCell]):
         return row | {"milliseconds": times, "peak_gib": peaks, "peak_memory_gib": max(known, default=None)}
 
     def _time(self, call: Call, group: RankGroup) -> Times:
-        """Return a call's times; of one that takes longer than a cell may, the second one's: the first may compile."""
+        """Return a call's times. A call longer than --cell-seconds is timed once, after a warm-up call."""
         longest = self.job.cell_seconds * 1e3
         if once(call, group) > longest and (taken := once(call, group)) > longest:
             return Times.of([taken])
@@ -95,16 +95,16 @@ class PaperRun(RankRun[PaperCell]):
 
 
 def _whole(method: Method, cell: PaperCell, setting: Setting) -> dict[str, Call]:
-    """Return a whole attention's calls: forward without autograd, and forward with backward."""
+    """Return the calls of a method's attention: forward without autograd, and forward with backward."""
     calls = prepare(method, cell.attention, setting)
     return {"forward": calls.forward, "forward_backward": calls.both}
 
 
 def _ring_calls(method: Method, cell: PaperCell, setting: Setting) -> tuple[dict[str, Call], int]:
-    """Return the calls of a ring over NCCL, on CPUs over gloo, and the bytes that a rank receives in backward.
+    """Return the calls of a ring over NCCL (gloo on CPUs), and the bytes that a rank receives in backward.
 
-    Forward and backward are the executor's own, with the part that the cell's method replaces. `transfers` is what
-    backward moves, alone.
+    Forward and backward are those of the executor, except for the part that the cell's method replaces. `transfers`
+    are the transfers of backward without its kernels.
     """
     device = setting.group.device
     q, k, v, grad_out = (t.detach() for t in random_inputs(method, cell.attention, device, setting.group.rank))
@@ -136,13 +136,13 @@ def _ring(method: Method, cell: PaperCell, setting: Setting, q: Tensor, k: Tenso
 
 
 class Counting:
-    """A `BlockMover` that counts what this rank receives from others, in bytes.
+    """A `BlockMover` that counts the bytes that this rank receives from others.
 
     Args:
-        comm: What moves the blocks.
+        comm: The mover that it wraps.
 
     Attributes:
-        received: Bytes so far.
+        received: Bytes received so far.
     """
 
     def __init__(self, comm: BlockMover) -> None:
@@ -190,7 +190,7 @@ class Counting:
 
 
 class Waiting(Counting):
-    """A `BlockMover` whose ring has no second buffer: work behind a hop begins when the hop has ended."""
+    """A `BlockMover` whose `ring` waits for its transfer, so that no kernel overlaps with it."""
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`."""
@@ -204,13 +204,13 @@ def received_bytes(exchange: Exchange) -> int:
 
 
 def forward_at_the_end(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Return what `ring_forward` does, with the partial results of all steps in memory until the last has come.
+    """Return the result of `ring_forward`, but merge partial results only after the last step.
 
     Args:
-        call: The attention.
-        q: `[batch, tokens, heads, head_dim]`.
-        k: `[batch, tokens, kv_heads, head_dim]`.
-        v: Shaped as k.
+        call: The attention call.
+        q: Queries, `[batch, tokens, heads, head_dim]`.
+        k: Keys, `[batch, tokens, kv_heads, head_dim]`.
+        v: Values, with the shape of `k`.
     """
     parts = [
         (tile.queries.slice, *tile_forward(call, tile, q, keys, values))
@@ -226,11 +226,11 @@ def forward_at_the_end(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def backward_transfers(call: AttentionCall, given: BackwardInputs) -> tuple[Tensor, ...]:
-    """Move what a ring's backward moves, without the kernels between; gradients that travel are added up on the way.
+    """Run the transfers of a ring's backward without its kernels; gradients are accumulated at each hop.
 
     Args:
-        call: The attention, over a ring.
-        given: What backward is given.
+        call: The attention call, over a ring.
+        given: The inputs of backward.
     """
     dtype = accumulation_dtype(given.q.dtype)
     if call.strategy.ring_tensors == "kv":
@@ -250,8 +250,8 @@ def backward_transfers(call: AttentionCall, given: BackwardInputs) -> tuple[Tens
 class WholeTile:
     """`Kernel` that writes all scores of a tile to memory, as attention without LAO does.
 
-    A tile of n queries and m keys takes 4 bytes a score and head for the scores in fp32, and the item size for the
-    weights. Products are in the inputs' dtype.
+    For each head, query and key, memory holds a score in fp32 and a weight in the inputs' dtype. Products are in the
+    inputs' dtype.
     """
 
     name = "whole-tile"
@@ -261,7 +261,7 @@ class WholeTile:
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del q, k
-        return "it knows causal and full masks only" if needs else None
+        return "supports causal and full masks only" if needs else None
 
     def forward(
         self,
@@ -297,7 +297,7 @@ class WholeTile:
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691)."""
         require_no_softcap(softcap, self.name)
-        del deterministic  # always
+        del deterministic  # it always is
         grad_out, q, k, v, lse, delta = given
         kv_heads = k.shape[2]
         queries, keys, values, grads = (_to_heads(t, kv_heads) for t in (q, k, v, grad_out))

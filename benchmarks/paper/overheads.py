@@ -1,33 +1,32 @@
-"""Formulas of the bytes that attention communicates, saves and writes to memory: the paper's table 1, and bmburst.
+"""Formulas for the bytes that attention communicates, saves and writes to memory: the paper's table 1, and bmburst.
 
 They are for one layer on one rank of G, without a mask: B sequences of N tokens, Z query and Zk KV heads of d features,
-h bytes per element, w bytes per fp32 number. `tests/benchmarks/test_overheads.py` checks the formulas by counting.
-Behind them are the tables of table 1 in `docs/paper.md`: the formulas, and measured transfers. Imports no torch before
-a table of a slow link is made.
+h bytes per element, w bytes per fp32 number. `tests/benchmarks/test_overheads.py` checks the formulas by counting. The
+functions after the formulas return the tables for table 1 in `docs/paper.md`. Only `slow_link` imports torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.paper.tables import PAPER, SLOW_LINK, Recorded, ms, said
+from benchmarks.paper.tables import PAPER, SLOW_LINK, Recorded, cell_text, ms
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """An attention over ranks.
+    """The shape of an attention over ranks.
 
     Attributes:
-        ranks: G.
-        batch: B.
-        tokens: N, of the whole sequence.
-        heads: Z.
-        kv_heads: Zk.
-        head_dim: d.
-        itemsize: h: 2 in bfloat16.
-        wide: w: bytes of what is summed up, and of statistics.
+        ranks: G, the number of ranks.
+        batch: B, the number of sequences.
+        tokens: N, tokens of the whole sequence.
+        heads: Z, the number of query heads.
+        kv_heads: Zk, the number of KV heads.
+        head_dim: d, features of a head.
+        itemsize: h, bytes per element: 2 in bfloat16.
+        wide: w, bytes per element of accumulators and statistics.
     """
 
     ranks: int
@@ -51,7 +50,7 @@ class Shape:
 
     @property
     def statistics(self) -> float:
-        """Bytes of a number for each of a rank's queries and heads: B N Z w / G."""
+        """Bytes of one wide number per query and head of a rank: B N Z w / G."""
         return self.q / self.head_dim / self.itemsize * self.wide
 
     @property
@@ -72,21 +71,21 @@ ON_CHIP = 98304  # M: numbers of 16 bits in the 192 KiB of an A100's multiproces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """What one method moves, keeps and writes.
+    """Communication, memory and I/O of one method.
 
     Attributes:
-        paper: Its communication in the paper, forward / backward, in numbers; "" where the paper has none.
-        paper_kept: Its activations in the paper, in numbers, with M numbers of on-chip memory; likewise.
+        paper: Communication in the paper, forward / backward, in elements; "" if the paper does not list the method.
+        paper_kept: Activation memory in the paper, in elements, with M elements of on-chip memory; "" likewise.
         forward: Bytes that a rank receives in forward.
-        backward: Likewise in backward.
-        formulas: Both, in letters.
-        kept: Bytes that a rank keeps of a layer's attention for backward.
-        kept_formula: The same, in letters.
+        backward: Bytes that a rank receives in backward.
+        formulas: `forward` and `backward` as text.
+        kept: Bytes that a rank saves for backward of a layer's attention.
+        kept_formula: `kept` as text.
         scores: Bytes of scores and weights that forward writes to the GPU's memory.
-        scores_formula: The same, in letters.
-        at_work: Bytes of scores and weights that are in memory at once.
-        io: Numbers that forward reads from and writes to the GPU's memory; its order, without constants.
-        io_formula: The same, in letters.
+        scores_formula: `scores` as text.
+        at_work: Peak bytes of scores and weights in memory.
+        io: Elements that forward reads from and writes to the GPU's memory: the order, without constants.
+        io_formula: `io` as text.
     """
 
     paper: str
@@ -112,17 +111,17 @@ def _ours(s: Shape) -> float:
 
 
 def _copies(s: Shape) -> float:
-    """Return how often a KV head is sent in a head exchange: to every rank that has query heads of it."""
+    """Return the number of copies of a KV head in a head exchange: one per rank that has query heads of it."""
     return max(1.0, s.ranks / s.kv_heads)
 
 
 def _tile_scores(s: Shape) -> float:
-    """Return the bytes of all tiles of a rank without LAO: scores as the product gives them, in fp32, and weights."""
+    """Return the bytes of a rank's tiles without LAO: scores in the inputs' dtype and in fp32, and weights."""
     return s.scores * (2 + s.rise)
 
 
 def _io_of_scores(s: Shape) -> float:
-    """Return the order of the numbers that attention reads and writes if it writes its scores."""
+    """Return the order of `Method.io` for attention that writes its scores to memory."""
     return s.batch * s.heads * (s.tokens * s.head_dim + s.tokens**2) / s.ranks
 
 
@@ -227,28 +226,28 @@ EXAMPLES: Mapping[str, Shape] = MappingProxyType(
 
 
 def fewer(shape: Shape) -> float:
-    """Return by which share burst receives fewer bytes in backward than kv; negative where it receives more."""
+    """Return the fraction of received bytes that burst saves over kv in backward; negative if it receives more."""
     return 1 - METHODS["burst"].backward(shape) / METHODS["kv"].backward(shape)
 
 
 def fewer_a_hop(shape: Shape) -> float:
-    """Return the same of one hop of blocks and their gradients, gradients in the inputs' dtype as the paper counts."""
+    """Return `fewer` for one hop of blocks and gradients, with gradients in the inputs' dtype as in the paper."""
     return 1 - (3 * shape.q + 2 * shape.statistics) / (4 * shape.k)
 
 
 def fewer_in_all(shape: Shape, other: str) -> float:
-    """Return by which share burst receives fewer bytes in forward and backward together than another of `METHODS`."""
-    burst, than = (METHODS[name].forward(shape) + METHODS[name].backward(shape) for name in ("burst", other))
-    return 1 - burst / than
+    """Return the fraction of received bytes that burst saves over another method in forward and backward together."""
+    burst, others = (METHODS[name].forward(shape) + METHODS[name].backward(shape) for name in ("burst", other))
+    return 1 - burst / others
 
 
 def fewer_as_published(head_dim: int) -> float:
-    """Return the same over RingAttention by the paper's own counts: 5 BZNd + 2 BZN of 8 BZNd."""
+    """Return the saving over RingAttention by the paper's own counts: 5 BZNd + 2 BZN instead of 8 BZNd."""
     return 1 - (5 + 2 / head_dim) / 8
 
 
 def communication() -> list[str]:
-    """Return table 1's communication: the paper's formulas, ours, and MiB that a rank receives."""
+    """Return the table of communication: the paper's formulas, ours, and MiB that a rank receives."""
     names = list(EXAMPLES)
     lines = [
         f"| method | the paper, numbers | forward, bytes | backward, bytes | {' | '.join(names)} |",
@@ -262,7 +261,7 @@ def communication() -> list[str]:
 
 
 def memory() -> list[str]:
-    """Return table 1's memory and I/O: the paper's formulas, what a rank keeps, and what forward writes and reads."""
+    """Return the table of memory and I/O: the paper's formulas, bytes saved for backward, and traffic of forward."""
     shape = EXAMPLES["MHA, 8 GPUs"]
     lines = [
         "| method | the paper, numbers | kept for backward | MiB | scores written in forward | MiB | at once | "
@@ -274,12 +273,12 @@ def memory() -> list[str]:
         moved = f"{method.io(shape) / 1e9:.1f}"
         cells = (method.paper_kept or "-", method.kept_formula, kept, method.scores_formula, written, at_work)
         lines.append(f"| {' | '.join((name, *cells, method.io_formula, moved))} |")
-    said = f"Numbers are for MHA with 64K tokens on 8 GPUs, bf16. M = {ON_CHIP:,}: 192 KiB of an A100's"
-    return [*lines, "", f"{said} multiprocessor.", ""]
+    caption = f"Numbers are for MHA with 64K tokens on 8 GPUs, bf16. M = {ON_CHIP:,}: 192 KiB of an A100's"
+    return [*lines, "", f"{caption} multiprocessor.", ""]
 
 
 def burst_and_kv() -> list[str]:
-    """Return by how much burst and kv differ in backward, by formula."""
+    """Return the table of bytes that burst saves over other methods, by formula."""
     mha = EXAMPLES["MHA, 8 GPUs"]
     lines = [
         "| burst receives fewer bytes than | in | by |",
@@ -296,7 +295,7 @@ def burst_and_kv() -> list[str]:
 
 
 def backward(records: Recorded) -> list[str]:
-    """Return bytes and milliseconds of backward's transfers over NCCL, by what travels."""
+    """Return the table of bytes and milliseconds of backward's transfers over NCCL, for kv and burst."""
     keys = {(h, m): f"backward/65536/{h}/{m}@2" for h in ("mha", "gqa") for m in ("kv", "burst")}
     if not records.has(PAPER, keys.values()):
         return [records.where(PAPER)]
@@ -304,16 +303,16 @@ def backward(records: Recorded) -> list[str]:
     for (heads, method), key in keys.items():
         row = records.row(PAPER, key)
         texts = [
-            said(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
-            said(row, lambda r: ms(r, "transfers")),
-            said(row, lambda r: ms(r, "backward")),
+            cell_text(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
+            cell_text(row, lambda r: ms(r, "transfers")),
+            cell_text(row, lambda r: ms(r, "backward")),
         ]
         lines.append(f"| {heads} | {method} | {' | '.join(texts)} |")
     return [*lines, "", records.where(PAPER, keys.values())]
 
 
 def slow_link(records: Recorded) -> list[str]:
-    """Return the same over a slow link between processes."""
+    """Return the table of backward's transfers over slow links between processes."""
     found = records.record(SLOW_LINK)
     if found is None:
         return [records.where(SLOW_LINK)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MODULE = "benchmarks.paper.perplexity"
 _TRAINED = ("--preset", "llama-tiny", "--seed", "1", "--sequence-length", "512")
-# The ways of the paper's table 4, ours by heads, and one rank. "no-lao" is a ring whose kernel writes scores to memory.
+# The methods of the paper's table 4, ours by heads, and one rank. In "no-lao" the kernel writes scores to memory.
 BURST, NO_LAO, ALONE = "burst", "no-lao", "alone"
 WAYS: dict[str, TrainMethod] = {
     ALONE: METHODS["ours"],
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=int, default=2, metavar="N", help="ranks that share a sequence (default: 2)")
     add("--model", type=Path, metavar="DIR", help="checkpoint or Hugging Face directory (default: train a small model)")
-    add("--steps", type=int, default=80, metavar="N", help="steps of the model that is trained (default: 80)")
-    add("--data", default="stdlib", metavar="TEXT", help="text, as of bmburst train (default: stdlib)")
-    add("--tokenizer", metavar="NAME", help="as of bmburst train (default: the model's, else bytes)")
-    add("--tokens", type=read_tokens, default=1024, metavar="N", help="of a sequence (default: 1024)")
+    add("--steps", type=int, default=80, metavar="N", help="training steps of the small model (default: 80)")
+    add("--data", default="stdlib", metavar="TEXT", help="text, see --data.source of bmburst train (default: stdlib)")
+    add("--tokenizer", metavar="NAME", help="see bmburst train (default: the model's, else bytes)")
+    add("--tokens", type=read_tokens, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
     add("--sequences", type=int, default=8, metavar="N", help="held-out sequences (default: 8)")
-    add("--output", type=Path, metavar="FILE", help="JSON file of the results; a table is written beside it")
+    add("--output", type=Path, metavar="FILE", help="JSON file of the results; its table is written as .md")
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train the model if none is given, evaluate it by every way, and return the record."""
+    """Train a model if none is given, evaluate it by every method, and return the record."""
     model, trained = options.model, None
     if model is None:
         trained = ["train", *_TRAINED, "--steps", str(options.steps)]
@@ -99,7 +99,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _belongs(name: str, way: TrainMethod, ranks: int, tensor: int) -> bool:
-    """Return whether a way is evaluated in the start of so many ranks, of which so many share each matrix."""
+    """Return whether a method is evaluated in the start with this number of ranks and this tensor degree."""
     return (name == ALONE) == (ranks == 1) and way.shares_matrices == (tensor > 1)
 
 
@@ -119,14 +119,14 @@ def run_rank(
     ways: list[str],
     tensor: int,
 ) -> None:
-    """Evaluate the model by each of the ways on this rank; the first writes their rows."""
+    """Evaluate the model by each of the methods on this rank; rank 0 writes their rows."""
     from benchmarks.engine.machine import start_ranks
     from bmburst.runtime import start
     from bmburst.train.resolve import read_hugging_face_config
 
     runtime = start(seed=0, tensor=tensor)
     where = Path(folder)
-    # A meeting place of its own: the launcher's store is BMTrain's.
+    # BMTrain uses the launcher's store, so torch.distributed needs its own rendezvous.
     meeting = where / f"meeting-{runtime.world_size}-{tensor}"
     start_ranks(init_method=meeting.as_uri(), rank=runtime.rank, world_size=runtime.world_size)
     shape = read_hugging_face_config(Path(model))
@@ -147,7 +147,7 @@ def run_rank(
 
 
 def _row(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, Any]:
-    """Return `evaluate` with the number of ranks, or the reason why a way other than one rank refuses the model."""
+    """Return the row of `evaluate`, or the reason for a refusal. On one rank, a refusal is an error."""
     try:
         return {"ranks": ranks, **evaluate(name, config, ranks, device)}
     except UserError as error:
@@ -157,10 +157,10 @@ def _row(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, A
 
 
 def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, Any]:
-    """Return loss in nats a token, perplexity and labels of the held-out text by one way. Every rank calls it.
+    """Return loss in nats per token, perplexity and number of labels of the held-out text. All ranks must call it.
 
     Raises:
-        UserError: The way cannot evaluate this model; on every rank.
+        UserError: The method cannot evaluate this model. All ranks raise it.
     """
     from benchmarks.training.measure import put
     from bmburst.train.trainer import Trainer
@@ -184,7 +184,6 @@ def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[st
 
 def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
     """Return a method of the attention benchmark, bound to the trainer's shapes."""
-
     from benchmarks.attention import Cell
     from benchmarks.attention.method import LocalKernel, Setting
     from benchmarks.attention.methods import all_methods
@@ -202,12 +201,12 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    group = RankGroup.world(trainer.runtime.device)  # `run_rank` began it
+    group = RankGroup.world(trainer.runtime.device)  # `run_rank` created it
     return all_methods(device)[name].bind(cell, Setting(group=group, kernel=LocalKernel()))
 
 
 def _without_lao(trainer: "Trainer") -> "Attend":
-    """Return a ring whose kernel writes the scores of each tile to memory; it has no backward."""
+    """Return attention over a ring whose kernel writes the scores of each tile to memory; forward only."""
     from benchmarks.paper.measure import WholeTile
     from bmburst.attention.call import decide
     from bmburst.attention.options import AttentionOptions

@@ -20,7 +20,7 @@ INFERENCE, ATTENTION = "inference_2xh200_202611", "attention_2xh200_202611"
 PERPLEXITY, SLOW_LINK = "perplexity_202611", "slow_link_202611"
 SPARSE, SPARSE_RANKS = "block_sparse_h200_202611", "block_sparse_2xh200_202611"
 CROSS = ("cross_2xh200_202611", "cross_2xh100_202611", "cross_striped_2xh100_202611")
-"""Records of cross-attention, which the paper leaves to future work, as it does sparse attention."""
+"""Records of cross-attention. The paper leaves it and sparse attention to future work."""
 MISSING = "not recorded yet"
 Row = dict[str, Any]
 KIB = 1024
@@ -30,7 +30,7 @@ LENGTHS = tuple(KIB * n for n in (1, 4, 16, 32, 64, 128))
 
 
 def gpu_of(record: str) -> str:
-    """Return the GPU in a record's name: "H200" of "paper_2xh200_202611"; "" of a record of CPUs."""
+    """Return the GPU in a record's name: "H200" for "paper_2xh200_202611"; "" for a record of CPUs."""
     found = re.search(r"_(?:\d+x)?(h\d+)(?:_|$)", record)
     return found[1].upper() if found else ""
 
@@ -39,7 +39,7 @@ class Recorded:
     """The records of a folder.
 
     Args:
-        folder: With the JSON files.
+        folder: Folder of the JSON files.
     """
 
     def __init__(self, folder: Path = RESULTS) -> None:
@@ -47,20 +47,20 @@ class Recorded:
         self._read: dict[str, Any] = {}
 
     def record(self, name: str) -> Any:
-        """Return what a file holds, or None where there is none."""
+        """Return the content of a record's JSON file, or None if it does not exist."""
         if name not in self._read:
             path = self._folder / f"{name}.json"
             self._read[name] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         return self._read[name]
 
     def row(self, name: str, key: str) -> Row | None:
-        """Return a cell's row, or None where it is not recorded."""
+        """Return a cell's row, or None if it is not recorded."""
         found = self.record(name)
         row: Row | None = None if found is None else found["rows"].get(key)
         return row
 
     def measured(self, name: str, key: str) -> Row | None:
-        """Return a cell's row if it has a measurement."""
+        """Return a cell's row if its status is "ok", or None."""
         row = self.row(name, key)
         return row if row is not None and row["status"] == "ok" else None
 
@@ -69,15 +69,18 @@ class Recorded:
         return any(self.row(name, key) is not None for key in keys)
 
     def where(self, name: str, keys: Iterable[str] = ()) -> str:
-        """Return on what, when and at which commit the cells, or all, were recorded, with a link to the record."""
+        """Return a line with a link to the record, and the machine, date and commit of the cells' runs.
+
+        Without keys, the runs of all cells are listed.
+        """
         found = self.record(name)
         if found is None:
             return f"{MISSING.capitalize()}."
         runs = [found["machine"]] if "machine" in found else found["runs"]
         used = {row["run"] for key in keys if (row := self.row(name, key)) is not None}
         used = used or ({row["run"] for row in found["rows"].values()} if "machine" not in found else {0})
-        said = dict.fromkeys(_machine(runs[number]) for number in sorted(used))
-        return f"Record: [{name}](../benchmarks/results/{name}.md); {'; '.join(said)}."
+        machines = dict.fromkeys(_machine(runs[number]) for number in sorted(used))
+        return f"Record: [{name}](../benchmarks/results/{name}.md); {'; '.join(machines)}."
 
 
 def _machine(run: Row) -> str:
@@ -86,8 +89,8 @@ def _machine(run: Row) -> str:
     return f"{run['ranks']} x {run['device']}, {run['date'][:10]}, {commit}"
 
 
-def said(row: Row | None, show: Callable[[Row], str]) -> str:
-    """Return what a table says of a cell: its number, why it has none, or a dash where it is not recorded."""
+def cell_text(row: Row | None, show: Callable[[Row], str]) -> str:
+    """Return a table's text for a cell: its number, the reason for its failure, or a dash if it is not recorded."""
     if row is None:
         return "-"
     if row["status"] == "ok":
@@ -102,9 +105,9 @@ def said(row: Row | None, show: Callable[[Row], str]) -> str:
 
 
 def way_of(row: Row) -> str:
-    """Return how a recorded step of ours attended, behind a semicolon; "" if not recorded.
+    """Return "; ours is ..." with the attention strategy of a recorded step of ours; "" if it is not recorded.
 
-    By default it is not the paper's ring.
+    The default strategy is not the paper's ring, so verdicts name it.
     """
     chosen = row.get("strategy")
     if not chosen:
@@ -116,7 +119,7 @@ def way_of(row: Row) -> str:
 
 
 def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Return a Markdown table over lengths or batch sizes; lines without any entry are left out."""
+    """Return a Markdown table over lengths or batch sizes. Lines without any entry are omitted."""
     made = [f"| {head} | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
     for name, texts in lines:
         cells = list(texts)
@@ -137,7 +140,7 @@ def tile(records: Recorded) -> list[str]:
 
 def _ablation(records: Recorded, suite: str, methods: Sequence[str], tokens: Sequence[int]) -> list[str]:
     def line(method: str, show: Callable[[Row], str]) -> tuple[str, Iterable[str]]:
-        return method, (said(records.row(PAPER, f"{suite}/{n}/mha/{method}@2"), show) for n in tokens)
+        return method, (cell_text(records.row(PAPER, f"{suite}/{n}/mha/{method}@2"), show) for n in tokens)
 
     keys = [f"{suite}/{n}/mha/{method}@2" for n in tokens for method in methods]
     if not records.has(PAPER, keys):
@@ -161,7 +164,7 @@ def _peaks(row: Row) -> str:
 
 
 def first_token(records: Recorded, model: str) -> list[str]:
-    """Return tables 2 or 3: seconds to the first token, the paper's on 8 A100 and ours on 2 H200."""
+    """Return table 2 or 3: seconds to the first token, of the paper on 8 A100 and ours on 2 H200."""
     facts = first_token_facts()
     tokens, lines = facts["tokens"], []
     for name, seconds in facts["models"][model].items():
@@ -179,7 +182,7 @@ def first_token(records: Recorded, model: str) -> list[str]:
         for method, title in ways.items():
             keys = [f"prompt/{model}/{n}/{mask}/{method}@2" for n in tokens]
             rows = [records.row(FIRST, key) or records.row(INFERENCE, key) for key in keys]
-            texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
+            texts = [cell_text(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
             lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
             cells += keys
     further = ["", records.where(FIRST, cells)] if records.has(FIRST, cells) else []
@@ -206,9 +209,9 @@ def training(records: Recorded, model: str, *, layers: int | None = None, record
     """Return figures 2 and 3: seconds and memory of a step over lengths, by method.
 
     Args:
-        records: What was recorded.
+        records: The records.
         model: The preset.
-        layers: Layers that were trained; None for the whole model.
+        layers: Number of trained layers; None for the whole model.
         record: Name of the record.
     """
     name = model if layers is None else f"{model}-x{layers}"
@@ -219,7 +222,7 @@ def training(records: Recorded, model: str, *, layers: int | None = None, record
 
     def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
         for method in TRAINED:
-            yield method, (said(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
+            yield method, (cell_text(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
 
     trained = "all layers" if layers is None else f"{layers} layers"
     return [
@@ -236,7 +239,7 @@ def zero(records: Recorded) -> list[str]:
     keys = {name: [f"step/llama-2-7b/{n}/ours@2{end}" for n in columns] for name, end in names.items()}
     if not records.has(TRAIN, [key for own in keys.values() for key in own]):
         return [f"{MISSING.capitalize()}."]
-    lines = ((n, [said(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
+    lines = ((n, [cell_text(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
     return [*grid("s a step / peak GiB, all 32 layers, ours, 2 H200", columns, lines), records.where(TRAIN)]
 
 
@@ -251,13 +254,13 @@ def scaling(records: Recorded) -> list[str]:
     columns = tuple(KIB * n for n in (4, 32, 64))
     keys = {n: [f"step/llama-2-7b-x2/{tokens}/ours@{n}" for tokens in columns] for n in (1, 2)}
     if records.has(TRAIN, keys[1]):
-        texts = {f"{n} GPU{'s' * (n > 1)}": [said(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
+        texts = {f"{n} GPU{'s' * (n > 1)}": [cell_text(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
         lines += [*grid("7B, 2 layers, s a step, ours", columns, texts.items()), records.where(TRAIN, keys[1])]
     return lines or [f"{MISSING.capitalize()}."]
 
 
 def _first(records: Recorded, key: str) -> str:
-    return said(records.row(FIRST, key), lambda r: f"{r['first_token_seconds']:.3f}")
+    return cell_text(records.row(FIRST, key), lambda r: f"{r['first_token_seconds']:.3f}")
 
 
 def batches(records: Recorded) -> list[str]:
@@ -270,7 +273,7 @@ def batches(records: Recorded) -> list[str]:
     def shown(row: Row) -> str:
         return f"{row['tokens_per_second']:,.0f} / {row['peak_memory_gib'] or 0:.1f}"
 
-    lines = ((m, [said(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
+    lines = ((m, [cell_text(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
     return [*grid("tokens/s a GPU / peak GiB, 7B, 2 layers, batch", columns, lines), records.where(TRAIN)]
 
 
@@ -284,8 +287,8 @@ def readme_lengths(records: Recorded) -> list[str]:
     lines = []
     for direction in ("forward", "forward_backward"):
         name = direction.replace("_", " + ")
-        alone = [_number(n) for n in facts[f"flash_{direction}"]]
-        theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
+        one_gpu = [_number(n) for n in facts[f"flash_{direction}"]]
+        theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], one_gpu, strict=True)]
         lines.append((f"8 A100, {name}", theirs))
         for record in (PAPER, PAPER_H100):
             ours = [_two_and_one(records, record, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
@@ -309,7 +312,7 @@ def readme_batches(records: Recorded) -> list[str]:
 def _two_and_one(records: Recorded, record: str, what: str, direction: str) -> str:
     """Return milliseconds on two GPUs and, in brackets, on one."""
     show = partial(_round, name=direction)
-    two, one = (said(records.row(record, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
+    two, one = (cell_text(records.row(record, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
     return "-" if two == one == "-" else f"{two} ({one})"
 
 
@@ -339,7 +342,7 @@ _DIRECTIONS = ("forward", "forward and backward")
 
 
 def sparse(records: Recorded) -> list[str]:
-    """Return by density and kernel how long block-sparse attention takes, and over its share of dense attention's."""
+    """Return the times of block-sparse attention by density and kernel, relative to dense attention."""
     found = records.record(SPARSE)
     if found is None:
         return [records.where(SPARSE)]
@@ -347,12 +350,12 @@ def sparse(records: Recorded) -> list[str]:
     for row in found["rows"]:
         texts = [_share(row, direction) for direction in _DIRECTIONS]
         lines.append(f"| {row['density']:.1%} | {row['kernel']} | {' | '.join(texts)} |")
-    said = (
+    caption = (
         f"ms, of dense attention's ms; in brackets the ratio of both over the share of visible blocks. "
         f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
         f"{found['kv_heads']} KV heads of {found['head_dim']}."
     )
-    return [*lines, "", said, "", records.where(SPARSE)]
+    return [*lines, "", caption, "", records.where(SPARSE)]
 
 
 def _share(row: Row, direction: str) -> str:
@@ -363,7 +366,7 @@ def _share(row: Row, direction: str) -> str:
 
 
 def cross(records: Recorded) -> list[str]:
-    """Return by mask and layouts the speed of each strategy, relative to one GPU's kernel on all queries and keys."""
+    """Return the speeds of cross-attention by mask, layouts and strategy, relative to one GPU's kernel on the whole."""
     found = {name: record for name in CROSS if (record := records.record(name)) is not None}
     if not found:
         return [records.where(CROSS[0])]
@@ -380,11 +383,11 @@ def cross(records: Recorded) -> list[str]:
         for case, texts in cases.items():
             lines.append(f"| {case} | {' | '.join(texts.get(way, '-') for way in strategies)} |")
     (sizes,) = {(r["queries"], r["keys"], r["heads"], r["kv_heads"]) for r in found.values()}
-    said = (
+    caption = (
         "Speed over one GPU's kernel on all queries and keys, forward and backward; 2 is ideal. "
         f"{sizes[0]:,} queries and {sizes[1]:,} keys, {sizes[2]} query and {sizes[3]} KV heads."
     )
-    return [*lines, "", said, *(text for name in found for text in ("", records.where(name)))]
+    return [*lines, "", caption, *(text for name in found for text in ("", records.where(name)))]
 
 
 def _way(row: Row) -> str:
@@ -393,5 +396,5 @@ def _way(row: Row) -> str:
 
 def _speed(row: Row) -> str:
     times = row.get(_DIRECTIONS[1])
-    # A ratio is over as many times one GPU's speed as there are ranks.
+    # The recorded ratio is relative to two GPUs at the kernel's speed.
     return f"{2 * times['ratio']:.2f}" if times else "refused"

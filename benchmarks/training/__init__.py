@@ -26,18 +26,18 @@ from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 from bmburst_ops import ATTENTION_BACKWARD
 
-STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
+STEPS = {"loss": 30, "curve": 60}  # default training steps by suite; --repeats sets those of the suite step
 OURS = "ours"
-ZERO, STAGES = 3, (2, 3)  # the stage of ZeRO that is measured by default, and those that BMTrain has
+ZERO, STAGES = 3, (2, 3)  # default ZeRO stage, and the stages that BMTrain supports
 
 
 class TrainSuite(NamedTuple):
-    """What a suite measures where the options do not say.
+    """The defaults of a suite.
 
     Attributes:
-        presets: Models.
+        presets: Names of `SHAPES`.
         tokens: Sequence lengths.
-        dtypes: Of weights and activations; none: what the device is best at.
+        dtypes: Dtypes of weights and activations; empty: `BaseSelection.plain_dtype`.
     """
 
     presets: tuple[str, ...]
@@ -52,11 +52,11 @@ SUITES: Mapping[str, TrainSuite] = MappingProxyType(
         "curve": TrainSuite(("llama-95m",), (131072,)),
     }
 )
-# Models that are trained: the presets, and two small ones for losses.
+# Trained models: the presets, and two small ones for losses.
 SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         **PRESETS,
-        # As narrow as llama-tiny, with heads for up to 8 ranks, wide enough for every kernel.
+        # Has the width of llama-tiny, heads for up to 8 ranks, and a head dim that every kernel supports.
         "tiny-8-heads": replace(PRESETS["llama-tiny"], num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64),
         # 95 million parameters.
         "llama-95m": LlamaConfig(
@@ -75,17 +75,17 @@ SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCell(BaseCell):
-    """One measurement: all ranks of the run share each sequence of a step.
+    """One measurement: all ranks of the run share each sequence.
 
     Attributes:
         suite: One of `SUITES`.
         method: One of `METHODS`.
-        dtype: Of weights and activations.
+        dtype: Dtype of weights and activations.
         preset: A name of `SHAPES`.
-        layers: Of the model, where they are fewer than the preset's, too.
-        tokens: Of a sequence.
-        recompute: Policy of `bmburst.recompute`; "" leaves it to the method.
-        batch: Sequences of a step, all computed at once.
+        layers: Number of layers of the trained model; at most those of the preset.
+        tokens: Tokens per sequence.
+        recompute: Policy of `bmburst.recompute`; "" selects the method's own.
+        batch: Sequences per step, all in one micro-batch.
         zero: ZeRO stage: 3, or 2, which keeps the gathered weights from forward to backward.
     """
 
@@ -98,7 +98,7 @@ class TrainCell(BaseCell):
 
     @property
     def model(self) -> LlamaConfig:
-        """The model's shape, for sequences of so many tokens."""
+        """The model's configuration, with `layers` layers and positions for `tokens` tokens."""
         longest = max(self.tokens, SHAPES[self.preset].max_position_embeddings)
         return replace(SHAPES[self.preset], num_layers=self.layers, max_position_embeddings=longest)
 
@@ -109,36 +109,35 @@ class TrainCell(BaseCell):
 
     @property
     def model_name(self) -> str:
-        """The preset, and its layers where they are not all: `llama-3-8b-x2`."""
+        """The preset, followed by the number of layers if it is reduced: `llama-3-8b-x2`."""
         return self.preset + ("" if self.layers == self.all_layers else f"-x{self.layers}")
 
     @property
     def name(self) -> str:
-        """For example `step/llama-3-8b-x2/131072/ours` or `step/llama-2-7b/8x4096/ours`; globs take it."""
+        """For example `step/llama-3-8b-x2/131072/ours` or `step/llama-2-7b/8x4096/ours`."""
         tokens = f"{self.batch}x{self.tokens}" if self.batch > 1 else f"{self.tokens}"
         return f"{self.suite}/{self.model_name}/{tokens}/{self.method}"
 
     @property
     def key(self) -> str:
-        """See `BaseCell.key`; with the recompute policy and ZeRO-2, where asked for: `...@8-block-zero2`."""
+        """See `BaseCell.key`; a selected recompute policy and ZeRO-2 are appended: `...@8-block-zero2`."""
         stage = "" if self.zero == ZERO else f"-zero{self.zero}"
         return super().key + (f"-{self.recompute}" if self.recompute else "") + stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSelection(BaseSelection):
-    """Which cells are listed; None takes what the suite has.
+    """Selects the cells to list; for None the defaults of the suite apply.
 
     Attributes:
-        presets: Models.
-        layers: Numbers of layers, in place of the preset's.
-        recompute: Policy for all methods, or "".
-        batches: Sequences of a step, of the suite step.
-        stages: Stages of ZeRO, likewise.
+        presets: Names of `SHAPES`.
+        layers: Numbers of layers, instead of the preset's.
+        recompute: Policy for all methods; "" selects each method's own.
+        batches: Sequences per step in the suite step.
+        stages: ZeRO stages in the suite step.
 
     Raises:
-        UserError: A preset is unknown, it has not so many layers, a length does not divide, or there is no such batch
-            or stage.
+        UserError: A preset is unknown, a length does not divide, or a number of layers, batch or stage is out of range.
     """
 
     presets: tuple[str, ...] | None = None
@@ -164,18 +163,18 @@ class TrainSelection(BaseSelection):
 
 
 def list_cells(selection: TrainSelection) -> tuple[TrainCell, ...]:
-    """Return the selected cells of every suite, in the order in which they are listed: short sequences first."""
+    """Return the selected cells of every suite, short sequences first."""
     found = (cell for suite in SUITES for cell in _cells(selection, suite))
     return tuple(cell for cell in found if selection.fits(cell))
 
 
 def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
     suite = SUITES[name]
-    first = None if name == "step" else 1  # for losses one model is trained
+    first = None if name == "step" else 1  # the other suites train one model
     dtypes = suite.dtypes if selection.dtype is None else ()
     for dtype, tokens, batch, stage, preset in product(
         dtypes or (selection.plain_dtype,),
-        selection.tokens or suite.tokens,  # before models: what cells leave in memory only grows
+        selection.tokens or suite.tokens,  # short sequences of all models first: reserved memory only grows
         selection.batches if name == "step" else (1,),
         selection.stages if name == "step" else (ZERO,),
         (selection.presets or suite.presets)[:first],
@@ -199,20 +198,20 @@ def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
 
 
 def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ...]:
-    """Return the selected methods; on one rank all are ours, and only ours is asked for a curve."""
+    """Return the methods of a suite: those selected, but only ours on one rank and in the suite curve."""
     if ranks > 1 and suite != "curve":
         return selection.methods
-    # Losses are compared with one rank's, whatever is selected.
+    # In the suite loss, ours on one rank is the reference, even if it is not selected.
     return (OURS,) if suite == "loss" or OURS in selection.methods else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one GPU does, in FLOP/s.
+    """Measured rates of one GPU, in FLOP/s.
 
     Attributes:
-        attention: Of the attention kernel, forward and backward together, a causal mask counted as half.
-        matmul: Of a large product of matrices.
+        attention: Rate of the attention kernel, forward and backward together; a causal mask counts half the FLOPs.
+        matmul: Rate of a large matrix product.
     """
 
     attention: float
@@ -221,11 +220,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Seconds of a step in which nothing is done but the model's own FLOPs.
+    """Lower bound of a step's time, in seconds: the model's FLOPs at the measured rates.
 
     Attributes:
-        attention: Causal attention, 3.5 times its forward, at the kernel's rate.
-        matmul: 6 N FLOPs a token at a product's rate, N without an embedding that is only looked up.
+        attention: 3.5 times the forward FLOPs of causal attention, at the kernel's rate.
+        matmul: 6 N FLOPs per token, at the rate of a matrix product. N excludes an embedding that is only a lookup.
     """
 
     attention: float
@@ -233,15 +232,17 @@ class Bound:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.attention + self.matmul
 
 
 def bound(cell: TrainCell, rates: Rates) -> Bound:
-    """Return the bound of a cell's step, spread evenly over its ranks."""
+    """Return the bound of a cell's step, with its FLOPs divided evenly over the ranks."""
     model = cell.model
     attention = cell.batch * model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
-    products = 6.0 * multiplied(model) * cell.tokens * cell.batch  # forward, inputs' gradient, weights'
+    products = (
+        6.0 * multiplied(model) * cell.tokens * cell.batch
+    )  # 2 N each: forward, gradient of inputs, gradient of weights
     return Bound(
         attention=attention / rates.attention / cell.ranks,
         matmul=products / rates.matmul / cell.ranks,
@@ -249,24 +250,24 @@ def bound(cell: TrainCell, rates: Rates) -> Bound:
 
 
 def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backward: float) -> float:
-    """Return model FLOPs utilisation: causal attention halved, recomputation not counted.
+    """Return model FLOPs utilisation (MFU). Causal attention counts half; recomputation does not count.
 
     Args:
-        cell: What took the seconds.
-        seconds: Of a step.
-        peak: FLOP/s of a GPU that it is of.
-        attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
+        cell: The measured cell.
+        seconds: Time of a step.
+        peak: Peak rate of a GPU in FLOP/s.
+        attention_backward: FLOPs of attention's backward relative to its forward: 2 by convention, 2.5 in the kernel.
     """
     return flops(cell, attention_backward=attention_backward) / seconds / cell.ranks / peak
 
 
 def flops(cell: TrainCell, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a cell's step as utilisation counts them."""
+    """Return the model FLOPs of a cell's step over all ranks; see `utilisation`."""
     return model_flops(task_of(cell), attention_backward=attention_backward)
 
 
 def task_of(cell: TrainCell) -> Task:
-    """Return a cell's step as the planner knows it."""
+    """Return the planner's task for a cell's step."""
     return Task(
         model=cell.model,
         preset=cell.preset,
@@ -279,17 +280,17 @@ def task_of(cell: TrainCell) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMethod:
-    """One way to train one sequence on all ranks of a run, under ZeRO-3.
+    """One way to train a sequence on all ranks of a run.
 
     Attributes:
-        name: In cells.
-        shares_matrices: Whether ranks share matrices and heads in place of the sequence.
-        replicated: With that, whether each rank has all tokens between the matrices, too.
-        peer: Method of `benchmarks.attention.methods` that is attention in place of ours, or "".
-        layout: Which rank holds which tokens.
-        strategy: Of our attention.
-        by_messages: Whether our attention's blocks go by NCCL, on CPUs by gloo, in place of what is fastest.
-        stores_scores: Whether attention stores each rank's rows of scores, which the planner does not count.
+        name: Name in cells.
+        shares_matrices: Whether ranks shard the weight matrices and heads (tensor parallelism) instead of the sequence.
+        replicated: Whether tensor parallel ranks also keep all tokens between the matrices.
+        peer: Method of `benchmarks.attention.methods` that replaces our attention; "" keeps ours.
+        layout: Layout of tokens on ranks.
+        strategy: Strategy of our attention.
+        by_messages: Whether our attention transfers by NCCL (gloo on CPUs) instead of the fastest transport.
+        stores_scores: Whether attention stores each rank's rows of scores. The planner does not model these.
     """
 
     name: str
@@ -302,32 +303,32 @@ class TrainMethod:
     stores_scores: bool = False
 
     def tensor(self, cell: TrainCell) -> int:
-        """Return how many ranks share each matrix."""
+        """Return the tensor parallel degree: the number of ranks that shard each matrix."""
         return cell.ranks if self.shares_matrices else 1
 
     def recompute(self, cell: TrainCell) -> str:
-        """Return the recompute policy: ours is the trainer's default, peers keep attention's results."""
+        """Return the cell's recompute policy; by default the trainer's for ours, "block-keep-attention" for others."""
         default = TrainConfig().recompute if self.name == OURS else "block-keep-attention"
         return cell.recompute or default
 
     def parallel(self, cell: TrainCell) -> ParallelConfig:
-        """Return the ranks' part of the trainer's configuration."""
+        """Return the parallel part of the trainer's configuration."""
         tensor = self.tensor(cell)
         messages = "nccl" if cell.device == "cuda" else "gloo"
         return ParallelConfig(
             sequence_parallel=cell.ranks // tensor,
             tensor_parallel=tensor,
-            layout=self.layout,  # type: ignore[arg-type]  # check_fields looks
+            layout=self.layout,  # type: ignore[arg-type]  # check_fields validates the values
             strategy=self.strategy,  # type: ignore[arg-type]
             transport=messages if self.by_messages else "auto",  # type: ignore[arg-type]
             zero_level=cell.zero,  # type: ignore[arg-type]
         )
 
     def refusal(self, cell: TrainCell) -> str | None:
-        """Return why the cell cannot run, as far as it is known before any tensor is made, or None."""
+        """Return why the cell cannot run, as far as its shape and ranks determine that, or None."""
         model = cell.model
         if self.peer and not self.stores_scores and (model.num_heads % cell.ranks or model.num_kv_heads % cell.ranks):
-            return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
+            return f"{model.num_heads} query and {model.num_kv_heads} KV heads do not divide by {cell.ranks} ranks"
         try:
             model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
             Policy.parse(self.recompute(cell)).require_layers(model.num_layers)
@@ -336,11 +337,11 @@ class TrainMethod:
         return None
 
     def predict(self, cell: TrainCell, machine: str | None) -> Prediction | None:
-        """Return what the planner says of a cell; None of other types than bfloat16, and of what it cannot price.
+        """Return the planner's prediction for a cell; None for dtypes and methods that it does not model.
 
         Args:
-            cell: What is asked for.
-            machine: A name of `bmburst.schedule.hardware.shipped`; of None nothing is known.
+            cell: The cell.
+            machine: A name of `bmburst.schedule.hardware.shipped`; None if the hardware is unknown.
         """
         policy = self.recompute(cell)
         if machine is None or cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
@@ -353,17 +354,17 @@ class TrainMethod:
         task = task_of(cell)
         if self.name == OURS:
             return candidates(task, recompute=(policy,), zero=(cell.zero,), tensor=(1,))
-        alone = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, zero=cell.zero, transport="nccl")
-        spread = "heads" if self.peer else self.strategy
-        return [with_attention_choice(alone, spread, None, hardware)]
+        fixed = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, zero=cell.zero, transport="nccl")
+        strategy = "heads" if self.peer else self.strategy
+        return [with_attention_choice(fixed, strategy, None, hardware)]
 
     def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
-        """Return why the cell would not fit, by the planner's prediction, or None.
+        """Return why the cell would not fit in memory, by the planner's prediction, or None.
 
         Args:
-            cell: What is asked for.
+            cell: The cell.
             machine: See `predict`.
-            capacity: Bytes of a GPU.
+            capacity: Memory of a GPU in bytes.
         """
         found = self.predict(cell, machine)
         if found is None:
@@ -374,12 +375,10 @@ class TrainMethod:
         return f"would not fit: about {needed / GIB:.0f} GiB a rank by the planner, of {capacity / GIB:.0f} GiB"
 
     def replicated_bytes(self, cell: TrainCell) -> float:
-        """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""
-        if not self.replicated:
-            return 0.0
-        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks)
-        at_work = 2  # the stream inside a block, and its gradient
-        return 2.0 * others * cell.model.hidden_size * (cell.layers + at_work)
+        """Return the bytes of replicated activations on a rank: tokens of other ranks, which the planner omits."""
+        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks) if self.replicated else 0
+        tensors = cell.layers + 2  # the input of each block, the stream inside a block, and its gradient
+        return 2.0 * others * cell.model.hidden_size * tensors
 
 
 METHODS: Mapping[str, TrainMethod] = MappingProxyType(
@@ -388,12 +387,12 @@ METHODS: Mapping[str, TrainMethod] = MappingProxyType(
         for method in (
             TrainMethod(name=OURS),
             TrainMethod(name="ulysses", peer="ulysses", layout="contiguous"),
-            # K and V around a zigzag ring, dK and dV home: what ring-flash-attn does
+            # As in ring-flash-attn: K and V move around a zigzag ring, and dK and dV return to their ranks.
             TrainMethod(name="zigzag-ring-nccl", strategy="kv", by_messages=True),
-            # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
+            # Megatron tensor parallelism (arXiv:1909.08053), and with sequence parallelism (arXiv:2205.05198).
             TrainMethod(name="tensor-v1", shares_matrices=True, replicated=True, layout="contiguous"),
             TrainMethod(name="tensor-v3", shares_matrices=True, layout="contiguous"),
-            # K, then V around a ring, rows of scores in memory (arXiv:2105.13120)
+            # Ring self-attention (arXiv:2105.13120): K, then V moves around a ring; rows of scores stay in memory.
             TrainMethod(name="ring-li", peer="ring-li-2021", layout="contiguous", stores_scores=True),
         )
     }

@@ -38,10 +38,10 @@ from bmburst.train.resolve import check_data_path
 if TYPE_CHECKING:
     from benchmarks.engine.job import RankRun
 
-_BUILDING = 10.0  # seconds of a cell beside its steps: weights, kernels, rates
-_FEW = 5  # steps of a long cell, warm-up included
+_BUILDING = 10.0  # seconds of a cell before its steps: creating weights, compiling kernels, measuring rates
+_FEW = 5  # steps of a long cell, including warm-up
 Panel = tuple[str, str, Callable[[Row], float | None]]
-"""The end of a picture's name, what is drawn, and its value."""
+"""Suffix of a picture's name, label of the y axis, and the value of a row."""
 _OVER_TOKENS: Sequence[Panel] = (
     ("seconds", "seconds a step", lambda row: row["milliseconds"]["median"] / 1e3),
     ("ratio", "step over the bound", lambda row: row["ratio"]),
@@ -70,8 +70,8 @@ def _configure(group: argparse._ArgumentGroup) -> None:
         default="",
         help="recompute policy of all methods (default: that of each method)",
     )
-    add("--batch", metavar="N,...", default="1", help="sequences of a step of the suite step (default: 1)")
-    add("--zero", metavar="N,...", default="3", help="stages of ZeRO of the suite step, 2 or 3 (default: 3)")
+    add("--batch", metavar="N,...", default="1", help="sequences per step in the suite step (default: 1)")
+    add("--zero", metavar="N,...", default="3", help="ZeRO stages in the suite step, 2 or 3 (default: 3)")
     add(
         "--steps",
         type=int,
@@ -106,7 +106,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
 
 
 def _starts(args: argparse.Namespace, cells: Sequence[TrainCell], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return a start for each number of ranks and tensor degree: BMTrain knows one such degree a process."""
+    """Return a start for each number of ranks and tensor degree. A BMTrain process has one tensor degree."""
     del ranks
     starts: dict[tuple[int, int], list[TrainCell]] = {}
     for cell in cells:
@@ -117,7 +117,7 @@ def _starts(args: argparse.Namespace, cells: Sequence[TrainCell], ranks: tuple[i
 
 
 def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
-    """Return about how many seconds a cell will take: as the nearest of its suite, else as the planner predicts."""
+    """Return the approximate seconds of a cell: the median of measured cells with similar FLOPs, else a prediction."""
     work = flops(cell) / cell.ranks
     known = [
         (flops(other) / other.ranks, float(row["seconds"]))
@@ -142,8 +142,8 @@ def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
     """Draw every comparison that has a measured cell, and return the pictures' paths.
 
     Args:
-        results: What was measured.
-        stem: Path whose name the pictures' names begin with.
+        results: The results.
+        stem: Prefix of the pictures' paths.
     """
     paths: list[Path] = []
     for title, rows in over_tokens(results):
@@ -160,7 +160,7 @@ def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
 
 
 def timeline_title(cell: TrainCell) -> tuple[str, str]:
-    """Return what the timeline of a cell shows, and the setting."""
+    """Return the title and the subtitle of a cell's timeline."""
     return (
         f"Timeline of a training step by {of_whom(cell)}",
         f"{model_of(cell)}, {short(cell.tokens)} tokens, {ranks_name(cell)}",
@@ -182,7 +182,7 @@ def _panels(
 
 
 def _draw_curves(title: str, rows: Rows[TrainCell], start: Path) -> Iterator[Path]:
-    """Draw losses over steps and, where there is one rank's curve, how far the others are from it."""
+    """Draw losses over steps and, if one rank was measured, the relative differences of the others from it."""
     measured = [(cell, row) for cell, row in rows if row["status"] == OK]
     reference = reference_of(rows)
     others = [] if reference is None else [(cell, row) for cell, row in measured if cell.ranks > 1]
@@ -204,8 +204,8 @@ def _draw_curves(title: str, rows: Rows[TrainCell], start: Path) -> Iterator[Pat
         axes.set_ylabel("relative difference")
         axes.set_yscale("log")
 
-    says = f"Loss of each step (thin) and the median of {MEDIAN_STEPS} steps"
-    yield panel(start.with_name(f"{start.name}.png"), says, title, losses)
+    name = f"Loss of each step (thin) and the median of {MEDIAN_STEPS} steps"
+    yield panel(start.with_name(f"{start.name}.png"), name, title, losses)
     if others:
         away = start.with_name(f"{start.name}-difference.png")
         yield panel(away, "Difference of the loss from one rank's", title, differences)

@@ -1,4 +1,4 @@
-"""Trains one cell of the training benchmark on a rank: builds its trainer and measures steps or losses."""
+"""Measures a cell of the training benchmark on a rank: builds its trainer and records steps or losses."""
 
 import gc
 import math
@@ -31,20 +31,20 @@ from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
 from bmburst_ops import ATTENTION_BACKWARD
 
-_DOCUMENTS = 32  # of random tokens
-_MORE = 1.25  # random tokens over those of a sequence: a part is held out
-_SLOWLY = OptimizerConfig(lr=1e-5)  # of steps that are measured: random tokens teach nothing
+_DOCUMENTS = 32  # documents of random tokens in the token file
+_MORE = 1.25  # random tokens per token of a sequence, since a part of the file is held out
+_SLOWLY = OptimizerConfig(lr=1e-5)  # for random tokens, from which nothing can be learned
 
 
 def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, steps: int) -> Trainer:
-    """Return a cell's trainer, before its first step. Every rank calls it.
+    """Return a cell's trainer before its first step. All ranks must call it.
 
     Args:
-        cell: What is trained, and how.
+        cell: The cell.
         setting: Ranks and kernel.
-        data: On what.
-        folder: For the run folder, in which nothing is written.
-        steps: How many there will be, for the learning rate.
+        data: The training data.
+        folder: Parent of the run folder. Nothing is written to it.
+        steps: Number of steps, for the learning rate schedule.
     """
     method = METHODS[cell.method]
     is_measured = cell.suite == "step"
@@ -55,7 +55,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
         batch_size=cell.batch,
         micro_batch_size=cell.batch,
         steps=steps,
-        dtype=cell.dtype,  # type: ignore[arg-type]  # check_fields looks
+        dtype=cell.dtype,  # type: ignore[arg-type]  # check_fields validates it
         recompute=method.recompute(cell),
         output=folder / "run",
         data=data,
@@ -74,7 +74,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
 
 
 def attention_cell(cell: TrainCell) -> Cell:
-    """Return a cell's attention as the attention benchmark knows it."""
+    """Return the cell of the attention benchmark with the same attention."""
     return Cell(
         suite="sequence",
         method=cell.method,
@@ -90,7 +90,7 @@ def attention_cell(cell: TrainCell) -> Cell:
 
 
 class _Peer(torch.nn.Module):
-    """A peer's attention in the place of `BurstAttention`."""
+    """A peer's attention with the interface of `BurstAttention`."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class _Peer(torch.nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return attention's output; cells have neither padding nor documents."""
+        """Return attention's output. Cells have no padding and no documents."""
         del length
         assert mask is None
         return self._attend(q, k, v)
 
 
 def put(model: torch.nn.Module, attend: Attend) -> None:
-    """Put a peer's attention into all blocks of a model, in place."""
+    """Replace the attention of all blocks of a model by a peer's, in place."""
     from bmburst.blocks.transformer import SelfAttention
 
     places = [module for module in model.modules() if isinstance(module, SelfAttention)]
@@ -116,14 +116,12 @@ def put(model: torch.nn.Module, attend: Attend) -> None:
 
 
 def write_random_tokens(path: Path, *, tokens: int, vocab_size: int) -> None:
-    """Write a token file of random ids that has one training sequence of so many tokens, or more.
-
-    A step then costs what any text would cost, whatever the vocabulary.
+    """Write a token file of random ids with at least one training sequence.
 
     Args:
-        path: Where.
-        tokens: Of a sequence.
-        vocab_size: Ids are drawn evenly from all but the last, which ends a document.
+        path: Path of the file.
+        tokens: Tokens per sequence.
+        vocab_size: Size of the vocabulary. Ids are uniform over all but the last one, which ends a document.
     """
     each = int(tokens * _MORE) // _DOCUMENTS + 8
     documents = (Document(name=str(n), pieces=(f"document {n}",)) for n in range(_DOCUMENTS))
@@ -131,7 +129,7 @@ def write_random_tokens(path: Path, *, tokens: int, vocab_size: int) -> None:
 
 
 class _Random:
-    """A tokenizer that makes random ids of any text."""
+    """A tokenizer that returns random ids for any text."""
 
     name = identity = "random"
 
@@ -140,24 +138,24 @@ class _Random:
         self._each, self._generator = each, np.random.default_rng(0)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return random ids, whatever the text."""
+        """Return random ids; the text is ignored."""
         del text
         return self._generator.integers(0, self.eos_id, self._each, np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return random ids for each."""
+        """Return random ids for each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return nothing: they stand for no text."""
+        """Return the empty string: random ids have no text."""
         del ids
         return ""
 
 
-_LEAST = 2  # steps that are measured however long they take
-_LONGEST = 128 * 1024  # tokens: from 64K on the attention kernel's rate does not rise
-_WIDTH = {"cuda": 8192, "cpu": 256}  # of the matrices whose product's rate is measured
-_PRODUCTS = 8  # in one call, so that launching does not count
+_LEAST = 2  # measured steps, however long they take
+_LONGEST = 128 * 1024  # tokens for the attention kernel's rate, which is constant from 64K on
+_WIDTH = {"cuda": 8192, "cpu": 256}  # rows and columns of the matrices for the rate of products
+_PRODUCTS = 8  # products per call, so that launch overhead is negligible
 _RATE_REPEATS, _RATE_SECONDS = 2, 2.0
 
 
@@ -182,12 +180,12 @@ class TrainRun(RankRun[TrainCell]):
 
 
 def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
-    """Return what a cell's row says beside its state. Every rank calls it, and all return the same times.
+    """Return a cell's row without its status. All ranks must call it, and all return the same times.
 
-    * `milliseconds`: of a step, the slowest rank's, by device events between steps that follow each other.
-    * `bound`: seconds of attention and products at the rates measured before and behind the steps, the mean of both.
-    * `ratio`: the median step over the bound.
-    * `peak_memory_gib`: once gradients and optimizer states are there.
+    * `milliseconds`: time of a step on the slowest rank, by device events between consecutive steps.
+    * `bound`: seconds of attention and products at the mean of the rates measured before and after the steps.
+    * `ratio`: the median time of a step divided by the bound.
+    * `peak_memory_gib`: peak of the steps after warm-up, with gradients and optimizer states.
     """
     row = _choices(cell, run.setting)
     before = _measure_rates(cell, run.setting)
@@ -205,12 +203,13 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
         attention=(before.attention + after.attention) / 2,
         matmul=(before.matmul + after.matmul) / 2,
     )
-    row |= {"warm_up_milliseconds": warm_up, "losses": [step.loss for step in found], "rates": _said(before, after)}
-    return row | _judged(cell, Times.of(milliseconds), rates, run.device)
+    losses = [step.loss for step in found]
+    row |= {"warm_up_milliseconds": warm_up, "losses": losses, "rates": _teraflops(before, after)}
+    return row | _evaluated(cell, Times.of(milliseconds), rates, run.device)
 
 
 def _timed(trainer: Trainer, count: int, run: TrainRun) -> tuple[list[float], list[StepMetrics]]:
-    """Return milliseconds of so many steps, each the slowest rank's, and what the steps gave."""
+    """Train `count` steps; return the milliseconds of each on the slowest rank, and the steps' metrics."""
     marks, found = [mark(run.device)], []
     for _ in range(count):
         found.append(trainer.step())
@@ -220,16 +219,16 @@ def _timed(trainer: Trainer, count: int, run: TrainRun) -> tuple[list[float], li
 
 
 def _steps(trainer: Trainer, run: TrainRun) -> tuple[list[float], list[float], list[StepMetrics]]:
-    """Return milliseconds of warm-up, of what is measured, and what all steps gave.
+    """Return the milliseconds of warm-up steps and of measured steps, and the metrics of all steps.
 
-    The first step makes optimizer states and compiles kernels; a second one follows if there is time for it.
+    The first step creates optimizer states and compiles kernels. A second warm-up step follows if time allows.
     """
     warm_up, found = _timed(trainer, 1, run)
     if warm_up[0] < run.job.cell_seconds * 1e3 / 4:
         more, again = _timed(trainer, 1, run)
         warm_up, found = warm_up + more, found + again
     milliseconds, rest = _timed(trainer, min(run.job.repeats, _LEAST), run)
-    # Not by the warm-up, which compiled kernels.
+    # The estimate uses a measured step, since warm-up includes compilation.
     affordable = int((run.job.cell_seconds * 1e3 - sum(milliseconds)) / milliseconds[-1])
     if (count := min(run.job.repeats - len(milliseconds), affordable)) > 0:
         more, again = _timed(trainer, count, run)
@@ -242,12 +241,12 @@ def _data(cell: TrainCell, run: TrainRun) -> DataConfig:
     path = run.folder / f"random-{cell.model.vocab_size}-{tokens}.tokens"
     if run.rank == 0 and not path.exists():
         write_random_tokens(path, tokens=tokens, vocab_size=cell.model.vocab_size)
-    run.from_all(None)  # the others read it
+    run.from_all(None)  # wait for the file
     return DataConfig(source=str(path), cache=run.folder)
 
 
 def _choices(cell: TrainCell, setting: Setting) -> Row:
-    """Return how the cell is trained: policy, layout, and what our attention chose."""
+    """Return the recompute policy, the layout, and the strategy and transport that our attention chose."""
     method = METHODS[cell.method]
     row: Row = {"recompute": method.recompute(cell), "layout": method.layout, "tensor": method.tensor(cell)}
     row |= {"all_layers": cell.preset == cell.model_name}
@@ -257,7 +256,7 @@ def _choices(cell: TrainCell, setting: Setting) -> Row:
 
 
 def _memory(gauge: Gauge, steps: list[StepMetrics]) -> Row:
-    """Return the peak of steps, and torch's share of it. A step reads torch's peak itself, and begins a new one."""
+    """Return the peak memory of the steps, and the peak of torch's allocator, which each step reads and resets."""
     allocated = max(step.memory_gib for step in steps)
     peak = gauge.peak(allocated * GIB)
     if peak is None:
@@ -265,12 +264,13 @@ def _memory(gauge: Gauge, steps: list[StepMetrics]) -> Row:
     return {"peak_memory_gib": peak / GIB, "allocated_gib": allocated}
 
 
-def _said(before: Rates, after: Rates) -> dict[str, list[float]]:
-    """Return TFLOP/s before and behind the steps."""
+def _teraflops(before: Rates, after: Rates) -> dict[str, list[float]]:
+    """Return the rates before and after the steps, in TFLOP/s."""
     return {name: [value / 1e12, asdict(after)[name] / 1e12] for name, value in asdict(before).items()}
 
 
-def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -> Row:
+def _evaluated(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -> Row:
+    """Return the times with the bound, the utilisation and the planner's prediction."""
     seconds, least = times.median / 1e3, bound(cell, rates)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known, machine = hardware_of(name), machine_of(name)
@@ -293,8 +293,8 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
 
 
 def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
-    """Return every step's loss in nats a token and gradient norm, and the time of a step. Every rank calls it."""
-    text, steps = run.job.options["text"], run.job.options["steps"]  # 0: as many as the suite has
+    """Return the losses in nats per token, the gradient norms and the times of the steps. All ranks must call it."""
+    text, steps = run.job.options["text"], run.job.options["steps"]  # 0: the suite's default
     data = DataConfig(source=text, tokenizer="bytes", cache=run.folder)
     trainer = build_trainer(cell, run.setting, data, run.folder, steps=steps or STEPS[cell.suite])
     milliseconds, found = _timed(trainer, trainer.config.steps, run)
@@ -308,10 +308,10 @@ def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
 
 
 def _measure_rates(cell: TrainCell, setting: Setting) -> Rates:
-    """Return the rates of the slowest rank, each rank alone with all heads of the model. Every rank calls it.
+    """Return the rates of the slowest rank. All ranks must call it; each computes its own attention with all heads.
 
     Attention is forward and backward of a causal sequence of S / sqrt(P) tokens, which has a rank's share of the
-    FLOPs, or of 128K tokens where that is more; matrices are 8192 x 8192. They are called in turns.
+    FLOPs, but at most 128K tokens. Matrices are 8192 x 8192 (256 x 256 on CPUs). The two calls alternate.
     """
     tokens = min(_LONGEST, max(1, int(cell.tokens / math.sqrt(cell.ranks))))
     one = one_gpu_cell(replace(attention_cell(cell), ranks=1, tokens=tokens, batch=1))

@@ -19,12 +19,12 @@ from benchmarks.engine.report import (
 from benchmarks.training import ZERO, Rates, TrainCell, bound
 from bmburst.amounts import short
 
-SHOWN_STEPS = 10  # of a curve, evenly
-MEDIAN_STEPS = 9  # that a curve is smoothed over
+SHOWN_STEPS = 10  # evenly spaced steps of a curve in a table
+MEDIAN_STEPS = 9  # window of the running median
 
 
 def describe(cell: TrainCell, row: Row) -> str:
-    """Return what a measured row says in a line."""
+    """Return a measured row in one line."""
     ms, took = row["milliseconds"]["median"], f"({row['seconds']:.1f} s)"
     if cell.suite != "step":
         return f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}, {ms:.1f} ms a step {took}"
@@ -62,7 +62,7 @@ def over_tokens(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCe
 
 
 def over_batches(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
-    """Yield the same for every model and length that was measured with several sequences a step."""
+    """Yield a title and rows for every model and length with batches of several sequences."""
     for title, rows in groups(
         results.cell_rows("step"),
         lambda cell: (cell.preset, cell.layers, cell.tokens, cell.ranks, cell.device, cell.dtype, cell.zero),
@@ -76,7 +76,7 @@ def over_batches(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainC
 
 
 def over_ranks(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
-    """Yield the same for every model and length that was measured on several numbers of ranks."""
+    """Yield a title and rows for every model and length that was measured on several numbers of ranks."""
     for title, rows in groups(
         [(cell, row) for cell, row in results.cell_rows("step") if cell.batch == 1],
         lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute, cell.zero),
@@ -87,7 +87,7 @@ def over_ranks(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCel
 
 
 def extrapolated(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
-    """Yield the same for what was measured with several numbers of layers, none of them all."""
+    """Yield a title and rows for every model that was measured with several reduced numbers of layers only."""
     for title, rows in groups(
         [(cell, row) for cell, row in results.cell_rows("step") if cell.batch == 1],
         lambda cell: (cell.preset, cell.ranks, cell.device, cell.dtype, cell.recompute, cell.zero),
@@ -100,7 +100,7 @@ def extrapolated(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainC
 
 
 def trained(results: Results[TrainCell], suite: str) -> Iterator[tuple[str, Rows[TrainCell]]]:
-    """Yield the same for what was trained for losses: on one rank and on several by every method; or on real text."""
+    """Yield a title and rows for every model that was trained in the suite "loss" or "curve"."""
     titles = {"loss": "The same losses by every method", "curve": "Loss on real text"}
     yield from groups(
         results.cell_rows(suite),
@@ -110,8 +110,14 @@ def trained(results: Results[TrainCell], suite: str) -> Iterator[tuple[str, Rows
 
 
 def furthest(row: Row, reference: Row, what: str = "losses") -> float:
-    """Return the largest difference of two curves at one step, relative to the reference."""
-    pairs = zip(row[what], reference[what], strict=False)  # of runs with fewer steps, those
+    """Return the largest difference of two curves at a step, relative to the reference.
+
+    Args:
+        row: The row.
+        reference: The row that it is compared with. If it has another number of steps, the common ones count.
+        what: "losses" or "grad_norms".
+    """
+    pairs = zip(row[what], reference[what], strict=False)
     return float(max(abs(one - other) / abs(other) for one, other in pairs))
 
 
@@ -121,7 +127,7 @@ def reference_of(rows: Rows[TrainCell]) -> Row | None:
 
 
 def curve_name(cell: TrainCell) -> str:
-    """Return what a curve is called among those of other methods and ranks."""
+    """Return the label of a curve: method and ranks."""
     return f"{cell.method}, {ranks_name(cell)}"
 
 
@@ -147,26 +153,26 @@ def _steps(rows: Rows[TrainCell], notes: dict[str, int], *, by_batch: bool = Fal
 
 
 def _how_many(rows: Rows[TrainCell]) -> list[str]:
-    """Return of how many steps the times are medians."""
+    """Return a sentence with the number of steps behind each median."""
     counts = {row["milliseconds"]["count"] for _, row in rows if row["status"] == OK}
     if not counts:
         return []
-    said = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
-    return [f"Each time is the median of {said} step{'' if max(counts) == 1 else 's'}.", ""]
+    span = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
+    return [f"Each time is the median of {span} step{'' if max(counts) == 1 else 's'}.", ""]
 
 
 def _how_ours(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
-    """Return what ours chose where there was a choice, by column."""
-    said = [
+    """Return a line with the strategy, transport and policy that ours chose in each column."""
+    choices = [
         f"{short(column(cell))} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
         for cell, row in sorted(rows, key=lambda pair: column(pair[0]))
         if "strategy" in row
     ]
-    return [f"ours: {'; '.join(said)}.", ""] if said else []
+    return [f"ours: {'; '.join(choices)}.", ""] if choices else []
 
 
 def _rates(rows: Rows[TrainCell]) -> list[str]:
-    """Return what kernels did in these cells, before and behind the steps: the rates of the bound."""
+    """Return a line with the ranges of the measured rates from which the bounds are computed."""
     measured = [row["rates"] for _, row in rows if row["status"] == OK]
     if not measured:
         return []
@@ -178,7 +184,7 @@ def _rates(rows: Rows[TrainCell]) -> list[str]:
 
 
 def _same_losses(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
-    """Return how far the first losses of methods on the same tokens are apart: they train one model on them."""
+    """Return a line with the largest relative difference of the methods' first losses on the same tokens."""
     first: dict[int, list[float]] = {}
     for cell, row in rows:
         if row["status"] == OK:
@@ -201,7 +207,7 @@ def _scaling(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
 
 
 def _lines(rows: Rows[TrainCell]) -> Iterator[tuple[str, int, dict[int, Row]]]:
-    """Yield method, length, and rows by number of layers, where there are two numbers and not all layers."""
+    """Yield method, length and rows by number of layers, if there are two or more numbers and all are reduced."""
     found: dict[tuple[str, int], dict[int, Row]] = {}
     for cell, row in rows:
         if row["status"] == OK:
@@ -227,7 +233,7 @@ def _derived(rows: Rows[TrainCell], _: dict[str, int]) -> list[str]:
 
         seconds = at(lambda row: row["milliseconds"]["median"] / 1e3)
         peak = at(lambda row: row["peak_memory_gib"])
-        assert seconds is not None  # of two numbers of layers
+        assert seconds is not None  # `_lines` yields two or more numbers of layers
         least = _bound_of_all(list(by_layers.values()))
         speed = tokens / seconds / rows[0][0].ranks
         lines.append(
@@ -238,9 +244,9 @@ def _derived(rows: Rows[TrainCell], _: dict[str, int]) -> list[str]:
 
 
 def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:
-    """Return the value for so many layers on the line through what was measured for two numbers of them or more.
+    """Return the value at `layers` layers on the least-squares line through measured values by number of layers.
 
-    Two points give the line; of more the least squares. None with fewer than two: a line needs them.
+    Returns None for fewer than two values.
     """
     if len(measured) < 2:
         return None
@@ -252,7 +258,7 @@ def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:
 
 
 def _bound_of_all(rows: list[Row]) -> float:
-    """Return the seconds of the bound with all layers, at the mean of the rates that were measured with fewer."""
+    """Return the bound in seconds with all layers, at the mean of the rates measured with reduced layers."""
     cell = TrainCell(**rows[0]["cell"])
     rates = {
         name: sum(sum(row["rates"][name]) for row in rows) / (2 * len(rows)) * 1e12 for name in ("attention", "matmul")
@@ -298,34 +304,31 @@ def _curves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
 
 
 def running_median(losses: Sequence[float]) -> list[float]:
-    """Return at each step the median of the `MEDIAN_STEPS` around it, of fewer at the ends.
-
-    A step sees few sequences, and some texts are harder than others: the median shows what training does.
-    """
+    """Return the running median over `MEDIAN_STEPS` steps, with shorter windows at both ends."""
     around = MEDIAN_STEPS // 2
     return [statistics.median(losses[max(0, step - around) : step + around + 1]) for step in range(len(losses))]
 
 
 def shown_steps(count: int) -> list[int]:
-    """Return steps of a curve, from 1, evenly, with the first and the last."""
+    """Return up to `SHOWN_STEPS` evenly spaced steps from 1 to `count`, including both."""
     last = min(SHOWN_STEPS, count) - 1
     return sorted({1 + round(n * (count - 1) / max(last, 1)) for n in range(last + 1)})
 
 
 def _memory(row: Row) -> str:
     planned, allocated = row.get("planned"), row["allocated_gib"]
-    said = "" if planned is None else f" ({known(allocated)}) / {planned['allocated_gib']:.1f}"
-    return f"{known(row['peak_memory_gib'])}{said}"
+    details = "" if planned is None else f" ({known(allocated)}) / {planned['allocated_gib']:.1f}"
+    return f"{known(row['peak_memory_gib'])}{details}"
 
 
 def model_of(cell: TrainCell) -> str:
-    """Return the preset, and how many of its layers where they are not all."""
+    """Return the preset, followed by the number of layers if it is reduced."""
     layers = "" if cell.layers == cell.all_layers else f", {cell.layers} of {cell.all_layers} layers"
     return f"{cell.preset}{layers}"
 
 
 def how(cell: TrainCell, dtype: str | None = None) -> str:
-    """Return dtype, recompute policy and ZeRO stage as they follow a title."""
+    """Return the end of a title: dtype, selected recompute policy, and the ZeRO stage if it is not 3."""
     words = [cell.dtype if dtype is None else dtype, f"recompute {cell.recompute}" if cell.recompute else ""]
     words += ["" if cell.zero == ZERO else f"ZeRO-{cell.zero}"]
     return "".join(f", {word}" for word in words if word)

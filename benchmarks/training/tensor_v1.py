@@ -26,13 +26,13 @@ Map = Callable[[Tensor], Tensor]
 
 
 def replicate(model: Llama) -> None:
-    """Let every rank of a tensor group have all tokens inside of a model's blocks; in place, before the first step."""
+    """Give every tensor parallel rank all tokens inside the model's blocks, in place. Call it before the first step."""
     if model.tensor.size == 1:
         return
     comm = communicator(bmt.config["tp_comm"])
     group = _Replicated(comm)
     for wrapped in model.model.layers:
-        block: TransformerBlock = wrapped._module  # a bmt.Block's `modules()` leaves it out
+        block: TransformerBlock = wrapped._module  # `modules()` of a bmt.Block omits it
         block.self_attn.tensor = block.mlp.tensor = group
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             setattr(norm, "scale", _SharedScale(norm, comm.size))  # noqa: B010  # mypy: a method
@@ -40,43 +40,43 @@ def replicate(model: Llama) -> None:
 
 
 class _Replicated(TensorGroup):
-    """Every rank has all tokens: nothing is gathered, parts are added up on all ranks."""
+    """A tensor group whose ranks have all tokens: inputs are not gathered, partial results are all-reduced."""
 
     def __init__(self, comm: CheckedCommunicator) -> None:
         super().__init__(comm)
         self._sum = comm
 
     def gather(self, x: Tensor, tokens: int) -> Tensor:
-        """Return x; its backward adds up the ranks' gradients."""
+        """Return x; backward sums the gradients of the ranks."""
         del tokens
         return _pair(x, lambda x: x.view_as(x), partial(_summed, comm=self._sum))
 
     def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks; its backward is the gradient as it is, which all ranks have."""
+        """Return the sum over the ranks; backward returns the gradient unchanged, since all ranks have it."""
         return _pair(x, partial(_summed, comm=self._sum), lambda grad: grad)
 
 
 class _SharedScale:
-    """A norm's weight where its tokens are on all ranks: ZeRO adds up the gradient, of which each rank has all."""
+    """A norm's weight. Each rank has the complete gradient and ZeRO sums it, so it is divided by the ranks."""
 
     def __init__(self, norm: RMSNorm, ranks: int) -> None:
         self._norm, self._ranks = norm, ranks
 
     def __call__(self) -> Tensor:
-        # A clone: a view would keep all that ZeRO gathered of the block.
+        # A view would keep the block's whole gathered buffer alive.
         return _pair(self._norm.weight, torch.clone, lambda grad: grad / self._ranks)
 
 
 class _Between(torch.nn.Module):
-    """The blocks between own tokens and own tokens."""
+    """The blocks, with an all-gather of tokens before the first one and a split after the last one."""
 
     def __init__(self, layers: torch.nn.Module, comm: CheckedCommunicator) -> None:
         super().__init__()
         self.layers, self._comm = layers, comm
 
     def forward(self, hidden: Tensor, cos: Tensor, *rest: Any) -> Tensor:
-        """Return the stream of this rank's tokens behind the blocks, `[batch, own tokens, hidden_size]`."""
-        assert hidden.shape[1] * self._comm.size == cos.shape[1]  # cells' lengths divide
+        """Return the output of the blocks for this rank's tokens, `[batch, own tokens, hidden_size]`."""
+        assert hidden.shape[1] * self._comm.size == cos.shape[1]  # lengths of cells divide by the ranks
         gathered, cut = (partial(function, comm=self._comm) for function in (_gathered, _cut))
         return _pair(self.layers(_pair(hidden, gathered, cut), cos, *rest), cut, gathered)
 

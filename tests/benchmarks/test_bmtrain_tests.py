@@ -40,7 +40,7 @@ def test_files_run_on_the_ranks_that_bmtrains_list_gives_them(clone: Path) -> No
     says(str(error.value), "summ | allowed: optim store sum training")
     with pytest.raises(UserError) as error:
         find_files(clone / "tests")
-    says(str(error.value), "no clone of BMTrain | git clone")
+    says(str(error.value), "not a clone of BMTrain | git clone")
 
 
 @pytest.mark.long

@@ -123,8 +123,8 @@ def test_what_cannot_do_a_mask_is_refused_by_name(monkeypatch):
     both = ours | {"one-gpu", "ulysses", "tensor-parallel-v1", "tensor-parallel-v3"}
     assert able["window"] == both
     assert able["documents"] == both | {"ring-flash-attn", "ring-flash-attn-llama3"}
-    assert "leave the window out of backward" in METHODS["ring-flash-attn"].refusal(cell("window"))
-    assert "not under 'documents'" in METHODS["allgather-kv"].refusal(cell())
+    assert "ignore the window in backward" in METHODS["ring-flash-attn"].refusal(cell("window"))
+    assert "masks only, not 'documents'" in METHODS["allgather-kv"].refusal(cell())
     assert "multiples of 64 tokens" in METHODS["ours-ring-peer-balanced"].refusal(cell(tokens=131072 + 16))
     assert METHODS["ours-ring-peer-balanced"].refusal(cell()) is None
     named = {

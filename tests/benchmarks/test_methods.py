@@ -177,7 +177,7 @@ def _count(at, plain):
 
 def test_what_cannot_be_dealt_out_is_refused():
     for name in ("ulysses", "tensor-parallel-v1", "tensor-parallel-v3"):
-        assert "4 key/value heads cannot be dealt out to 8 ranks" in METHODS[name].refusal(cell(name, 8))
+        assert "4 key/value heads do not divide by 8 ranks" in METHODS[name].refusal(cell(name, 8))
         assert "6 query heads" in METHODS[name].refusal(cell(name, 4, heads=6, kv_heads=6))
         assert METHODS[name].refusal(cell(name, 4)) is None
 

@@ -163,7 +163,7 @@ def test_list_says_what_cannot_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "sequence/256/3-1x8/causal/ours@2-cpu-float32" in lines
     (ulysses,) = (line for line in lines if "/causal/ulysses@" in line)
-    assert ulysses.endswith("cannot run: 3 query heads cannot be dealt out to 2 ranks evenly")
+    assert ulysses.endswith("cannot run: 3 query heads do not divide by 2 ranks")
 
 
 @pytest.mark.parametrize(
