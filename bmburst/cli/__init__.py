@@ -187,7 +187,7 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     from bmburst.runtime.launch.spec import require_devices
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = asked or devices or fewest
+    nproc = devices or fewest if asked is None else asked
     require_devices(nproc, devices)
     return nproc
 

@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
         "the model's; a model without one takes and gives token ids)",
     )
-    add("--prompt", metavar="TEXT", help="a prompt")
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; several: --prompts")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
         "--prompts",
@@ -115,16 +115,16 @@ def run(args: argparse.Namespace) -> int:
         return in_group(partial(_answer, args))
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
-    nproc = ranks_to_start(args.nproc, fewest=1)
-    if nproc == 1:
-        return _answer(args)
-    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     from bmburst.checkpoint.files import VERIFIED
     from bmburst.cli.train import set_environment
     from bmburst.runtime.launch import LaunchSpec, launch
 
+    nproc = ranks_to_start(args.nproc, fewest=1)
     limits = {"hang_timeout": args.hang_timeout, "start_timeout": args.start_timeout}
     spec = LaunchSpec(nproc=nproc, host_runtime=False, **limits)
+    if nproc == 1:
+        return _answer(args)
+    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     with set_environment({VERIFIED: str(request.source.directory)}):
         return launch(spec, ["-m", "bmburst", "generate", *_words(args)])
 
@@ -158,7 +158,12 @@ class _Request:
         options = generation_options(source.directory, **given, stop=args.stop)
         TextStream(source.tokenizer, options.stop)
         encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
-        prompts = read_prompts(encoder, prompt=args.prompt, prompt_file=args.prompt_file, prompts=args.prompts)
+        texts = args.prompt or [None]
+        if len(texts) > 1:
+            raise UserError(
+                f"--prompt is given {len(texts)} times\nallowed: one prompt\nfix: --prompts FILE.jsonl, a line for each"
+            )
+        prompts = read_prompts(encoder, prompt=texts[0], prompt_file=args.prompt_file, prompts=args.prompts)
         if args.output is not None:
             require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
         if args.logprobs is not None and args.output is None and args.prompts is None:
