@@ -41,7 +41,7 @@ def test_conversations_are_trained_on_as_they_are(here, capfd):
     assert main(["train", "--resume", "--output", "runs/a", "--steps", "3"]) == 0
     # The same tokens from a file that was built ahead, with text beside them.
     assert main(["data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "chats.tokens"]) == 0
-    says(capfd.readouterr().out, "40 records", "answers", "tokens", "###", lines=99)
+    says(capfd.readouterr().out, "40 records", "bytes of answers", "tokens", "###", lines=99)
     (here / "book.txt").write_text("once upon a time. " * 60)
     (here / "mix.yaml").write_text(
         "sources:\n- {path: chats.tokens, weight: 3}\n- {path: book.txt, weight: 1}\n- {path: chats.jsonl, weight: 1}\n"
@@ -141,7 +141,7 @@ def test_evaluation_counts_answers_alone(here, capfd):
     assert main([*given, "--chat-template", "own.jinja", "--sequence-length", "128"]) == 0
     out, told = capfd.readouterr()
     assert "nan" not in out and int(out.split("tokens")[-1].split()[0].replace(",", "")) > 18 * 60
-    assert told.count("left out: 1 records longer than sequence_length 128\n") == 1
+    assert told.count("left out: 1 record longer than sequence_length 128\n") == 1
     assert told.count("1 .json") == 1
     parser = CommandParser(prog="bmburst eval", description="")
     configure(parser)
