@@ -102,8 +102,10 @@ class CommandParser(argparse.ArgumentParser):
             UserError: An option or argument is unknown, or an option lacks its value.
         """
         own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
-        for word in own:
-            if (reason := why_not_text(word)) is not None:
+        texts = {option for option, action in self._option_string_actions.items() if action.type is any_text}
+        for before, word in zip(("", *own), own, strict=False):
+            is_name = before not in texts and word.partition("=")[0] not in texts
+            if (reason := why_not_text(word, is_name=is_name)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
         try:
             args, rest = self.parse_known_args(list(argv))
@@ -127,6 +129,11 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+def any_text(text: str) -> str:
+    """Return the value of an option that may hold line breaks: the type of options that are not names or numbers."""
+    return text
 
 
 def _number(text: str) -> float:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
-from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.cli import any_text, leaves_errors_to_rank_0, ranks_to_start
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
 
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
         "the model's; a model without one takes and gives token ids)",
     )
-    add("--prompt", action="append", metavar="TEXT", help="a prompt; several: --prompts")
+    add("--prompt", action="append", type=any_text, metavar="TEXT", help="a prompt; several: --prompts")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
         "--prompts",
@@ -75,7 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="format each prompt with the chat template, as a user message")
     for name, kind, metavar, text in _SAMPLING:
         add(name, type=kind, metavar=metavar, help=text)
-    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given several times")
+    add(
+        "--stop",
+        action="append",
+        type=any_text,
+        metavar="TEXT",
+        help="text that ends an answer; may be given several times",
+    )
     add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
     add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
     add(

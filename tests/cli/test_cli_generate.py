@@ -81,6 +81,17 @@ def test_a_prompt_is_answered_in_text(model: Path, option: tuple[str, ...], caps
     assert run(capsys, *given) == expected(model, "Once upon", 12)[1] + "\n"
 
 
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_prompts_and_stop_strings_may_hold_line_breaks(
+    model: Path, ranks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--prompt", "Once\n\tupon", "--stop=\n\n", "--stop", "\nUser:", "--max-new-tokens", "8", "--nproc", ranks)
+    wanted = expected(model, "Once\n\tupon", 8)[1].split("\n\n")[0] + "\n"
+    assert run(capfd, "--checkpoint", str(model), *given) == wanted
+    assert "control character" in refused(capfd, "generate", "--checkpoint", "a\nb", *given)
+    assert "UTF-8" in refused(capfd, "generate", "--checkpoint", str(model), "--prompt", "a\udcff")
+
+
 def test_a_chat_is_answered_behind_its_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--checkpoint", str(model), "--prompt", "hello", "--chat", "--max-new-tokens", "9")
     assert run(capsys, *given) == expected(model, "<user>hello>", 9)[1] + "\n"
