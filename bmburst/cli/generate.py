@@ -248,6 +248,7 @@ def _answer(args: argparse.Namespace) -> int:
     if comm.rank == 0:
         length = max(map(len, request.prompts)) + request.options.max_new_tokens
         note_length(length, request.source.weights.config.max_position_embeddings)
+        _note_ignored(request.source.directory)
     with progress_bar("reading weights", request.source.nbytes(args.dtype), "B", is_main=comm.rank == 0) as read:
         generator = Generator(
             request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
@@ -262,6 +263,18 @@ def note_length(length: int, most: int) -> None:
         print(
             f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
             "answers beyond that may be useless",
+            file=sys.stderr,
+        )
+
+
+def _note_ignored(directory: Path) -> None:
+    """Print a note on standard error if the model asks for options of generation that are not applied."""
+    from bmburst.inference.sampling import ignored_options
+
+    if names := ignored_options(directory):
+        print(
+            f"note: {', '.join(names)} of {directory / 'generation_config.json'} not applied: transformers' generate "
+            "may answer otherwise",
             file=sys.stderr,
         )
 

@@ -197,6 +197,20 @@ def test_bad_input_is_refused_before_weights_are_read(
     assert all(word in said for word in words), said
 
 
+def test_a_note_names_options_of_the_model_that_are_not_applied(model: Path, tmp_path: Path, capsys: Any) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    given = ("--checkpoint", str(tmp_path), "--prompt", "x", "--max-new-tokens", "1")
+    (tmp_path / "generation_config.json").unlink()
+    for wanted, values in (
+        (True, {"num_beams": 4, "bad_words_ids": [[3]]}),
+        (False, {"num_beams": 1, "min_length": 0}),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        assert main(["generate", *given]) == 0
+        assert ("num_beams, bad_words_ids of" in capsys.readouterr().err) == wanted
+
+
 def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path, bare: Path, capsys: Any) -> None:
     assert "no directory" in refused(capsys, "generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x")
     assert "config.json" in refused(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
