@@ -8,7 +8,7 @@ import pytest
 from bmburst.cli import CommandParser, main
 from bmburst.cli.eval import configure, resolve_options
 from bmburst.data import TokenFile
-from bmburst.train.resolve import resolve
+from bmburst.train.resolve import check_resumable, resolve, write_run_config
 from tests import chat, tiny
 from tests.cli.commands import refused
 from tests.refusals import says
@@ -49,6 +49,17 @@ def test_conversations_are_trained_on_as_they_are(here, capfd):
     assert main(train("--data", "mix.yaml", "--output", "runs/b")) == 0
     assert main(["train", "--resume", "--output", "runs/b", "--steps", "3"]) == 0
     assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_tokenizer_moves_with_its_model(here):
+    was = resolve((), {"data.source": "chats.jsonl", "init_from": "model", "sequence_length": 128})
+    (here / "run").mkdir()
+    file = write_run_config(was, here / "run")
+    (here / "model").rename(here / "moved")
+    now = resolve((file,), {"init_from": "moved"})
+    assert (was.data.tokenizer, now.data.tokenizer) == ("model", "moved")
+    check_resumable(was, now, here / "run")
+    assert resolve((file,), {"init_from": "moved", "data.tokenizer": "other"}).data.tokenizer == "other"
 
 
 def test_pack_and_tokenizer_that_are_given_are_kept(here):
