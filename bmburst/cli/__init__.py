@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import GIB_TOO, TOKENS_TOO, whole, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -92,7 +92,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         if found := _WRONG_TYPE.fullmatch(message):
             option, kind, value = found.groups()
-            raise UserError(f"{option} {value}\nallowed: {_KINDS[kind]}\nfix: {self.prog} --help lists every option")
+            is_large = kind == "int" and value.lstrip("+-").isdecimal()
+            allowed = f"a whole number of at most {MOST:,}" if is_large else _KINDS[kind]
+            raise UserError(f"{option} {value}\nallowed: {allowed}\nfix: {self.prog} --help lists every option")
         raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

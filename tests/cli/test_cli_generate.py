@@ -177,6 +177,7 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
         (("--prompt", "x", "--hang-timeout", "-1"), ("--hang-timeout -1", "above 0")),
         (("--prompt", "x", "--temperature", "-1"), ("temperature", "-1")),
         (("--prompt", "x", "--top-p", "2"), ("top_p", "2")),
+        (("--prompt", "x", "--seed", "9" * 30), ("--seed 9", "at most 1,000,000,000,000,000")),
         (("--prompt", "x", "--stop", ""), ("stop", "not empty")),
         (("--prompt", "x", "--num-samples", "2"), ("num_samples", "temperature")),
         (("--prompt", "x", "--temperature", "1", "--num-samples", "2", "--stream"), ("--stream", "one prompt")),
