@@ -68,13 +68,13 @@ def whole(text: str) -> int:
     return number
 
 
-def why_not_text(text: str) -> str | None:
-    """Return why a name or path cannot be stored and printed, or None if it can."""
+def why_not_text(text: str, *, is_name: bool = True) -> str | None:
+    """Return why a name or path cannot be stored and printed, or None if it can; else: why a text is not UTF-8."""
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs":
             return "is not UTF-8"
-        if kind in ("Cc", "Zl", "Zp"):
+        if is_name and kind in ("Cc", "Zl", "Zp"):
             return "holds a control character"
     return None
 

@@ -169,6 +169,10 @@ def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
     if args.list and wanted is not None:
         return "cuda", wanted  # lists the cells for any machine
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus and args.list:
+        raise UserError(
+            "this machine has no GPU\nfix: --list --gpus 2 lists cells of GPUs, --list --ranks 2 of CPU ranks"
+        )
     if not gpus:
         raise UserError("this machine has no GPU\nfix: --ranks 2 --tokens 1024 measures on CPU ranks over gloo")
     if wanted is not None and max(wanted) > gpus:

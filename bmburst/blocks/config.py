@@ -129,7 +129,7 @@ class LlamaConfig:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}\n"
-                f"allowed: {', '.join(map(str, divisors))}"
+                f"allowed: {', '.join(map(str, divisors))}\nfix: give one of them as num_kv_heads"
             )
         if self.head_dim % 2:
             raise UserError(

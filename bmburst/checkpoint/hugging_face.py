@@ -63,10 +63,14 @@ def read_config(directory: str | Path) -> LlamaConfig:
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"no directory {directory}\nfix: a folder with config.json and model.safetensors")
+    path = directory / CONFIG_FILE
+    values = read_json(path)
     try:
-        return LlamaConfig.from_hugging_face(read_json(directory / "config.json"))
+        return LlamaConfig.from_hugging_face(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (TypeError, AttributeError) as error:
-        raise UserError(f"{directory / 'config.json'} has a value of a wrong type: {error}\nfix: correct it") from error
+        raise UserError(f"{path} has a value of a wrong type: {error}\nfix: correct it") from error
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

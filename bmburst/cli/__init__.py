@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import GIB_TOO, TOKENS_TOO, whole, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -92,7 +92,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         if found := _WRONG_TYPE.fullmatch(message):
             option, kind, value = found.groups()
-            raise UserError(f"{option} {value}\nallowed: {_KINDS[kind]}\nfix: {self.prog} --help lists every option")
+            is_large = kind == "int" and value.lstrip("+-").isdecimal()
+            allowed = f"a whole number of at most {MOST:,}" if is_large else _KINDS[kind]
+            raise UserError(f"{option} {value}\nallowed: {allowed}\nfix: {self.prog} --help lists every option")
         raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -102,8 +104,10 @@ class CommandParser(argparse.ArgumentParser):
             UserError: An option or argument is unknown, or an option lacks its value.
         """
         own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
-        for word in own:
-            if (reason := why_not_text(word)) is not None:
+        texts = {option for option, action in self._option_string_actions.items() if action.type is any_text}
+        for before, word in zip(("", *own), own, strict=False):
+            is_name = before not in texts and word.partition("=")[0] not in texts
+            if (reason := why_not_text(word, is_name=is_name)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
         try:
             args, rest = self.parse_known_args(list(argv))
@@ -127,6 +131,11 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+def any_text(text: str) -> str:
+    """Return the value of an option that may hold line breaks: the type of options that are not names or numbers."""
+    return text
 
 
 def _number(text: str) -> float:
@@ -187,7 +196,7 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     from bmburst.runtime.launch.spec import require_devices
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = asked or devices or fewest
+    nproc = devices or fewest if asked is None else asked
     require_devices(nproc, devices)
     return nproc
 

@@ -105,7 +105,7 @@ def run_data(args: argparse.Namespace) -> int:
         print(f"left out: {line}", file=sys.stderr)
     print(
         f"{file.path}: {file.document_count:,} documents, {file.token_count:,} tokens of '{file.tokenizer_name}' "
-        f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of text"
+        f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of {'text' if file.loss_mask is None else 'answers'}"
     )
     if encoder is not None:
         print(lengths.text())

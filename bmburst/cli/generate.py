@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
-from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.cli import any_text, leaves_errors_to_rank_0, ranks_to_start
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
 
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
         "the model's; a model without one takes and gives token ids)",
     )
-    add("--prompt", metavar="TEXT", help="a prompt")
+    add("--prompt", action="append", type=any_text, metavar="TEXT", help="a prompt; several: --prompts")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
         "--prompts",
@@ -75,7 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="format each prompt with the chat template, as a user message")
     for name, kind, metavar, text in _SAMPLING:
         add(name, type=kind, metavar=metavar, help=text)
-    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given several times")
+    add(
+        "--stop",
+        action="append",
+        type=any_text,
+        metavar="TEXT",
+        help="text that ends an answer; may be given several times",
+    )
     add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
     add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
     add(
@@ -115,16 +121,16 @@ def run(args: argparse.Namespace) -> int:
         return in_group(partial(_answer, args))
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
-    nproc = ranks_to_start(args.nproc, fewest=1)
-    if nproc == 1:
-        return _answer(args)
-    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     from bmburst.checkpoint.files import VERIFIED
     from bmburst.cli.train import set_environment
     from bmburst.runtime.launch import LaunchSpec, launch
 
+    nproc = ranks_to_start(args.nproc, fewest=1)
     limits = {"hang_timeout": args.hang_timeout, "start_timeout": args.start_timeout}
     spec = LaunchSpec(nproc=nproc, host_runtime=False, **limits)
+    if nproc == 1:
+        return _answer(args)
+    request = _Request.of(args, nproc)  # refuse bad input before ranks start
     with set_environment({VERIFIED: str(request.source.directory)}):
         return launch(spec, ["-m", "bmburst", "generate", *_words(args)])
 
@@ -158,7 +164,12 @@ class _Request:
         options = generation_options(source.directory, **given, stop=args.stop)
         TextStream(source.tokenizer, options.stop)
         encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
-        prompts = read_prompts(encoder, prompt=args.prompt, prompt_file=args.prompt_file, prompts=args.prompts)
+        texts = args.prompt or [None]
+        if len(texts) > 1:
+            raise UserError(
+                f"--prompt is given {len(texts)} times\nallowed: one prompt\nfix: --prompts FILE.jsonl, a line for each"
+            )
+        prompts = read_prompts(encoder, prompt=texts[0], prompt_file=args.prompt_file, prompts=args.prompts)
         if args.output is not None:
             require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
         if args.logprobs is not None and args.output is None and args.prompts is None:
@@ -237,6 +248,7 @@ def _answer(args: argparse.Namespace) -> int:
     if comm.rank == 0:
         length = max(map(len, request.prompts)) + request.options.max_new_tokens
         note_length(length, request.source.weights.config.max_position_embeddings)
+        _note_ignored(request.source.directory)
     with progress_bar("reading weights", request.source.nbytes(args.dtype), "B", is_main=comm.rank == 0) as read:
         generator = Generator(
             request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
@@ -251,6 +263,18 @@ def note_length(length: int, most: int) -> None:
         print(
             f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
             "answers beyond that may be useless",
+            file=sys.stderr,
+        )
+
+
+def _note_ignored(directory: Path) -> None:
+    """Print a note on standard error if the model asks for options of generation that are not applied."""
+    from bmburst.inference.sampling import ignored_options
+
+    if names := ignored_options(directory):
+        print(
+            f"note: {', '.join(names)} of {directory / 'generation_config.json'} not applied: transformers' generate "
+            "may answer otherwise",
             file=sys.stderr,
         )
 

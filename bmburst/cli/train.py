@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             print(f"going on from {newest}", file=sys.stderr, flush=True)
             environment[VERIFIED] = str(newest)
+        else:
+            _check_fresh(folder)  # before the data and the weights are read
         # Imported here because it imports numpy, which the help does not need.
         from bmburst.train.text import bytes_of_tokens, check_text, token_cache
 

@@ -27,7 +27,8 @@ Mask = npt.NDArray[np.bool_]
 ANSWERS_VERSION = 2
 """Version of the rules that find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "mark answers in it with {% generation %} ... {% endgeneration %}: --chat-template FILE"
+_OPTION = "--chat-template FILE, in bmburst train --data.chat_template FILE"
+_MARK = f"mark answers in it with {{% generation %}} ... {{% endgeneration %}}: {_OPTION}"
 
 
 class ChatTemplate:
@@ -164,7 +165,7 @@ class RecordEncoder:
     def _template(self, name: str) -> ChatTemplate:
         if self._loaded is None:
             folder = template_source(self.tokenizer.name)
-            fix = "give --chat-template FILE, or a tokenizer that has one"
+            fix = f"give {_OPTION}, or a tokenizer that has one"
             if folder is None:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
             try:

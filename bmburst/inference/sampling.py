@@ -29,6 +29,23 @@ _KEYS: Mapping[str, str] = {
     "stop_strings": "stop",
     _EOS: "eos_ids",
 }
+# Keys of generation_config.json that change the answers of transformers and are not applied here, with the values that
+# change nothing.
+_IGNORED: Mapping[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+}
 # Probabilities are scaled to integers, the largest to 2**40, because integer sums do not depend on their order, while
 # parallel float sums differ between devices and batch sizes. Sums over 2**22 tokens stay below 2**63.
 _UNIT = 2.0**40
@@ -96,9 +113,9 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
     """Return the given options, with defaults from a model's directory.
 
     Defaults are read from generation_config.json: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
-    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys, such as `max_length`, are ignored.
-    Without `do_sample: true` the default is greedy, for any temperature in the file. If the file has no
-    `eos_token_id`, that of config.json is used.
+    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys, such as `max_length`, are ignored;
+    `ignored_options` returns those that matter. Without `do_sample: true` the default is greedy, for any temperature in
+    the file. If the file has no `eos_token_id`, that of config.json is used.
 
     Args:
         directory: The model's directory; None, or a directory without these files: the defaults of the class.
@@ -110,6 +127,17 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
     values = {} if directory is None else _defaults(directory)
     values |= {name: value for name, value in given.items() if value is not None}
     return GenerationOptions(**values)
+
+
+def ignored_options(directory: Path) -> list[str]:
+    """Return the keys of a model's generation_config.json that would change the answers, but are not applied.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    path = directory / GENERATION_CONFIG
+    stored = read_json(path) if path.exists() else {}
+    return [key for key, idle in _IGNORED.items() if stored.get(key) is not None and stored[key] not in idle]
 
 
 def _defaults(directory: Path) -> dict[str, Any]:

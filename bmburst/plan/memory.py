@@ -359,10 +359,12 @@ class LeanMoments(StepMoments):
 
     def _block_in_backward(self, *, gone: float = 0.0, is_fed: bool = False) -> Lines:
         """`is_fed`: whether the MLP's backward is done, which frees what was kept of it."""
+        visiting = self._visiting(backward=True) - (self._mlp_in_host() if is_fed else 0.0)
+        of_host = gone if self.policy.offload == "all" else 0.0  # attention's output came from the host
         return {
-            "kept for backward": self._all_kept(gone),
+            "kept for backward": self._all_kept(gone - of_host),
             "computed again by its segment": self.others.segment,
-            "back from host memory": self._visiting(backward=True) - (self._mlp_in_host() if is_fed else 0.0),
+            "back from host memory": visiting - of_host,
             "gathered weights, gradients": self._weights_and_gradients(),
         }
 

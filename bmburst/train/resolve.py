@@ -31,7 +31,8 @@ PLACEHOLDER = "PATH/TO/"
 _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
-_MAY_MOVE = ("data.cache", "data.verify", "dpo.reference")
+# Another tokenizer gives other tokens, which the state of a checkpoint refuses.
+_MAY_MOVE = ("data.cache", "data.verify", "data.tokenizer", "dpo.reference")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -58,6 +59,7 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
         )
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
+    _follow_model(given, below, above)
     set_defaults_of_data(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
 
@@ -217,6 +219,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     if is_model_center(values):
         return {"model": to_dict(ModelCenterConfig.from_values(values, str(path)).shape())}
     return values
+
+
+def _follow_model(given: dict[str, Any], below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
+    """Where an option names a model in place of a file's, replace the tokenizer too if it was that of the file's."""
+    old, new = below.get("init_from"), above.get("init_from")
+    was, is_given = (below.get("data") or {}).get("tokenizer"), "tokenizer" in (above.get("data") or {})
+    if was is None or was != str(old) or new is None or is_given:
+        return
+    if (Path(new) / "tokenizer.json").is_file():
+        given["data"] = {**given["data"], "tokenizer": str(new)}
 
 
 def _names_whole_model(layer: Mapping[str, Any]) -> bool:

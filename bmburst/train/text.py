@@ -338,7 +338,8 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
 def say_too_long(sequences: Sequences) -> None:
     """Print how many records were left out because they are longer than a sequence, if any."""
     if isinstance(sequences, WholeDocuments) and sequences.left_out:
-        say_left_out(f"{sequences.left_out} records longer than sequence_length {sequences.sequence_length}")
+        records = "1 record" if sequences.left_out == 1 else f"{sequences.left_out} records"
+        say_left_out(f"{records} longer than sequence_length {sequences.sequence_length}")
 
 
 def say_left_out(what: str) -> None:

@@ -182,6 +182,7 @@ def test_list_says_what_cannot_run(capsys):
         (("--ranks", "2", "--gpus", "2"), "--ranks | --gpus"),
         (("--ranks", "2", "--budget", "-1"), "--budget -1"),
         (("--gpus", "2"), "no GPU | fix: --ranks"),
+        (("--list",), "no GPU | --list --gpus 2 | --list --ranks 2"),
         (("--ranks", "2", "--output", "no/such/r.json"), "no/such/r.json | no such folder | fix: "),
         (("--ranks", "2", "--output", "r.md"), "--output r.md | .json"),
         (("--rank", "2"), "'--rank' | '--ranks'"),

@@ -81,6 +81,17 @@ def test_a_prompt_is_answered_in_text(model: Path, option: tuple[str, ...], caps
     assert run(capsys, *given) == expected(model, "Once upon", 12)[1] + "\n"
 
 
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_prompts_and_stop_strings_may_hold_line_breaks(
+    model: Path, ranks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--prompt", "Once\n\tupon", "--stop=\n\n", "--stop", "\nUser:", "--max-new-tokens", "8", "--nproc", ranks)
+    wanted = expected(model, "Once\n\tupon", 8)[1].split("\n\n")[0] + "\n"
+    assert run(capfd, "--checkpoint", str(model), *given) == wanted
+    assert "control character" in refused(capfd, "generate", "--checkpoint", "a\nb", *given)
+    assert "UTF-8" in refused(capfd, "generate", "--checkpoint", str(model), "--prompt", "a\udcff")
+
+
 def test_a_chat_is_answered_behind_its_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--checkpoint", str(model), "--prompt", "hello", "--chat", "--max-new-tokens", "9")
     assert run(capsys, *given) == expected(model, "<user>hello>", 9)[1] + "\n"
@@ -156,13 +167,17 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
     ("given", "words"),
     [
         (("--prompt", "x", "--prompt-file", "y"), ("--prompt and --prompt-file", "exactly one")),
+        (("--prompt", "x", "--prompt", "y"), ("--prompt is given 2 times", "--prompts")),
         ((), ("no prompt", "--prompt")),
         (("--prompt", ""), ("empty",)),
         (("--prompt-file", "missing"), ("missing", "No such file")),
         (("--prompt", "x", "--cache", "rows"), ("rows", "tokens")),
         (("--prompt", "x", "--cache", "heads", "--nproc", "3"), ("heads", "3 ranks", "--cache tokens")),
+        (("--prompt", "x", "--nproc", "0"), ("--nproc 0", "at least 1")),
+        (("--prompt", "x", "--hang-timeout", "-1"), ("--hang-timeout -1", "above 0")),
         (("--prompt", "x", "--temperature", "-1"), ("temperature", "-1")),
         (("--prompt", "x", "--top-p", "2"), ("top_p", "2")),
+        (("--prompt", "x", "--seed", "9" * 30), ("--seed 9", "at most 1,000,000,000,000,000")),
         (("--prompt", "x", "--stop", ""), ("stop", "not empty")),
         (("--prompt", "x", "--num-samples", "2"), ("num_samples", "temperature")),
         (("--prompt", "x", "--temperature", "1", "--num-samples", "2", "--stream"), ("--stream", "one prompt")),
@@ -181,6 +196,20 @@ def test_bad_input_is_refused_before_weights_are_read(
     monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
     said = refused(capsys, "generate", "--checkpoint", str(model), *given)
     assert all(word in said for word in words), said
+
+
+def test_a_note_names_options_of_the_model_that_are_not_applied(model: Path, tmp_path: Path, capsys: Any) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    given = ("--checkpoint", str(tmp_path), "--prompt", "x", "--max-new-tokens", "1")
+    (tmp_path / "generation_config.json").unlink()
+    for wanted, values in (
+        (True, {"num_beams": 4, "bad_words_ids": [[3]]}),
+        (False, {"num_beams": 1, "min_length": 0}),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        assert main(["generate", *given]) == 0
+        assert ("num_beams, bad_words_ids of" in capsys.readouterr().err) == wanted
 
 
 def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path, bare: Path, capsys: Any) -> None:

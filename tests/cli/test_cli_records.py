@@ -8,7 +8,7 @@ import pytest
 from bmburst.cli import CommandParser, main
 from bmburst.cli.eval import configure, resolve_options
 from bmburst.data import TokenFile
-from bmburst.train.resolve import resolve
+from bmburst.train.resolve import check_resumable, resolve, write_run_config
 from tests import chat, tiny
 from tests.cli.commands import refused
 from tests.refusals import says
@@ -41,7 +41,7 @@ def test_conversations_are_trained_on_as_they_are(here, capfd):
     assert main(["train", "--resume", "--output", "runs/a", "--steps", "3"]) == 0
     # The same tokens from a file that was built ahead, with text beside them.
     assert main(["data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "chats.tokens"]) == 0
-    says(capfd.readouterr().out, "40 records", "answers", "tokens", "###", lines=99)
+    says(capfd.readouterr().out, "40 records", "bytes of answers", "tokens", "###", lines=99)
     (here / "book.txt").write_text("once upon a time. " * 60)
     (here / "mix.yaml").write_text(
         "sources:\n- {path: chats.tokens, weight: 3}\n- {path: book.txt, weight: 1}\n- {path: chats.jsonl, weight: 1}\n"
@@ -49,6 +49,17 @@ def test_conversations_are_trained_on_as_they_are(here, capfd):
     assert main(train("--data", "mix.yaml", "--output", "runs/b")) == 0
     assert main(["train", "--resume", "--output", "runs/b", "--steps", "3"]) == 0
     assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_tokenizer_moves_with_its_model(here):
+    was = resolve((), {"data.source": "chats.jsonl", "init_from": "model", "sequence_length": 128})
+    (here / "run").mkdir()
+    file = write_run_config(was, here / "run")
+    (here / "model").rename(here / "moved")
+    now = resolve((file,), {"init_from": "moved"})
+    assert (was.data.tokenizer, now.data.tokenizer) == ("model", "moved")
+    check_resumable(was, now, here / "run")
+    assert resolve((file,), {"init_from": "moved", "data.tokenizer": "other"}).data.tokenizer == "other"
 
 
 def test_pack_and_tokenizer_that_are_given_are_kept(here):
@@ -141,7 +152,7 @@ def test_evaluation_counts_answers_alone(here, capfd):
     assert main([*given, "--chat-template", "own.jinja", "--sequence-length", "128"]) == 0
     out, told = capfd.readouterr()
     assert "nan" not in out and int(out.split("tokens")[-1].split()[0].replace(",", "")) > 18 * 60
-    assert told.count("left out: 1 records longer than sequence_length 128\n") == 1
+    assert told.count("left out: 1 record longer than sequence_length 128\n") == 1
     assert told.count("1 .json") == 1
     parser = CommandParser(prog="bmburst eval", description="")
     configure(parser)

@@ -139,6 +139,12 @@ def test_an_empty_folder_may_be_named(launches, tmp_path):
     assert (tmp_path / "deep/er/run/config.json").is_file()
 
 
+def test_an_occupied_folder_is_refused_before_the_data_are_read(launches, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bmburst.train.text.check_text", lambda *_: pytest.fail("the data were read"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert "not empty, it holds checkpoints" in refused(capsys, "train", "--output", "run")
+
+
 def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp_path, capsys):
     assert main(["train", "--output", "run"]) == 0
     assert main(["train", "--output", "run", "--steps", "3"]) == 0

@@ -198,7 +198,7 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, words):
 
 def test_without_a_chat_template(tmp_path):
     path = chat.write(tmp_path / "x.jsonl", {"messages": LONG})
-    with refused(f"{path}:1", "no chat template", "fix: ", "--chat-template"):
+    with refused(f"{path}:1", "no chat template", "fix: ", "--chat-template", "--data.chat_template"):
         open_corpus(path, str(chat.directory(tmp_path / "t", None)), tmp_path)
     with refused(f"{path}:1", "'bytes'", "no chat template", "fix: ", "--tokenizer"):
         open_corpus(path, None, tmp_path)

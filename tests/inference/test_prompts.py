@@ -161,7 +161,10 @@ def test_bytes_get_no_special_token():
         ({"messages": {"role": "user", "content": "a"}}, "messages | role | content"),
         ({"messages": [{"role": "user"}]}, "{'role': 'user'} | content"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "chat template | Unknown role robot"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "chat template | Unknown role robot | correct the template",
+        ),
     ],
     ids=str,
 )
