@@ -69,7 +69,12 @@ def whole(text: str) -> int:
 
 
 def why_not_text(text: str, *, is_name: bool = True) -> str | None:
-    """Return why a name or path cannot be stored and printed, or None if it can; else: why a text is not UTF-8."""
+    """Return why a text from the command line cannot be stored and printed, or None if it can.
+
+    Args:
+        text: The text.
+        is_name: Whether it is a name or a path, which must not contain control characters.
+    """
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs":

@@ -247,6 +247,7 @@ class Answering:
             self._progress.tokens(tokens)
 
         batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], computed)
+        batch.require_numbers()
         if options.num_samples > 1:
             batch = batch.copies(options.num_samples)
         sampler = Sampler(options, [row.sampled for row in self._rows], engine.weights.config.vocab_size, device)

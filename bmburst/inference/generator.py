@@ -207,13 +207,12 @@ class Generator:
 
         Raises:
             UserError: There is no prompt, a prompt is empty or has an invalid token, ranks have different prompts, an
-                option is invalid, or the only prompt is too long.
+                option is invalid, the only prompt is too long, or the model's logits are NaN.
         """
         options, progress = options or self.options(**given), progress or Progress()
         if isinstance(prompts, str) or not len(prompts):
-            raise UserError(
-                "no prompt\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']"
-            )
+            reason = "prompts is one text" if isinstance(prompts, str) else "no prompt"
+            raise UserError(f"{reason}\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']")
         TextStream(self.tokenizer, options.stop)  # raises if there are stop strings but no tokenizer
         comm = self._engine.comm
         with comm.checking():

@@ -140,6 +140,19 @@ class GenerationBatch:
             self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
         return [tokens[early:]]
 
+    def require_numbers(self) -> None:
+        """Check the logits of `prefill`; waits for the device. All ranks have the same logits.
+
+        Raises:
+            UserError: A logit is NaN.
+        """
+        if self.logits is not None and bool(self.logits.isnan().any()):
+            raise UserError(
+                f"the model's logits are NaN, in {self.engine.weights.dtype}\n"
+                "allowed: weights that are numbers, and a dtype in which no activation overflows\n"
+                "fix: check the checkpoint, or use bfloat16 or float32"
+            )
+
     def copies(self, count: int) -> "GenerationBatch":
         """Return a batch of `count` copies of the only sequence of this batch."""
         other = GenerationBatch(self.engine, self.cache.copied(0, count))
@@ -300,7 +313,8 @@ class Session:
 
         Raises:
             UserError: No prompt was prefilled since the last answer, an option is invalid, or there is no room for
-                `max_new_tokens`. The iterator raises it if the session has continued after this answer.
+                `max_new_tokens`. The iterator raises it if the session has continued after this answer, or if the
+                logits are NaN.
         """
         options = options or self._options(**given)
         batch = self._batch
@@ -312,6 +326,7 @@ class Session:
 
     def _generate(self, options: GenerationOptions, answer: object) -> Iterator[int]:
         self._require_newest(answer)
+        self._batch.require_numbers()
         weights = self._batch.engine.weights
         row = SamplerRow(0, 0, self._tokens)
         sampler = Sampler(options, [row], weights.config.vocab_size, weights.device)

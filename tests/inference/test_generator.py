@@ -5,11 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
@@ -18,6 +20,7 @@ from bmburst.inference.answering import Progress
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer
 from bmburst.inference.session import Engine, GenerationBatch
+from bmburst.inference.weights import NORM
 from bmburst.mesh import Mesh
 from bmburst.schedule.parallelism import MeshShape
 from tests.distributed.threads import run_ranks
@@ -170,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     ("call", "words"),
     [
         (lambda g: g.generate([]), ("no prompt", "at least one")),
-        (lambda g: g.generate("a text"), ("no prompt",)),
+        (lambda g: g.generate("a text"), ("one text", "list of prompts")),
         (lambda g: g.generate(["a text"]), ("prompt 1", "tokenizer")),
         (lambda g: g.generate([[1], []]), ("prompt 2", "at least one")),
         (lambda g: g.generate([[1, VOCAB]]), ("prompt 1", str(VOCAB), f"0 to {VOCAB - 1}")),
@@ -185,6 +188,24 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
 def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) -> None:
     made = alone()
     refuse(lambda: call(made), *words)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_whose_logits_are_no_numbers_is_refused_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    broken = copytree(directory("llama"), tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors[NORM][3] = torch.nan
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+
+    def body(comm: CheckedCommunicator) -> None:
+        mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+        made = Generator(broken, mesh=mesh, dtype="float32")
+        refuse(lambda: made.generate([prompt(5), prompt(3)], max_new_tokens=4), "NaN", "float32", "checkpoint")
+        session = made.session(20)
+        session.prefill(prompt(5))
+        refuse(lambda: next(session.generate(max_new_tokens=4)), "NaN", "float32", "checkpoint")
+
+    run_ranks(ranks, body)
 
 
 @pytest.mark.parametrize(
