@@ -212,7 +212,9 @@ class Generator:
         options, progress = options or self.options(**given), progress or Progress()
         if isinstance(prompts, str) or not len(prompts):
             reason = "prompts is one text" if isinstance(prompts, str) else "no prompt"
-            raise UserError(f"{reason}\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']")
+            raise UserError(
+                f"{reason}\nallowed: a list of prompts, at least one\nfix: give a list, ['Once upon a time']"
+            )
         TextStream(self.tokenizer, options.stop)  # raises if there are stop strings but no tokenizer
         comm = self._engine.comm
         with comm.checking():
