@@ -114,22 +114,25 @@ class _StreamNorm(torch.autograd.Function):
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, kernel: str) -> tuple[Tensor, Tensor | None]:
-    """Return the norm, and 1 / sqrt(mean(x^2) + eps) where the kernel returns it."""
-    module = choose_norm(kernel, x, weight)
-    result: tuple[Tensor, Tensor | None] = (module.norm_forward if module else _forward)(x, weight, eps)
-    return result
+    """Return the norm, and 1 / sqrt(mean(x^2) + eps) if the kernel returns it."""
+    return _norm_by(choose_norm(kernel, x, weight), x, weight, eps)
 
 
 def _added_norm(
     x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the stream and the results of `_norm` for it."""
-    add_forward = getattr(choose_norm(kernel, x, weight), "add_norm_forward", None)  # Triton's kernels have it
-    if added is not None and add_forward:
-        result: tuple[Tensor, Tensor, Tensor] = add_forward(x, added, factor, weight, eps)
+    module = choose_norm(kernel, x, weight)
+    if added is not None and hasattr(module, "add_norm_forward"):  # Triton's kernels have it
+        result: tuple[Tensor, Tensor, Tensor] = module.add_norm_forward(x, added, factor, weight, eps)
         return result
     stream = x if added is None else torch.add(x, added, alpha=factor)
-    return stream, *_norm(stream, weight, eps, kernel)
+    return stream, *_norm_by(module, stream, weight, eps)
+
+
+def _norm_by(module: Any | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    result: tuple[Tensor, Tensor | None] = (module.norm_forward if module else _forward)(x, weight, eps)
+    return result
 
 
 def _gradients(
