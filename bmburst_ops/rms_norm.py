@@ -123,8 +123,9 @@ def _added_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the stream and the results of `_norm` for it."""
     module = choose_norm(kernel, x, weight)
-    if added is not None and hasattr(module, "add_norm_forward"):  # Triton's kernels have it
-        result: tuple[Tensor, Tensor, Tensor] = module.add_norm_forward(x, added, factor, weight, eps)
+    add_forward = getattr(module, "add_norm_forward", None)  # Triton's kernels have it
+    if added is not None and add_forward:
+        result: tuple[Tensor, Tensor, Tensor] = add_forward(x, added, factor, weight, eps)
         return result
     stream = x if added is None else torch.add(x, added, alpha=factor)
     return stream, *_norm_by(module, stream, weight, eps)
