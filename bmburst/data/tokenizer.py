@@ -345,8 +345,9 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
                 fetch(TOKENIZER_CONFIG)
     except (OSError, ValueError) as error:  # base classes of the package's errors
         raise UserError(
-            f"cannot get tokenizer '{name}' from the Hugging Face hub: {first_line(error)}\n"
-            f"fix: without a network, give 'bytes', a {TOKENIZER_FILE} or a directory with one"
+            f"no file or directory '{name}', and no tokenizer from the Hugging Face hub: {first_line(error)}\n"
+            f"fix: correct the path or the name; without a network, give 'bytes', a {TOKENIZER_FILE} or a directory "
+            "with one"
         ) from error
     return _from_file(name, file)
 
