@@ -221,7 +221,8 @@ class LlamaConfig:
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
         rope = rope_of(values)
-        max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
+        max_positions = values.get("max_position_embeddings")
+        max_positions = _HF_MAX_POSITIONS if max_positions is None else max_positions
         return cls(
             **{name: values[key] for key, name in _HF_REQUIRED.items()},
             num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],

@@ -225,6 +225,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_config(model_type="qwen2"), "qkv_bias | False | True | fix: "),
         (_config(model_type="qwen3", attention_bias=True), "attention_bias True | fix: a model with False"),
         (_config(num_key_value_heads=5), "config.json: | num_kv_heads 5 | num_heads | allowed: | fix: "),
+        (_config(max_position_embeddings=0), "config.json: | max_position_embeddings: 0 | at least 1 | fix: "),
         (_config(hidden_size="wide"), "config.json: | hidden_size | 'wide' | allowed: | 16777216"),
         (_config(rope_scaling="linear"), "rope_scaling | 'linear' | object | rope_type"),
         (_config(num_hidden_layers=3), "num_layers | 2 | 3 | fix: "),
