@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention.measure import relative_errors
 from benchmarks.attention.method import both, forward_without_grad
 from benchmarks.engine.machine import RankGroup, publish, start_ranks, write_record
 from benchmarks.engine.timing import Times, beside_one_gpu, in_turns, quotient
@@ -175,7 +176,7 @@ def _block_sparse(options: argparse.Namespace, effort: Effort) -> None:
 def _block_sparse_errors(options: argparse.Namespace, effort: Effort) -> None:
     tokens = SMALL_TOKENS if options.small else ERROR_TOKENS
     found = {"tokens": tokens, "block_size": BLOCK, "heads": HEADS, "kv_heads": KV_HEADS}
-    rows = _errors(tokens, options.kernels.split(","), effort.group.device)
+    rows = _errors(tokens, options.kernels.split(","), effort.group)
     _record(options, effort.group, found, rows, _errors_line, errors_table)
 
 
@@ -220,18 +221,17 @@ def _on_one_rank(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterato
             yield row
 
 
-def _errors(tokens: int, kernels: Sequence[str], device: torch.device) -> Iterator[dict[str, Any]]:
+def _errors(tokens: int, kernels: Sequence[str], group: RankGroup) -> Iterator[dict[str, Any]]:
     """Yield a row for each head dim, density and kernel, compared with attention in float64."""
     for head_dim, density in product(sorted(BLOCK_HEAD_DIMS), (*DENSITIES, 1.0)):
-        inputs = Inputs.random(tokens, tokens, device, head_dim)
+        inputs = Inputs.random(tokens, tokens, group.device, head_dim)
         mask, own = sparse_mask(tokens, density)
         exact = inputs.in_float64().results(mask=mask, kernel="reference")
         for kernel in kernels:
             row: dict[str, Any] = {"head_dim": head_dim, "density": own, "kernel": kernel}
             try:
                 ours = inputs.results(mask=mask, kernel=kernel)
-                errors = ((a.double() - b).norm() / b.norm() for a, b in zip(ours, exact, strict=True))
-                row |= {name: error.item() for name, error in zip(RESULTS, errors, strict=True)}
+                row |= zip(RESULTS, relative_errors(ours, exact, group), strict=True)
             except UserError as error:
                 row["refused"] = str(error).splitlines()[0]
             yield row

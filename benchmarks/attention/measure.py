@@ -194,7 +194,7 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
     found = forward_without_grad(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
     expected = out_in(whole.exact[0]), *(grad_in(t) for t in whole.exact[1:])
     found, expected = (tuple(method.real(t, cell, group.rank) for t in tensors) for tensors in (found, expected))
-    return {"errors": dict(zip(_ERRORS, _errors(found, expected, group), strict=True))}
+    return {"errors": dict(zip(_ERRORS, relative_errors(found, expected, group), strict=True))}
 
 
 def _cutters(method: Method, cell: Cell, group: RankGroup) -> Any:
@@ -206,7 +206,8 @@ def _cutters(method: Method, cell: Cell, group: RankGroup) -> Any:
     )
 
 
-def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: RankGroup) -> list[float]:
+def relative_errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: RankGroup) -> list[float]:
+    """Return the relative error (L2) of each tensor over all ranks; every rank calls it."""
     pairs = zip(found, expected, strict=True)
     squares = torch.stack(
         [torch.stack(((a.double() - b).square().sum(), b.square().sum())) for a, b in pairs]

@@ -269,12 +269,13 @@ def note_length(length: int, most: int) -> None:
 
 def _note_ignored(directory: Path) -> None:
     """Print a note on standard error if the model asks for options of generation that are not applied."""
+    from bmburst.data.tokenizer import GENERATION_CONFIG
     from bmburst.inference.sampling import ignored_options
 
     if names := ignored_options(directory):
         print(
-            f"note: {', '.join(names)} of {directory / 'generation_config.json'} not applied: transformers' generate "
-            "may answer otherwise",
+            f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
+            "from those of transformers' generate",
             file=sys.stderr,
         )
 

@@ -283,14 +283,14 @@ class _ChunkStep:
 
     def _attention(self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         config = self._config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
+        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
         joined = linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
-        q, k, v = joined.split((heads, kv_heads, kv_heads), 2)
+        q, k, v = joined.split(counts, 2)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         else:
-            turned = joined[:, :, : heads + kv_heads]
+            turned = joined[:, :, : q.shape[2] + k.shape[2]]
             rotate(turned, cos, sin, out=turned)
         if self._call is None:
             self._call = self._decide(q, k)

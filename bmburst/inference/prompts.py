@@ -119,7 +119,7 @@ class PromptEncoder:
         except Exception as error:  # from jinja2, or any error raised by the template's code
             raise UserError(
                 f"{source}: the chat template refuses the messages: {first_line(error)}\n"
-                "fix: write them as this template takes them, or correct the template"
+                "fix: change the messages to what the template accepts, or correct the template"
             ) from error
         return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
 

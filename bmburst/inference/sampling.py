@@ -135,20 +135,22 @@ def ignored_options(directory: Path) -> list[str]:
     Raises:
         UserError: The file is damaged.
     """
-    path = directory / GENERATION_CONFIG
-    stored = read_json(path) if path.exists() else {}
+    stored = _generation_config(directory)
     return [key for key, idle in _IGNORED.items() if stored.get(key) is not None and stored[key] not in idle]
 
 
+def _generation_config(directory: Path) -> Mapping[str, Any]:
+    path = directory / GENERATION_CONFIG
+    return read_json(path) if path.exists() else {}
+
+
 def _defaults(directory: Path) -> dict[str, Any]:
-    path, values = directory / GENERATION_CONFIG, dict[str, Any]()
-    if path.exists():
-        stored = read_json(path)
-        samples = stored.get("do_sample")
-        if samples is not None and not isinstance(samples, bool):
-            raise _damaged(path, "do_sample", samples, "true or false")
-        values = {name: _stored(path, stored, key) for key, name in _KEYS.items() if stored.get(key) is not None}
-        values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
+    path, stored = directory / GENERATION_CONFIG, _generation_config(directory)
+    samples = stored.get("do_sample")
+    if samples is not None and not isinstance(samples, bool):
+        raise _damaged(path, "do_sample", samples, "true or false")
+    values = {name: _stored(path, stored, key) for key, name in _KEYS.items() if stored.get(key) is not None}
+    values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
     path = directory / _MODEL_CONFIG
     if "eos_ids" not in values and path.exists():
         stored = read_json(path)

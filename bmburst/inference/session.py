@@ -170,7 +170,7 @@ class GenerationBatch:
 
         Args:
             chooser: Chooses tokens.
-            steps: Maximum number of tokens per sequence.
+            steps: Maximum number of tokens per sequence, at least 1.
         """
         assert self.logits is not None, "prefill comes first"
         chosen = chooser.step(self.logits)
@@ -229,12 +229,11 @@ class _Steps:
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append tokens and return the next logits, in a tensor that the next call may overwrite."""
-        self._decoder.before_step()
-        if self._has_run and self._decoder.is_capturable:
-            logits = self._replayed(tokens)
-        else:
+        if not (self._has_run and self._decoder.is_capturable):
             self._has_run = True
-            logits = self._decoder.compute(tokens)
+            return self._decoder.step(tokens)
+        self._decoder.before_step()
+        logits = self._replayed(tokens)
         self._decoder.after_step()
         return logits
 

@@ -222,13 +222,23 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _follow_model(given: dict[str, Any], below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
-    """Where an option names a model in place of a file's, replace the tokenizer too if it was that of the file's."""
+    """Use the tokenizer of the model that an option names, if the file's tokenizer is that of the replaced model."""
     old, new = below.get("init_from"), above.get("init_from")
     was, is_given = (below.get("data") or {}).get("tokenizer"), "tokenizer" in (above.get("data") or {})
     if was is None or was != str(old) or new is None or is_given:
         return
-    if (Path(new) / "tokenizer.json").is_file():
-        given["data"] = {**given["data"], "tokenizer": str(new)}
+    if (own := _tokenizer_of(new)) is not None:
+        given["data"] = {**given["data"], "tokenizer": own}
+
+
+def _tokenizer_of(folder: str | Path) -> str | None:
+    """Return the tokenizer of a model directory; None if it has none, or is refused where the weights are checked."""
+    from bmburst.checkpoint.files import own_tokenizer
+
+    try:
+        return own_tokenizer(Path(folder))
+    except UserError:
+        return None
 
 
 def _names_whole_model(layer: Mapping[str, Any]) -> bool:
@@ -360,13 +370,7 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         given.setdefault("pack", "documents")
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
         return
-    from bmburst.checkpoint.files import own_tokenizer
-
-    try:
-        own = own_tokenizer(Path(folder))
-    except UserError:
-        return  # refused where the weights are checked
-    if own is not None:
+    if (own := _tokenizer_of(folder)) is not None:
         given["data"] = {**values, "tokenizer": own}
 
 
