@@ -102,13 +102,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
         "table-4": (Command(0, PERPLEXITY, "python -m benchmarks.paper.perplexity", again=False),),
         "figures-2-and-3": (
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 1K,4K,16K,32K,64K,128K {_METHODS}"),
-            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 4K,32K {_METHODS}"),
-            Command(
-                2,
-                TRAIN,
-                f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 64K --cells 'step/*' "
-                "--methods 'ours,ulysses,zigzag*'",
-            ),
+            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --tokens 1K,4K,16K,32K,64K {_METHODS}"),
             Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}"),
             Command(
                 2,
@@ -116,8 +110,11 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = MappingProxyType(
                 f"{_TRAIN} --gpus 2 --preset llama-2-13b --layers 2 --tokens 4K,32K,128K {_METHODS}",
             ),
             Command(
-                2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-7b --tokens 4K,32K --zero 3,2 --cells 'step/*/ours'"
+                2,
+                TRAIN,
+                f"{_TRAIN} --gpus 2 --preset llama-2-7b --zero 2 --tokens 1K,4K,16K,32K,64K,128K {_METHODS}",
             ),
+            Command(2, TRAIN, f"{_TRAIN} --gpus 2 --preset llama-2-13b --zero 2 --tokens 4K,32K {_METHODS}"),
         ),
         "figure-4": (
             Command(1, FIRST, f"{_FIRST} --gpus 1 --models llama-2-13b --tokens 64K --cells 'prompt/*/heads'"),

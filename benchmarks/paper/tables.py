@@ -205,7 +205,14 @@ def perplexity(records: Recorded) -> list[str]:
     return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]
 
 
-def training(records: Recorded, model: str, *, layers: int | None = None, record: str = TRAIN) -> list[str]:
+def step_key(model: str, tokens: int, method: str, zero: int = 3) -> str:
+    """Return the key of a step on two GPUs."""
+    return f"step/{model}/{tokens}/{method}@2{'' if zero == 3 else f'-zero{zero}'}"
+
+
+def training(
+    records: Recorded, model: str, *, layers: int | None = None, record: str = TRAIN, zero: int = 3
+) -> list[str]:
     """Return figures 2 and 3: seconds and memory of a step over lengths, by method.
 
     Args:
@@ -213,34 +220,24 @@ def training(records: Recorded, model: str, *, layers: int | None = None, record
         model: The preset.
         layers: Number of trained layers; None for the whole model.
         record: Name of the record.
+        zero: Stage of ZeRO: 3, or 2.
     """
     name = model if layers is None else f"{model}-x{layers}"
-    keys = [f"step/{name}/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
-    if not records.has(record, keys):
+    keys = {(n, method): step_key(name, n, method, zero) for n in LENGTHS for method in TRAINED}
+    columns = [n for n in LENGTHS if records.has(record, (keys[n, method] for method in TRAINED))]
+    if not columns:
         return [f"{MISSING.capitalize()}."]
-    columns = [n for n in LENGTHS if records.has(record, (f"step/{name}/{n}/{m}@2" for m in TRAINED))]
 
     def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
         for method in TRAINED:
-            yield method, (cell_text(records.row(record, f"step/{name}/{n}/{method}@2"), show) for n in columns)
+            yield method, (cell_text(records.row(record, keys[n, method]), show) for n in columns)
 
     trained = "all layers" if layers is None else f"{layers} layers"
     return [
-        *grid(f"s a step, {trained}, 2 {gpu_of(record)}", columns, lines(_seconds)),
+        *grid(f"s a step, {trained}, ZeRO-{zero}, 2 {gpu_of(record)}", columns, lines(_seconds)),
         *grid("peak GiB a GPU", columns, lines(_peak)),
-        records.where(record, keys),
+        records.where(record, keys.values()),
     ]
-
-
-def zero(records: Recorded) -> list[str]:
-    """Return the whole 7B model under ZeRO-3 and ZeRO-2."""
-    columns = (4 * KIB, 32 * KIB)
-    names = {"ZeRO-3": "", "ZeRO-2": "-zero2"}
-    keys = {name: [f"step/llama-2-7b/{n}/ours@2{end}" for n in columns] for name, end in names.items()}
-    if not records.has(TRAIN, [key for own in keys.values() for key in own]):
-        return [f"{MISSING.capitalize()}."]
-    lines = ((n, [cell_text(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
-    return [*grid("s a step / peak GiB, all 32 layers, ours, 2 H200", columns, lines), records.where(TRAIN)]
 
 
 def scaling(records: Recorded) -> list[str]:
@@ -267,14 +264,15 @@ def batches(records: Recorded) -> list[str]:
     """Return figure 4b: tokens a second and memory over the batch size, 4K tokens a sequence."""
     columns, methods = (1, 2, 4, 8), ("ours", "tensor-v3", "ring-li")
     names = {m: [f"step/llama-2-7b-x2/{_batch(n)}4096/{m}@2" for n in columns] for m in methods}
-    if not records.has(TRAIN, [key for own in names.values() for key in own[1:]]):
+    keys = [key for own in names.values() for key in own]
+    if not records.has(TRAIN, keys):
         return [f"{MISSING.capitalize()}."]
 
     def shown(row: Row) -> str:
         return f"{row['tokens_per_second']:,.0f} / {row['peak_memory_gib'] or 0:.1f}"
 
     lines = ((m, [cell_text(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
-    return [*grid("tokens/s a GPU / peak GiB, 7B, 2 layers, batch", columns, lines), records.where(TRAIN)]
+    return [*grid("tokens/s a GPU / peak GiB, 7B, 2 layers, batch", columns, lines), records.where(TRAIN, keys)]
 
 
 def _batch(count: int) -> str:
@@ -332,10 +330,6 @@ def _seconds(row: Row) -> str:
 
 def _peak(row: Row) -> str:
     return "?" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.1f}"
-
-
-def _seconds_and_peak(row: Row) -> str:
-    return f"{_seconds(row)} / {_peak(row)}"
 
 
 _DIRECTIONS = ("forward", "forward and backward")

@@ -48,7 +48,7 @@ def test_every_table_is_in_the_page_once():
 
 def test_what_is_not_recorded_is_said(tmp_path):
     text = filled(PAGE.read_text(), Recorded(tmp_path))
-    for name in ("backward", "merge", "tile", "training-7b", "training-13b", "zero", "scaling", "batches", "slow-link"):
+    for name in ("backward", "merge", "tile", "training-7b", "training-7b-zero-2", "scaling", "batches", "slow-link"):
         assert re.search(rf"<!-- table: {name} -->\n\nNot recorded yet\.\n\n<!-- end -->", text), name
     assert text.count(MISSING.capitalize()) > 10
     verdicts = [line.split(" | ")[2] for line in claims_table(Recorded(tmp_path))[2:-1]]
@@ -70,14 +70,17 @@ def test_steps_are_shown_with_what_ran_out_of_memory(tmp_path):
     rows = {f"{key}/32768/ours@2": step(0.5, 20.0), f"{key}/32768/ring-li@2": reason, f"{key}/4096/ours@2": step(0.1)}
     records = written(tmp_path, **{TRAIN: rows | {f"{key}/32768/tensor-v1@2": fit}})
     found = tables.training(records, "llama-2-7b", layers=2)
-    assert found[0] == "| s a step, 2 layers, 2 H200 | 4K | 32K |"
+    assert found[0] == "| s a step, 2 layers, ZeRO-3, 2 H200 | 4K | 32K |"
     assert line(found[:6], "ours") == "| ours | 0.100 | 0.500 |"
     assert line(found[:7], "ring-li") == "| ring-li | - | out of memory, 34.00 GiB more |"
     assert line(found[:7], "tensor-v1") == "| tensor-v1 | - | would not fit: 180 GiB |"
     assert "2 x NVIDIA H200, 2026-11-25, 0123456" in found[-1] and f"results/{TRAIN}.md" in found[-1]
     assert tables.training(records, "llama-2-7b") == ["Not recorded yet."]
-    whole = written(tmp_path, **{TRAIN: {"step/llama-2-7b/32768/ours@2": step(2.5)}})
-    assert tables.training(whole, "llama-2-7b")[0] == "| s a step, all layers, 2 H200 | 32K |"
+    rows = {"step/llama-2-7b/32768/ours@2": step(2.5), "step/llama-2-7b/4096/ours@2-zero2": step(0.4)}
+    whole = written(tmp_path, **{TRAIN: rows})
+    assert tables.training(whole, "llama-2-7b")[0] == "| s a step, all layers, ZeRO-3, 2 H200 | 32K |"
+    stage_2 = tables.training(whole, "llama-2-7b", zero=2)
+    assert stage_2[0] == "| s a step, all layers, ZeRO-2, 2 H200 | 4K |" and "| ours | 0.400 |" in stage_2
 
 
 def test_first_tokens_stand_beside_the_papers(tmp_path):
@@ -107,13 +110,15 @@ def test_the_readmes_tables_have_two_gpus_and_one(tmp_path):
     assert line(tables.readme_batches(records), "2 H200, forward + backward").endswith("| - | - | - | 1,500 (-) |")
 
 
-def judge(beginning, records):
-    """The verdict of the one claim that begins so."""
-    (claim,) = (claim for claim in claims.CLAIMS if claim.text.startswith(beginning))
+def judge(name, records):
+    """The verdict of the claim with this name, or of the one that begins so."""
+    named = [claim for claim in claims.CLAIMS if claim.text == name]
+    (claim,) = named or (claim for claim in claims.CLAIMS if claim.text.startswith(name))
     return claim.judge(records)
 
 
 LONG = (16384, 32768, 65536, 131072)
+FASTEST = "Fastest of all methods at long lengths, 7B"
 
 
 def steps(method, seconds, by=0.0, **more):
@@ -130,7 +135,7 @@ def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
         rows[f"{key}/ours@2"] = step(1.0) | {"tokens_per_second": speed}
         rows |= {f"{key}/tensor-v3@2": step(1.5, by=0.5), f"{key}/ring-li@2": step(1.0 if name else slower)}
     records = written(tmp_path, **{TRAIN: rows})
-    fastest, higher = (judge(name, records) for name in ("Fastest", "Higher throughput"))
+    fastest, higher = (judge(name, records) for name in (FASTEST, "Higher throughput"))
     assert fastest.verdict == verdict and f"32K: next ulysses, {slower:.3f} times ours" in fastest.numbers
     assert "overlap" not in fastest.numbers or slower == 1.0
     assert judge("Throughput grows", records).verdict == (CONFIRMED if slower >= 1 else NOT_CONFIRMED)
@@ -142,7 +147,7 @@ def test_a_verdict_follows_from_the_numbers(tmp_path, slower, verdict):
 
 def test_ranges_that_overlap_are_said(tmp_path):
     rows = steps("ours", 1.0, by=0.03) | steps("ulysses", 1.05, by=0.03) | steps("tensor-v1", 1.2, by=0.03)
-    found = judge("Fastest", written(tmp_path, **{TRAIN: rows}))
+    found = judge(FASTEST, written(tmp_path, **{TRAIN: rows}))
     assert found.verdict == CONFIRMED and found.numbers.count("ranges overlap with ulysses") == len(LONG)
     assert "tensor-v1" not in found.numbers
     assert Times(2, 1, 3).overlaps(Times(4, 3, 5)) and not Times(2, 1, 3).overlaps(Times(5, 4, 6))
@@ -154,15 +159,24 @@ def test_what_ours_is_is_said(tmp_path):
         chosen = {"strategy": {"heads": heads, "outer": "ring"}, "transport": "peer", "cell": {"ranks": 2}}
         rows = steps("ours", 1.0, **chosen) | steps("tensor-v3", 1.1)
         records = written(tmp_path, **{TRAIN: rows})
-        for name in ("Fastest", "Twice", "With ZeRO"):
+        for name in (FASTEST, "Twice", "With ZeRO"):
             assert said in judge(name, records).numbers
     assert "heads x8 by peer" in judge("Twice", records).numbers and "heads x32" in judge("Nearly", records).numbers
+
+
+def test_each_model_and_stage_of_zero_has_its_own_verdict(tmp_path):
+    rows = steps("ours", 1.0) | steps("ulysses", 1.1)
+    rows |= {f"step/llama-2-7b/{n}/{m}@2-zero2": step(s) for n in LONG for m, s in (("ours", 1.0), ("ulysses", 0.9))}
+    records = written(tmp_path, **{TRAIN: rows})
+    assert judge(FASTEST, records).verdict == CONFIRMED
+    assert judge(f"{FASTEST} under ZeRO-2", records).verdict == NOT_CONFIRMED
+    assert judge(FASTEST.replace("7B", "13B"), records) == claims.UNKNOWN
 
 
 def test_who_is_first_from_32k_on_alone_is_said(tmp_path):
     rows = steps("ours", 1.0)
     rows |= {f"step/llama-2-7b/{n}/tensor-v1@2": step(0.9 if n == 16384 else 1.1) for n in (16384, 32768, 131072)}
-    found = judge("Fastest", written(tmp_path, **{TRAIN: rows}))
+    found = judge(FASTEST, written(tmp_path, **{TRAIN: rows}))
     assert found.verdict == "confirmed from 32K on, not at 16K" and "16K: next tensor-v1, 0.900" in found.numbers
 
 
