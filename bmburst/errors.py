@@ -59,6 +59,19 @@ def needs_bmtrain(name: str) -> UserError:
     )
 
 
+def not_a_number(what: str, dtype: object) -> UserError:
+    """Return the error for a model that computes NaN.
+
+    Args:
+        what: What is NaN, with its verb, for example "the loss is".
+        dtype: dtype of the model.
+    """
+    return UserError(
+        f"{what} NaN, in {dtype}\nallowed: weights that are numbers, and a dtype in which no activation overflows\n"
+        "fix: check the checkpoint, or use bfloat16 or float32"
+    )
+
+
 def with_fix(error: UserError, fix: str) -> UserError:
     """Return the error with another fix instead of its own.
 

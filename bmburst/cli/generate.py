@@ -32,8 +32,9 @@ _USAGE = (
 )
 _EPILOG = (
     "Sampling options have the names and meaning of transformers' generate. Their defaults come from the model's "
-    "generation_config.json. A prompt of --prompts that is too long for the memory is refused in its own line of "
-    "--output, and the others are answered. Exit status: 2 for bad input or a refused prompt, 130 after Ctrl-C."
+    "generation_config.json. A prompt of --prompts that is too long for the memory, or for which the model computes "
+    "NaN, is refused in its own line of --output, and the others are answered. Exit status: 2 for bad input or a "
+    "refused prompt, 130 after Ctrl-C."
 )
 _SAMPLING = (
     ("--max-new-tokens", tokens, "N", "largest number of new tokens in an answer (default: the model's, else 20)"),
@@ -151,7 +152,7 @@ class _Request:
         from bmburst.inference.answering import TextStream
         from bmburst.inference.generator import Source
         from bmburst.inference.prompts import PromptEncoder, read_prompts
-        from bmburst.inference.sampling import generation_options
+        from bmburst.inference.sampling import convert_option, generation_options
         from bmburst.plan.inference import chunk_of
         from bmburst.schedule.cache_split import CacheSplit
 
@@ -159,9 +160,12 @@ class _Request:
         config = source.weights.config
         source.dtype(args.dtype)
         CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
-        names = [name.removeprefix("--").replace("-", "_") for name, *_ in _SAMPLING]
-        given = {name: getattr(args, name) for name in names}
-        options = generation_options(source.directory, **given, stop=args.stop)
+        given = {}
+        for option in ("--stop", *(option for option, *_ in _SAMPLING)):
+            name = option.removeprefix("--").replace("-", "_")
+            if (value := getattr(args, name)) is not None:
+                given[name] = convert_option(option, name, value)
+        options = generation_options(source.directory, **given)
         TextStream(source.tokenizer, options.stop)
         encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
         texts = args.prompt or [None]

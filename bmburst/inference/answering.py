@@ -233,8 +233,16 @@ class Answering:
             for sample in range(options.num_samples)
         ]
 
-    def run(self) -> dict[int, list[Answer]]:
-        """Return the answers of each prompt."""
+    def run(self, *, is_first: bool) -> dict[int, list[Answer]]:
+        """Return the answers of each prompt.
+
+        Args:
+            is_first: Whether no batch came before. If all prompts of the first one have NaN logits, the model is at
+                fault, and an error is raised; otherwise such prompts are refused.
+
+        Raises:
+            UserError: See `is_first`.
+        """
         engine, options, device = self._engine, self._options, self._engine.weights.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -247,7 +255,9 @@ class Answering:
             self._progress.tokens(tokens)
 
         batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], computed)
-        batch.require_numbers()
+        answers = self._refuse(batch, is_first)
+        if len(answers) == len(self._prompts):
+            return answers
         if options.num_samples > 1:
             batch = batch.copies(options.num_samples)
         sampler = Sampler(options, [row.sampled for row in self._rows], engine.weights.config.vocab_size, device)
@@ -262,11 +272,25 @@ class Answering:
             if all(row.finish is not None for row in self._rows):
                 break
         peak = max(gather_objects(engine.comm, peak_gib(device)))
-        answers: dict[int, list[Answer]] = {index: [] for index in self._prompts}
         for row in self._rows:
-            index = row.sampled.prompt
-            answers[index].append(row.answer(peak))
-            self._progress.answer(index, answers[index][-1])
+            if row.finish != "refused":
+                answer = row.answer(peak)
+                answers.setdefault(row.sampled.prompt, []).append(answer)
+                self._progress.answer(row.sampled.prompt, answer)
+        return answers
+
+    def _refuse(self, batch: GenerationBatch, is_first: bool) -> dict[int, list[Answer]]:
+        """Return the answers of the prompts whose logits are NaN; see `run`. Their rows are computed, but not read."""
+        indices = list(self._prompts)
+        bad = [indices[sequence] for sequence in batch.not_numbers()]
+        if is_first and len(bad) == len(indices):
+            raise batch.nan_error
+        for row in self._rows:
+            if row.sampled.prompt in bad:
+                row.finish = "refused"
+        answers = {index: [Answer.refused(self._prompts[index], str(batch.nan_error))] for index in bad}
+        for index, (answer,) in answers.items():
+            self._progress.answer(index, answer)
         return answers
 
 
@@ -278,7 +302,7 @@ class _Row:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._first = self._last = 0.0
-        self.finish: Literal["length", "stop", "eos"] | None = None
+        self.finish: Literal["length", "stop", "eos", "refused"] | None = None
 
     def take(self, chosen: Sampled, row: int, seconds: float) -> str:
         """Append the next token and return the text that no later token can change."""

@@ -203,11 +203,12 @@ class Generator:
             given: Fields of `GenerationOptions`.
 
         Returns:
-            The answers. For a prompt that is too long for the memory, `finish` is "refused" and `reason` is set.
+            The answers. If a prompt is too long for the memory, or its logits are NaN, `finish` is "refused" and
+            `reason` is set.
 
         Raises:
             UserError: There is no prompt, a prompt is empty or has an invalid token, ranks have different prompts, an
-                option is invalid, the only prompt is too long, or the model's logits are NaN.
+                option is invalid, the only prompt is too long, or the logits of all prompts of the first batch are NaN.
         """
         options, progress = options or self.options(**given), progress or Progress()
         if isinstance(prompts, str) or not len(prompts):
@@ -226,14 +227,13 @@ class Generator:
             if problem and len(read) == 1:
                 raise UserError(problem)
             if problem:
-                refused = Answer(prompt_tokens=len(prompt), finish="refused", reason="; ".join(problem.splitlines()))
-                answers[index] = [refused]
-                progress.answer(index, refused)
+                answers[index] = [Answer.refused(prompt, problem)]
+                progress.answer(index, answers[index][0])
             else:
                 fitting.append(index)
         for group in self._groups(read, fitting, options):
-            found = Answering(self._engine, self.tokenizer, {i: read[i] for i in group}, options, progress).run()
-            answers |= found
+            batch = Answering(self._engine, self.tokenizer, {i: read[i] for i in group}, options, progress)
+            answers |= batch.run(is_first=group[0] == fitting[0])
         return [answer for index in range(len(read)) for answer in answers[index]]
 
     def _read(

@@ -300,6 +300,11 @@ class Answer:
         assert (self.finish == "refused") == (self.reason is not None), (self.finish, self.reason)
         assert self.logprobs is None or len(self.logprobs) == len(self.tokens)
 
+    @classmethod
+    def refused(cls, prompt: "Prompt", problem: str) -> "Answer":
+        """Return the answer to a prompt that cannot be answered; `problem` can have several lines."""
+        return cls(prompt_tokens=len(prompt), finish="refused", reason="; ".join(problem.splitlines()))
+
     def to_json(self) -> str:
         """Return the answer as one line of JSON, without a newline.
 

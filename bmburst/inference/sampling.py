@@ -89,11 +89,8 @@ class GenerationOptions:
     )
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for declared in dataclasses.fields(self):
-            given = getattr(self, declared.name)
-            value = _converted(declared.name, declared.name, given, hints[declared.name])
-            object.__setattr__(self, declared.name, value)
+        for name in _FIELDS:
+            object.__setattr__(self, name, convert_option(name, name, getattr(self, name)))
         if self.num_samples > 1 and self.is_greedy:
             raise UserError(
                 f"num_samples: {self.num_samples} answers to a prompt are all alike with temperature 0\n"
@@ -107,6 +104,32 @@ class GenerationOptions:
 
 
 _FIELDS = {declared.name: declared for declared in dataclasses.fields(GenerationOptions)}
+_TYPES = typing.get_type_hints(GenerationOptions)
+
+
+def convert_option(label: str, name: str, value: Any) -> Any:
+    """Return a value converted to the type of a field of `GenerationOptions`.
+
+    Args:
+        label: Name of the option in messages, for example "--top-k".
+        name: Name of the field.
+        value: The value.
+
+    Raises:
+        UserError: The value is not allowed; a message of three lines.
+    """
+    if name == "stop":
+        # Not `convert_value`: a stop string may contain line breaks and commas.
+        strings = (value,) if isinstance(value, str) else value
+        if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
+            raise UserError(f"{label}: {shown(value)} does not fit\nallowed: text, not empty\nfix: leave {label} out")
+        return tuple(strings)
+    declared = _FIELDS[name]
+    try:
+        return convert_value(label, value, _TYPES[name], spec_of(declared))
+    except UserError as error:
+        default = "leave it out" if declared.default in ((), None) else f"{label} {declared.default}"
+        raise with_fix(error, default) from None
 
 
 def generation_options(directory: Path | None = None, **given: object) -> GenerationOptions:
@@ -164,7 +187,7 @@ def _stored(path: Path, stored: Mapping[str, Any], key: str) -> Any:
     if key == _EOS and not isinstance(value, list):
         value = [value]
     try:
-        return _converted(key, name, value, typing.get_type_hints(GenerationOptions)[name])
+        return convert_option(key, name, value)
     except UserError as error:
         allowed = str(error).splitlines()[1].removeprefix("allowed: ")
         raise _damaged(path, key, stored[key], allowed) from error
@@ -172,26 +195,6 @@ def _stored(path: Path, stored: Mapping[str, Any], key: str) -> Any:
 
 def _damaged(path: Path, key: str, value: object, allowed: str) -> UserError:
     return UserError(f"{path}: {key}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct that file")
-
-
-def _converted(label: str, name: str, value: Any, annotation: Any) -> Any:
-    """Convert a value to the type of its field.
-
-    Raises:
-        UserError: The value is not allowed; a message of three lines.
-    """
-    if name == "stop":
-        # Not `convert_value`: a stop string may contain line breaks and commas.
-        strings = (value,) if isinstance(value, str) else value
-        if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
-            raise UserError(f"{label}: {shown(value)} does not fit\nallowed: text, not empty\nfix: leave {label} out")
-        return tuple(strings)
-    declared = _FIELDS[name]
-    try:
-        return convert_value(label, value, annotation, spec_of(declared))
-    except UserError as error:
-        default = "leave it out" if declared.default in ((), None) else f"{label} {declared.default}"
-        raise with_fix(error, default) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.transports import small_sums
 from bmburst.data.tokenizer import TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, not_a_number
 from bmburst.inference.cache import Decoder, KVCache
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
@@ -140,18 +140,17 @@ class GenerationBatch:
             self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
         return [tokens[early:]]
 
-    def require_numbers(self) -> None:
-        """Check the logits of `prefill`; waits for the device. All ranks have the same logits.
+    def not_numbers(self) -> list[int]:
+        """Return the sequences with a NaN in the logits of `prefill`; waits for the device. All ranks return the same.
 
-        Raises:
-            UserError: A logit is NaN.
+        Their error is `nan_error`.
         """
-        if self.logits is not None and bool(self.logits.isnan().any()):
-            raise UserError(
-                f"the model's logits are NaN, in {self.engine.weights.dtype}\n"
-                "allowed: weights that are numbers, and a dtype in which no activation overflows\n"
-                "fix: check the checkpoint, or use bfloat16 or float32"
-            )
+        return [] if self.logits is None else self.logits.isnan().any(1).nonzero()[:, 0].tolist()
+
+    @property
+    def nan_error(self) -> UserError:
+        """The error for `not_numbers`."""
+        return not_a_number("the model's logits are", self.engine.weights.dtype)
 
     def copies(self, count: int) -> "GenerationBatch":
         """Return a batch of `count` copies of the only sequence of this batch."""
@@ -325,7 +324,8 @@ class Session:
 
     def _generate(self, options: GenerationOptions, answer: object) -> Iterator[int]:
         self._require_newest(answer)
-        self._batch.require_numbers()
+        if self._batch.not_numbers():
+            raise self._batch.nan_error
         weights = self._batch.engine.weights
         row = SamplerRow(0, 0, self._tokens)
         sampler = Sampler(options, [row], weights.config.vocab_size, weights.device)

@@ -120,7 +120,8 @@ class TrainConfig:
         below=1e9,
     )
     max_skipped_steps: int = field(
-        "End the run after this many skipped steps in a row (loss or gradient not finite); 0: never.",
+        "End the run after this many skipped steps in a row (loss or gradient not finite), or if all of fewer steps "
+        "are skipped; 0: never.",
         default=20,
         unit="steps",
         minimum=0,

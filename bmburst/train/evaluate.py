@@ -1,5 +1,6 @@
 """Loss of a checkpoint on held-out text, and by position: how much a longer context helps to predict a token."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, sources_of
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.errors import UserError
+from bmburst.errors import UserError, not_a_number
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.runtime import start
@@ -140,7 +141,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
         The measurement, and the loss by position, which is empty without `config.by_position`.
 
     Raises:
-        UserError: The checkpoint or the text cannot be read, or they do not match.
+        UserError: The checkpoint or the text cannot be read, they do not match, or the loss is NaN.
     """
     runtime = start()
     from bmburst.attention.module import BurstAttention
@@ -181,6 +182,8 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
     measured = measure(model, mesh, cut, batches, runtime.device, positions)
+    if math.isnan(measured.loss):
+        raise not_a_number("the loss is", config.dtype)
     return measured, [] if positions is None else positions.bins(mesh)
 
 

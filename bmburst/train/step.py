@@ -279,7 +279,7 @@ class SkippedSteps:
         self._hosts, self._most = tuple(hosts), most
         self._in_row = 0
         self._first = ""
-        self._is_scaled = False
+        self._is_scaled = self._has_taken = False
         self.total = 0
         self.message = ""
 
@@ -291,7 +291,7 @@ class SkippedSteps:
             scale: The loss scale after the step; mentioned in the message only if it is dynamic.
         """
         if facts.is_finite:
-            self._in_row, self.message = 0, ""
+            self._in_row, self.message, self._has_taken = 0, "", True
             return
         self.total += 1
         self._in_row += 1
@@ -314,7 +314,9 @@ class SkippedSteps:
         if self._most and self._in_row >= self._most:
             saved = has_checkpoint()
             fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
-            if saved:
+            if not self._has_taken and not self._is_scaled:
+                fix = "fix: no step was taken: check the weights that the run began with, for NaN"
+            elif saved:
                 fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
             if self._is_scaled:
                 rest = "the last checkpoint in --init-from" if saved else "the same options"

@@ -160,7 +160,7 @@ class Trainer:
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
         self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
         self._lag, self._stop = LagWatch(self._hosts), StopRequest()
-        self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
+        self._skips = SkippedSteps(self._hosts, min(config.max_skipped_steps, config.steps))
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         self._flops, self._no_peak = flops_meter(self.config, self.runtime.world_size, device)
         if not self.runtime.on_host:

@@ -18,6 +18,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference import generator as generating
 from bmburst.inference.answering import Progress
 from bmburst.inference.generator import Generator
+from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import Answer
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import NORM
@@ -206,6 +207,29 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_on_every_rank(ranks: int
         refuse(lambda: next(session.generate(max_new_tokens=4)), "NaN", "float32", "checkpoint")
 
     run_ranks(ranks, body)
+
+
+def test_a_prompt_whose_logits_are_no_numbers_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a prompt is one that overflows in float16: here prompts of 7 tokens."""
+    made, compute = alone(), Prefill.__call__
+
+    def overflowing(self: Prefill, cache: Any, prompts: dict[int, Sequence[int]], *rest: Any) -> torch.Tensor:
+        hidden = compute(self, cache, prompts, *rest)
+        hidden[[len(tokens) == 7 for tokens in prompts.values()]] = torch.nan
+        return hidden
+
+    monkeypatch.setattr(Prefill, "__call__", overflowing)
+    wanted = made.generate([prompt(5), prompt(9)], max_new_tokens=4)
+    seen: list[tuple[int, Answer]] = []
+    progress = Progress(answer=lambda index, answer: seen.append((index, answer)))
+    found = made.generate([prompt(5), prompt(7), prompt(9), prompt(7)], max_new_tokens=4, progress=progress)
+    assert [answer.finish == "refused" for answer in found] == [False, True, False, True]
+    assert [found[0].tokens, found[2].tokens] == [answer.tokens for answer in wanted]
+    assert "NaN" in str(found[1].reason) and [index for index, _ in seen] == [1, 3, 0, 2]
+    more = made.generate([prompt(5), prompt(7)], max_new_tokens=4, temperature=1.0, num_samples=2)  # batches of one
+    assert [answer.finish == "refused" for answer in more] == [False, False, True]
+    for alike in ([prompt(7)], [prompt(7), prompt(7)]):
+        refuse(lambda alike=alike: made.generate(alike, max_new_tokens=4), "NaN", "checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,6 @@ def test_a_scale_that_never_changes_is_not_spoken_of():
     skips.add(StepFacts(1, (1.0,), (math.inf,), 8, (HostFacts(),)), fixed)
     assert (fixed.value, fixed.state()) == (1.0, None)
     assert "scale" not in skips.message
-    with refused("1 steps", "fix: start again", error=RunError) as error:
+    with refused("1 steps", "no step was taken", error=RunError) as error:
         skips.require(lambda: False)
     assert error is None or "float16" not in str(error)

@@ -8,6 +8,7 @@ import torch
 
 from bmburst.data.tokenizer import ByteTokenizer
 from tests.distributed.programs import run_program
+from tests.refusals import refused
 from tests.train import run_program as program
 
 
@@ -76,3 +77,21 @@ def _longer_than_the_text(folder):
         )
         assert measured == expected
         assert measured.tokens == len(text) + 1
+
+
+def test_a_loss_that_is_no_number_is_refused_on_every_rank(tmp_path):
+    run_program(2, _no_number, tmp_path)
+
+
+def _no_number(folder):
+    from bmburst.train import evaluate
+    from bmburst.train.config import EvalConfig
+    from bmburst.train.trainer import Trainer
+
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    trainer = Trainer(program.config(folder, "run"))
+    trainer.optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+    (folder / "text.md").write_text("the quick brown fox")
+    given = EvalConfig(checkpoint=trainer.save(), data=str(folder / "text.md"), sequence_length=20)
+    with refused("loss is NaN", "bfloat16", "checkpoint"):
+        evaluate.evaluate_checkpoint(given)

@@ -111,6 +111,20 @@ def test_what_is_not_finite_is_said_with_its_rank():
     endless.require(lambda: True)
 
 
+def test_a_run_that_took_no_step_fails(tmp_path):
+    """Also if it has fewer steps than are allowed to be skipped."""
+    run_program(2, _none_taken, tmp_path)
+
+
+def _none_taken(folder):
+    ours = trainer(folder, "run", steps=3)
+    assert ours.config.max_skipped_steps > 3
+    for group in ours.optimizer.param_groups:
+        group["params"][0].data.fill_(math.nan)
+    with refused("3 steps in a row", "no step was taken", "weights", error=RunError):
+        ours.train()
+
+
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(tmp_path):
     run_program(2, _skipping, tmp_path)
     assert [(line["step"], line["loss"] is None, line["skipped_steps"]) for line in lines(tmp_path / "run")] == [
