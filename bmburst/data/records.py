@@ -1,5 +1,7 @@
 """Reads fine-tuning records: conversations, prompts with completions, preference pairs, texts."""
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +21,7 @@ PAIRS = (
     '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages; '
     "without prompt, it is what both answers begin with"
 )
-
-
+_SHOWN, _MOST_LINES = 5, 1_000_000  # malformed lines that a message names; lines that are searched for them
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "observation": "tool"},
@@ -99,7 +100,7 @@ def read_records(
 
     Raises:
         UserError: A file cannot be read, a line is malformed or has no known key, or pairs are mixed with other
-            records; the message names file and line.
+            records; the message names file and line, and further malformed lines of the file.
     """
     first: Record | Pair | None = None
     for file in files:
@@ -109,8 +110,12 @@ def read_records(
                 "fix: leave it out, or make a mixture of both: docs/fine_tuning_data.md"
             )
         try:
-            for name, value in rows(file, on_read):
-                record = _record(name, value, text_field)
+            lines = rows(file, on_read)
+            for name, value in lines:
+                try:
+                    record = _record(name, value, text_field)
+                except UserError as error:
+                    raise _with_others(error, lines, text_field) from None
                 first = first or record
                 if isinstance(record, Pair) != isinstance(first, Pair):
                     is_pair, other = ("a", "none") if isinstance(record, Pair) else ("no", "one")
@@ -123,6 +128,29 @@ def read_records(
             raise UserError(
                 f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
             ) from error
+
+
+def _with_others(error: UserError, rest: Iterator[tuple[str, Any]], text_field: str) -> UserError:
+    """Return the error of a line with the names of the malformed lines after it, so that all can be corrected at once.
+
+    Args:
+        error: The error.
+        rest: The lines after it.
+        text_field: See `read_records`.
+    """
+    names = []
+    with contextlib.suppress(UserError):  # a line that is not JSON ends the search
+        for name, value in itertools.islice(rest, _MOST_LINES):
+            try:
+                _record(name, value, text_field)
+            except UserError:
+                names.append(name)
+    if not names:
+        return error
+    first, *fix = str(error).split("\n")
+    lines = "1 further line is" if len(names) == 1 else f"{len(names):,} further lines are"
+    shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+    return UserError("\n".join([f"{first}; {lines} malformed: {shown}", *fix]))
 
 
 def _record(name: str, value: Any, text_field: str) -> Record | Pair:

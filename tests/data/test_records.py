@@ -68,6 +68,23 @@ def read(path):
     return list(read_records(find_sources([path])))
 
 
+def test_all_malformed_lines_are_named_at_once(tmp_path):
+    good, empty = {"messages": chat.conversation("q", "a")}, {"messages": chat.conversation("q", "")}
+    path = tmp_path / "x.jsonl"
+    chat.write(path, good, empty, good, {"other": 1})
+    with refused(f"{path}:2: the answer in message 2 is empty; 1 further line is malformed: {path}:4", "at least one"):
+        read(path)
+    chat.write(path, *[empty] * 9)
+    with refused(":1: ", "8 further lines are malformed: ", ", ".join(f"{path}:{n}" for n in range(2, 7)) + ", ...\n"):
+        read(path)
+    path.write_text(path.read_text() + "no JSON\n")
+    with refused(f"{path}:1: ", "8 further"):
+        read(path)
+    chat.write(path, good, empty)
+    with refused(f"{path}:2: the answer in message 2 is empty\n"):
+        read(path)
+
+
 def test_prompt_and_completion(tmp_path):
     folder = chat.directory(tmp_path / "t")
     path = chat.write(
