@@ -1,6 +1,7 @@
 """Packing: documents to sequences of fixed length, train / held-out split, and the random order of training."""
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def _by_text(file: TokenFile) -> tuple[Spans, Spans, Spans]:
 def held_out_documents(file: TokenFile, held_out_fraction: float) -> npt.NDArray[np.bool_]:
     """Return which documents are held out, bool `[documents]`: whole documents, in the order of `split_documents`.
 
-    At least one text is held out, and at least one is not.
+    Neither more than this fraction of the tokens are held out, nor more than this fraction of the texts, rounded up: a
+    few records of extreme length, which a run may leave out, do not take most of the other records from training. At
+    least one text is held out, and at least one is not.
 
     Raises:
         UserError: The fraction is not in (0, 1), or all documents have the same text.
@@ -86,8 +89,10 @@ def held_out_documents(file: TokenFile, held_out_fraction: float) -> npt.NDArray
             "allowed: at least 2 different records\nfix: give more records"
         )
     fit = int(np.searchsorted(in_order[groups], file.token_count * held_out_fraction, side="right")) - 1
+    texts = len(groups) - 1
+    most = min(fit, math.ceil(texts * held_out_fraction))
     held = np.zeros(file.document_count, bool)
-    held[order[: groups[min(max(fit, 1), len(groups) - 2)]]] = True
+    held[order[: groups[min(max(most, 1), texts - 1)]]] = True
     return held
 
 

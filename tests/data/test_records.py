@@ -393,6 +393,15 @@ def test_resume_in_an_epoch_on_any_ranks(tmp_path, ranks):
         Batches(other, batch_size=4, seed=3).load_state_dict(state)
 
 
+def test_a_record_of_extreme_length_does_not_take_the_others_from_training(tmp_path):
+    """It counts for a share of the tokens, but a run leaves it out."""
+    file = masked_file(tmp_path / "x", [*((20 + n % 9, [1]) for n in range(120)), (100_000, [1])])
+    options = {"sequence_length": 28, "held_out_fraction": 0.05, "pack": "documents"}
+    train, held = (pack_sequences(file, split=split, **options) for split in ("train", "held_out"))
+    counts = [sum(len(part.records(index)) for index in range(len(part))) for part in (train, held)]
+    assert sum(counts) == 120 and 6 <= counts[1] <= 7  # 7 is 5 % of 121 records, rounded up
+
+
 def test_an_evaluation_takes_every_held_out_record_once(tmp_path):
     file = masked_file(tmp_path / "x", [(n % 9 + 2, [1]) for n in range(90)])
     sequences = pack_sequences(file, split="held_out", sequence_length=16, held_out_fraction=0.2, pack="documents")
