@@ -1,6 +1,5 @@
 """Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from bmburst.blocks.config import TARGETS, LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.sharded_files import Gathered, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 
@@ -269,14 +268,14 @@ def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
     lora = model.lora
     assert lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(hugging_face.gathered, gather, s)) for s in shards]
+    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
     is_main = shards[0].rank == 0
 
     def describe() -> int:
         if not is_main:
             return 0
         directory.mkdir(parents=True, exist_ok=True)
-        return write_text(directory / CONFIG_FILE, json.dumps(_config(lora, base), indent=2) + "\n")
+        return write_json(directory / CONFIG_FILE, _config(lora, base))
 
     found = {CONFIG_FILE: together(describe)[0]}
     metadata = {"format": "pt"}

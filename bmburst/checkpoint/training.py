@@ -191,7 +191,7 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
     from bmburst.optim import state_names
     from bmburst.zero import gather, named_shards
 
-    def gathered(shard: "NamedShard", name: str, root: int) -> "Tensor | None":
+    def gathered(shard: "NamedShard", name: str, *, root: int) -> "Tensor | None":
         return gather(shard, optimizer.state_of(shard, name), dtype=torch.float32, root=root)
 
     tensors = [
