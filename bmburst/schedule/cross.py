@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from bmburst.errors import UserError
-from bmburst.schedule.documents import Documents, edges_of
+from bmburst.schedule.documents import Documents, documents_at, edges_of
 from bmburst.schedule.layout import Layout, Run, make_layout, real_length
 from bmburst.schedule.mask import BlockMap, Causal, Full, Mask, SlidingWindow
 from bmburst_ops.pattern import IntArray, Need, VisibleRanges
@@ -96,7 +96,7 @@ class CrossMask(Mask):
     @property
     def key_starts(self) -> tuple[int, ...]:
         """See `Mask.key_starts`."""
-        return tuple(edges_of(_key_lengths(self.mask))[:-1].tolist()) if isinstance(self.mask, Documents) else ()
+        return self.mask.key_starts
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -213,7 +213,9 @@ def _require_pairs(mask: Mask, key_length: int) -> None:
 
 def _among_keys(mask: Mask) -> Mask:
     """Return the mask by which layout "balanced" assigns the keys: that of self-attention among the keys."""
-    return Documents(tuple(n for n in _key_lengths(mask) if n), mask.causal) if isinstance(mask, Documents) else mask
+    if not isinstance(mask, Documents) or mask.key_lengths is None:
+        return mask
+    return Documents(tuple(n for n in mask.key_lengths if n), mask.causal)
 
 
 def _band_needs(mask: Mask) -> frozenset[Need]:
@@ -222,14 +224,10 @@ def _band_needs(mask: Mask) -> frozenset[Need]:
     return frozenset({"window"}) if is_banded else frozenset()
 
 
-def _key_lengths(mask: Mask) -> tuple[int, ...]:
-    assert isinstance(mask, Documents)
-    return mask.lengths if mask.key_lengths is None else mask.key_lengths
-
-
 def _document_rows(mask: Documents, positions: IntArray) -> VisibleRanges:
-    edges, key_edges = edges_of(mask.lengths), edges_of(_key_lengths(mask))
-    document = np.searchsorted(edges, positions, side="right") - 1
+    assert mask.key_lengths is not None  # `_require_pairs` refuses other documents
+    edges, key_edges = edges_of(mask.lengths), edges_of(mask.key_lengths)
+    document = documents_at(mask.lengths, positions)
     start, stop = key_edges[document], key_edges[document + 1]
     if not mask.causal:
         return VisibleRanges(start, stop)

@@ -67,6 +67,11 @@ class Documents(Mask):
         return _starts_of(self.lengths)
 
     @property
+    def key_starts(self) -> tuple[int, ...]:
+        """See `Mask.key_starts`."""
+        return self.starts if self.key_lengths is None else _starts_of(self.key_lengths)
+
+    @property
     def needs(self) -> frozenset[Need]:
         """See `Mask.needs`."""
         return frozenset({"segments"})
@@ -74,7 +79,7 @@ class Documents(Mask):
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
-        edges, document = edges_of(self.lengths), _documents_at(self.lengths, positions)
+        edges, document = edges_of(self.lengths), documents_at(self.lengths, positions)
         start, stop = edges[document], edges[document + 1]
         return VisibleRanges(start, positions + 1 if self.causal else stop)
 
@@ -133,7 +138,7 @@ class PrefixLM(Mask):
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         lengths = (length,) if self.lengths is None else self.lengths
-        edges, document = edges_of(lengths), _documents_at(lengths, positions)
+        edges, document = edges_of(lengths), documents_at(lengths, positions)
         start, stop = edges[document], edges[document + 1]
         prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
@@ -202,7 +207,7 @@ def _starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(edges_of(lengths)[:-1].tolist())
 
 
-def _documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
+def documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
     """Return the index of the document at each position."""
     return np.searchsorted(edges_of(lengths), positions, side="right") - 1
 
