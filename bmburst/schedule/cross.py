@@ -130,8 +130,8 @@ class CrossMask(Mask):
         return f"{self.mask}, {self.queries} queries and {self.keys} keys"
 
 
-class Sequence(NamedTuple):
-    """The arguments of an attention call for one sequence.
+class Side(NamedTuple):
+    """The arguments of an attention call for its queries, or for its keys.
 
     Attributes:
         layout: Name of its layout.
@@ -144,7 +144,7 @@ class Sequence(NamedTuple):
     length: int | None
 
 
-def attended(size: int, queries: Sequence, keys: Sequence | None, mask: Mask) -> tuple[Layout, int, Mask]:
+def attended(size: int, queries: Side, keys: Side | None, mask: Mask) -> tuple[Layout, int, Mask]:
     """Return the layout, the number of real queries and the mask that all plans of an attention call use.
 
     Args:
