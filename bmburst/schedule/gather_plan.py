@@ -122,6 +122,8 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
         most: Maximum KV heads of a unit; 0 for a single unit.
     """
     visible = shapes.visibility
+    real, real_keys = _real(visible, rank), _real_keys(visible, rank)
+    seen, slots = _seen(visible, rank), _slots(visible, rank)
     units = even_units(shapes.heads, shapes.kv_heads, most)
     sizes = [len(unit.kv_heads) for unit in units]
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
@@ -132,20 +134,17 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     spans = sorted(tile.keys for tile in backward)
     return GatherPlan(
         units=units,
-        real=_real(visible, rank),
-        real_keys=_real_keys(visible, rank),
-        seen=_seen(visible, rank),
+        real=real,
+        real_keys=real_keys,
+        seen=seen,
         most_seen=most_seen(visible),
         own=make_tiles(visible.mask, visible.length, mine, held),
         forward=_tiles(visible, mine, others, by="queries"),
         backward=backward,
-        apart=[span.start for span in spans] + [_seen(visible, rank)] == [0, *(span.stop for span in spans)],
-        query_sums=_sums(_real(visible, rank), [[tile.queries] for tile in backward]),
-        key_sums=_sums(
-            _real_keys(visible, rank),
-            [[piece.tokens for piece in _from(visible, rank, p)] for p in _slots(visible, rank)],
-        ),
-        key_parts=1 + len(_slots(visible, rank)),
+        apart=[span.start for span in spans] + [seen] == [0, *(span.stop for span in spans)],
+        query_sums=_sums(real, [[tile.queries] for tile in backward]),
+        key_sums=_sums(real_keys, [[piece.tokens for piece in _from(visible, rank, p)] for p in slots]),
+        key_parts=1 + len(slots),
         most_key_parts=1 + max(len(_slots(visible, p)) for p in range(visible.layout.size)),
         inbound=tuple(inbound[heads] for heads in sizes),
         outbound=tuple(outbound[heads] for heads in sizes),
