@@ -72,8 +72,8 @@ def usable_cores(quota: Path = _QUOTA) -> int:
     return max(1, min(cores, int(allowance) // int(period)))
 
 
-def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return the default values of environment variables.
+def defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
+    """Return the default values of environment variables that the user has not set.
 
     * OMP_NUM_THREADS: cores per rank. Otherwise every rank would start a thread for every core.
     * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO and the sequence ring use their communicators at the same
@@ -82,17 +82,6 @@ def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str
     * PYTORCH_ALLOC_CONF=expandable_segments:True: activations of many sizes would otherwise leave fragments. llama-3-8b
       at 128K tokens on 2 H200s ran out of memory with 128 of 139 GiB allocated; with it the same step runs.
     * `stores.LOOPBACK_ONLY`, on one node.
-    """
-    found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
-    if nnodes == 1:
-        found |= LOOPBACK_ONLY
-    if cuda:
-        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
-    return found
-
-
-def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return the `defaults` of variables that the user has not set.
 
     Raises:
         UserError: CUDA_DEVICE_MAX_CONNECTIONS is 1 and there are GPUs. It puts all streams of a GPU into one hardware
@@ -104,7 +93,11 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
             "allowed: unset (8), or 2 to 32\n"
             "fix: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
-    found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
+    found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if nnodes == 1:
+        found |= LOOPBACK_ONLY
+    if cuda:
+        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
     own = set(environ) | (set(ALLOCATOR) if any(name in environ for name in ALLOCATOR) else set())
     return {name: value for name, value in found.items() if name not in own}
 
@@ -171,7 +164,7 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     cuda = torch.cuda.is_available()
     require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
     cores = usable_cores()
-    found = open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
+    found = defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
     if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
         found |= kernel_cache(Path(tempfile.gettempdir()))
     found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"

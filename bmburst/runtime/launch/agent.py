@@ -47,9 +47,9 @@ class GracefulStop:
 
     folder: Path
     signum: signal.Signals
-    patient: bool = False
-    _told: set[int] = field(default_factory=set)
-    _deadline: float = 0.0
+    patient: bool
+    _told: set[int] = field(default_factory=set, init=False)
+    _deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._deadline = float("inf") if self.patient else time.monotonic() + GRACE

@@ -22,7 +22,7 @@ _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
 _PEER_LOST = re.compile(r"HostRuntimeError: .*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FRAMES = 30
-_NOT_FOUND, _BAD_INPUT, _FAILED = "", 2, 1
+_BAD_INPUT, _FAILED = 2, 1
 _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
 
 
@@ -254,9 +254,10 @@ def _frames(dump: str) -> list[str]:
 
 
 def _place(dump: str) -> str:
+    """Return the innermost frame of a stack; empty if it has none."""
     frames = _frames(dump)
     found = _FRAME.match(frames[0]) if frames else None
-    return f"{found['file']}:{found['line']} in {found['name']}" if found else _NOT_FOUND
+    return f"{found['file']}:{found['line']} in {found['name']}" if found else ""
 
 
 def _ranks(ends: list[RankEnd]) -> str:
