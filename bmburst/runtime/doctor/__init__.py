@@ -257,8 +257,12 @@ def can_train(checks: Sequence[Check], findings: Sequence[Finding]) -> bool:
         checks: The checks.
         findings: Their findings, in the same order.
     """
-    pairs = zip(checks, findings, strict=True)
-    return not any(check.needed and found.status in ("missing", "broken") for check, found in pairs)
+    return not _blocking(checks, findings)
+
+
+def _blocking(checks: Sequence[Check], findings: Sequence[Finding]) -> list[str]:
+    """Return the names of missing or broken subjects that training needs."""
+    return [f.name for c, f in zip(checks, findings, strict=True) if c.needed and f.status in ("missing", "broken")]
 
 
 def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
@@ -269,8 +273,8 @@ def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
         lines.append(f"{found.status:<8}{found.name:<{width}}  {found.detail}")
         if found.fix:
             lines.append(f"{'':<8}{'':<{width}}  fix: {found.fix}")
-    needed = [f.name for c, f in zip(checks, findings, strict=True) if c.needed and f.status in ("missing", "broken")]
-    last = "training can run here" if not needed else f"training cannot run here: see {', '.join(needed)}"
+    blocking = _blocking(checks, findings)
+    last = f"training cannot run here: see {', '.join(blocking)}" if blocking else "training can run here"
     return "\n".join([*lines, "", last])
 
 
