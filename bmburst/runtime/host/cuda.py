@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
@@ -205,14 +205,11 @@ class Streams:
         """See `torch.cuda.set_stream`."""
         self._threads.current = stream
 
-    def use(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        """See `torch.cuda.stream`."""
-        return self._use(self.current() if stream is None else stream)
-
     @contextmanager
-    def _use(self, stream: Stream) -> Iterator[None]:
+    def use(self, stream: Stream | None) -> Iterator[None]:
+        """See `torch.cuda.stream`."""
         before = self.current()
-        self.set_stream(stream)
+        self.set_stream(before if stream is None else stream)
         try:
             yield
         finally:
