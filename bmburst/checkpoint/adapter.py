@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import TARGETS, LlamaConfig, LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.sharded_files import Gathered, save_parts, together
@@ -53,6 +53,7 @@ class Adapter:
         lora: Rank, alpha and targets.
         base: Directory or name of its base model; None if the adapter does not name one.
         file: Tensors of the adapter, by PEFT's names.
+        sample: `Base.sample` of the model that it was trained on; None in files of PEFT.
     """
 
     directory: Path
@@ -357,6 +358,6 @@ def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stem = name.removesuffix(".weight")
-        if stem.rpartition(".")[2] in TARGETS and stem.rpartition(".")[2] in lora.matrices:
+        if stem.rpartition(".")[2] in lora.matrices:
             found[f"{stem}.lora_A"], found[f"{stem}.lora_B"] = (lora.rank, shape[1]), (shape[0], lora.rank)
     return found
