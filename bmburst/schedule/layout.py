@@ -4,7 +4,6 @@ A layout distributes `size * tokens` global positions over `size` ranks with `to
 the local tokens of a rank are in global order, so padding is always at the end of its local tokens.
 """
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from bmburst.amounts import as_whole
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import seen_counts, visible_area
@@ -305,11 +305,8 @@ def real_length(size: int, tokens: int, length: int | None, name: str = "length"
     most = size * tokens
     if length is None:
         return most
-    try:
-        number = operator.index(length)
-    except TypeError:
-        number = None
-    if number is None or isinstance(length, bool):
+    number = as_whole(length)
+    if number is None:
         raise UserError(
             f"{name} must be a whole number, got {length!r}\nallowed: 1 to {most}\n"
             "fix: pass the number of tokens in the whole sequence as an int"

@@ -60,7 +60,7 @@ class GracefulStop:
         """Whether `GRACE` has passed; never true if `patient`."""
         return time.monotonic() > self._deadline
 
-    def press(self, *, now: bool = False) -> None:
+    def press(self, *, now: bool) -> None:
         """Send the signal to ranks that have not received it. Kill all ranks after `GRACE`, or with `now`."""
         if now or self.overdue:
             kill_groups(self.folder)
