@@ -8,7 +8,6 @@ rank of a layout over `size / degree` ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
@@ -122,7 +121,6 @@ class HeadsPlan:
         return sizes.batch * sizes.tokens * numbers * sizes.statistics_itemsize
 
 
-@lru_cache(maxsize=256)
 def make_heads_plan(
     shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int, pace: float = 0.0
 ) -> HeadsPlan:
