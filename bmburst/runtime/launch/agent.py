@@ -139,7 +139,7 @@ def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -
         local_rank: The rank's number on this node.
         address: Where the ranks of this node find the run's store.
     """
-    rank = spec.node_rank * spec.nproc + local_rank
+    rank = spec.first_rank + local_rank
     facts = {
         "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
         "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
@@ -225,10 +225,9 @@ class AgentThread(threading.Thread):
                     enforced.append(rank)
                     self._ranks[rank].kill()
             time.sleep(_POLL)
-        first = self._spec.node_rank * self._spec.nproc
         self.outcome.failed = [
             RankEnd(
-                rank=first + rank,
+                rank=self._spec.first_rank + rank,
                 local_rank=rank,
                 status=process.returncode,
                 enforced=rank in enforced and process.returncode == -signal.SIGKILL,
