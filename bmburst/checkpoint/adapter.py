@@ -14,7 +14,7 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
-from bmburst.checkpoint.sharded_files import Gathered, save_parts, together
+from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts, together
 from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
@@ -269,7 +269,7 @@ def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
     lora = model.lora
     assert lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
+    tensors = [ShardedTensor(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
     is_main = shards[0].rank == 0
 
     def describe() -> int:

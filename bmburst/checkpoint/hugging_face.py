@@ -17,7 +17,7 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
-from bmburst.checkpoint.sharded_files import Gathered, naming, parts_of, save_parts, together
+from bmburst.checkpoint.sharded_files import ShardedTensor, naming, parts_of, save_parts, together
 from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
@@ -289,7 +289,7 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
     with naming(directory):
         together(prepare)
-    tensors = [Gathered(s.name, s.shape, s.dtype, partial(gather, s)) for s in shards]
+    tensors = [ShardedTensor(s.name, s.shape, s.dtype, partial(gather, s)) for s in shards]
     checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
     dtype = str(shards[0].dtype).removeprefix("torch.")
     values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5

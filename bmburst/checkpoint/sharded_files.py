@@ -27,7 +27,7 @@ PART_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class ShardedTensor:
     """A sharded tensor that can be gathered on any rank.
 
     Attributes:
@@ -93,7 +93,7 @@ def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
 def save_parts(
     folder: Path,
     stem: str,
-    tensors: Sequence[Gathered],
+    tensors: Sequence[ShardedTensor],
     *,
     metadata: Mapping[str, str] | None = None,
     part_bytes: int | None = None,

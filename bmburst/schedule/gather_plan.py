@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from bmburst.schedule.documents import Documents
-from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
 from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
 from bmburst.schedule.mask import Causal, Full, Mask
 from bmburst.schedule.ring_schedule import seen_from
@@ -270,7 +270,7 @@ def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSumPlan:
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     layout = shapes.visibility.layout.keys
     row = kv_heads * shapes.head_dim * shapes.itemsize
-    starts, nbytes = placed([shapes.batch * layout.tokens * row] * 2)
+    starts, nbytes = offsets_of([shapes.batch * layout.tokens * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch = _seen(shapes.visibility, target) * row
@@ -287,7 +287,7 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     visible, layout = shapes.visibility, shapes.visibility.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
     most = max(1, *(_seen(visible, p) for p in range(layout.size)))
-    starts, nbytes = placed([shapes.batch * most * row] * 2)
+    starts, nbytes = offsets_of([shapes.batch * most * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch, real = _seen(visible, source) * row, _real_keys(visible, target)
