@@ -57,7 +57,7 @@ class Layout(ABC):
 
     @classmethod
     def require(cls, size: int, tokens: int) -> None:
-        """Raise the errors of the class for these ranks and local tokens."""
+        """Check these numbers; they raise the errors of the class."""
         if size < 1 or tokens < 1:
             raise UserError(
                 f"layout '{cls.name}' got {size} ranks and {tokens} tokens per rank\n"

@@ -151,9 +151,10 @@ class _Rectangle(NamedTuple):
 def _band_area(band: Band, queries: int, keys: int) -> int:
     """Return the number of visible pairs of a rectangle in which every query sees a key."""
     hidden = 0
+    # The right bound hides the last `short` keys from the first query, and one fewer from each later query. The left
+    # bound hides first keys from the last query and the queries before it, likewise.
     for count, bound in ((queries, band.right), (keys, band.left)):
         if bound is not None:
-            # The first query sees all but its last `short` keys, each later query one more; likewise the first key.
             short = max(0, count - 1 - bound)
             hidden += short * (short + 1) // 2
     return queries * keys - hidden
