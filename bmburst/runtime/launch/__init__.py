@@ -233,25 +233,29 @@ def _wait(
     agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path
 ) -> LaunchResult | None:
     """Wait for the ranks; return a result only if the run was ended from outside."""
-    while agent.is_alive() and not caught and not (nodes is not None and nodes.ended):
+
+    def ended() -> str:
+        return "" if nodes is None else nodes.ended
+
+    while agent.is_alive() and not caught and not ended():
         agent.join(0.05)
     if not caught:
-        if nodes is not None and nodes.ended:
+        if ended():
             agent.join(_STORE_LOST)
         if not agent.is_alive():
-            began = nodes is None or nodes.store_address is not None or nodes.error is not None
-            if began and nodes is not None and only_lost_a_peer(folder):
+            is_ours = nodes is None or nodes.store_address is not None or nodes.error is not None
+            if is_ours and nodes is not None and only_lost_a_peer(folder):
                 _await_reason(nodes, caught)
-                began = not nodes.ended
+                is_ours = not nodes.ended
             if not caught:
-                return None if began else _ended_elsewhere(nodes)
+                return None if is_ours else _ended_elsewhere(ended())
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
     stop = GracefulStop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
     if nodes is not None and not rank_pids(folder):
         gone = 0.0  # the agent waits for other nodes and has no ranks to end
     while agent.is_alive() and time.monotonic() < gone:
-        if nodes is not None and nodes.ended:
+        if ended():
             others_gone = min(others_gone, time.monotonic())
         forced = len(caught) > 1 or stop.overdue or time.monotonic() > others_gone + GRACE
         stop.press(now=forced)
@@ -264,7 +268,7 @@ def _wait(
         return None  # a rank failed; `launch_result` reads the reason from the folder
     if caught:
         return LaunchResult(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
-    return _ended_elsewhere(nodes)
+    return _ended_elsewhere(ended())
 
 
 def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
@@ -274,8 +278,8 @@ def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
         time.sleep(0.05)
 
 
-def _ended_elsewhere(nodes: NodeWatch | None) -> LaunchResult:
-    return LaunchResult(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
+def _ended_elsewhere(reason: str) -> LaunchResult:
+    return LaunchResult(status=1, message=f"bmburst: the run was ended: {reason}")
 
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:
