@@ -226,10 +226,9 @@ def _band_needs(mask: Mask) -> frozenset[Need]:
 
 def _document_rows(mask: Documents, positions: IntArray) -> VisibleRanges:
     assert mask.key_lengths is not None  # `_require_pairs` refuses other documents
-    edges, key_edges = edges_of(mask.lengths), edges_of(mask.key_lengths)
-    document = documents_at(mask.lengths, positions)
+    (document, _, end), key_edges = documents_at(mask.lengths, positions), edges_of(mask.key_lengths)
     start, stop = key_edges[document], key_edges[document + 1]
     if not mask.causal:
         return VisibleRanges(start, stop)
-    behind = edges[document + 1] - positions - 1  # later queries of the same document
+    behind = end - positions - 1  # later queries of the same document
     return VisibleRanges(start, np.maximum(start, stop - behind))

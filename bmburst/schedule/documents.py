@@ -79,8 +79,7 @@ class Documents(Mask):
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
-        edges, document = edges_of(self.lengths), documents_at(self.lengths, positions)
-        start, stop = edges[document], edges[document + 1]
+        _, start, stop = documents_at(self.lengths, positions)
         return VisibleRanges(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
@@ -138,8 +137,7 @@ class PrefixLM(Mask):
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         lengths = (length,) if self.lengths is None else self.lengths
-        edges, document = edges_of(lengths), documents_at(lengths, positions)
-        start, stop = edges[document], edges[document + 1]
+        document, start, stop = documents_at(lengths, positions)
         prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
         return VisibleRanges(start, np.minimum(np.maximum(positions + 1, prefix), stop))
@@ -207,9 +205,11 @@ def _starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(edges_of(lengths)[:-1].tolist())
 
 
-def documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
-    """Return the index of the document at each position."""
-    return np.searchsorted(edges_of(lengths), positions, side="right") - 1
+def documents_at(lengths: tuple[int, ...], positions: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return for each position the index of its document, and the document's start and end."""
+    edges = edges_of(lengths)
+    document = np.searchsorted(edges, positions, side="right") - 1
+    return document, edges[document], edges[document + 1]
 
 
 def _described(lengths: tuple[int, ...]) -> str:
