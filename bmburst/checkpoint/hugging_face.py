@@ -31,8 +31,8 @@ CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"
 # Buffers that ModelCenter and old Hugging Face exports store with the weights. The configuration determines them.
 _DERIVED = "inv_freq"
 _STEM = "model"
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
-_INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEX = ".index.json"
+_FILES = tuple(f"{file}{end}" for file in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX))
 # Fields that must agree, because they change the meaning of the weights. Rotary settings may differ, because continued
 # pretraining changes them.
 _FIXED = (
@@ -303,16 +303,15 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
 def _open(directory: Path) -> dict[str, TensorFile]:
     """Open the weight files of a directory, and return a map from tensor name to open file."""
-    for name in _WHOLE[:1] + _INDEXED[:1] + _WHOLE[1:] + _INDEXED[1:]:  # safetensors first: it needs no pickle
+    for name in _FILES:  # safetensors first: it needs no pickle
         path = directory / name
         if not path.exists():
             continue
-        parts = sorted(parts_of(path)) if name in _INDEXED else [name]
+        parts = sorted(parts_of(path)) if name.endswith(_INDEX) else [name]
         files = [open_tensors(directory / part) for part in parts]
         return {tensor: file for file in files for tensor in file.shapes}
     raise UserError(
-        f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}\n"
-        "fix: give the directory that has one of them"
+        f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"
     )
 
 
