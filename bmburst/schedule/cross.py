@@ -13,10 +13,10 @@ import numpy as np
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, documents_at, edges_of
 from bmburst.schedule.layout import Layout, Run, make_layout, real_length
-from bmburst.schedule.mask import BlockMap, Causal, Full, Mask, SlidingWindow
+from bmburst.schedule.mask import WIDEST, BlockMap, Causal, Full, Mask, SlidingWindow
 from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
-_ONE_BLOCK = BlockMap(1 << 62, np.ones((1, 1), bool))
+_ONE_BLOCK = BlockMap(WIDEST, np.ones((1, 1), bool))
 
 
 @dataclass(frozen=True, slots=True)

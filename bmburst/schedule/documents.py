@@ -136,9 +136,10 @@ class PrefixLM(Mask):
 
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
-        lengths = (length,) if self.lengths is None else self.lengths
+        lengths, prefixes = self.lengths, self.prefix_lengths
+        if lengths is None:
+            lengths, prefixes = (length,), (min(prefixes[0], length),)  # a prefix may exceed int64
         document, start, stop = documents_at(lengths, positions)
-        prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
         return VisibleRanges(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
