@@ -37,25 +37,11 @@ from bmburst.runtime.launch.agent import (
 )
 from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
 from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost_a_peer
-from bmburst.runtime.launch.spec import (
-    ALLOCATOR,
-    EXPANDING,
-    LaunchSpec,
-    StoreAddress,
-    require_command,
-    require_devices,
-)
-from bmburst.runtime.rank import kill_groups, rank_pids
+from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.runtime.rank import FOLDER, HANG_TIMEOUT, HOST_RUNTIME, LAUNCHER, START_TIMEOUT, kill_groups, rank_pids
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
 __all__ = ["LaunchSpec", "launch"]
-
-# Variables that bmburst/runtime/rank.py reads. It imports nothing of bmburst, so it repeats the names.
-FOLDER = "BMBURST_LAUNCH_FOLDER"
-LAUNCHER = "BMBURST_LAUNCHER_PID"
-HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
-START_TIMEOUT = "BMBURST_START_TIMEOUT"
-HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
