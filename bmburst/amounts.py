@@ -158,17 +158,22 @@ def brief(values: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def as_whole(value: object) -> int | None:
+    """Return a whole number of any type, also of NumPy or torch, as an int; None for a bool and any other value."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # it raises then
+    except TypeError:
+        return None
+
+
 def whole_number(what: str, value: object, least: int) -> int:
     """Return the value as an int of at least `least`.
 
     Raises:
         UserError: The value is not a whole number, or is too small.
     """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # raises for other types
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
+    number = as_whole(value)
+    if number is None or number < least:
         raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}\nfix: pass such an int")
     return number
 

@@ -213,9 +213,8 @@ def _sample_by_sample(
 
     def check() -> tuple[None, str]:
         options.validate()
-        require_tensors(
-            q, k, v, is_cross=options.is_cross(key_length)
-        )  # the whole batch: an error about one sample's slice would show the wrong shape
+        # The whole batch is checked: an error about one sample's slice would show the wrong shape.
+        require_tensors(q, k, v, is_cross=options.is_cross(key_length))
         if not masks or len(masks) != len(q):
             raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
         if "balanced" in (options.layout, options.key_layout) and comm.size > 1 and len(set(map(make_mask, masks))) > 1:

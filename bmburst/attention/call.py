@@ -8,13 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.attention.options import (
-    AttentionOptions,
-    gradient_signature,
-    require_tensors,
-    require_transport,
-    scale_of,
-)
+from bmburst.attention.options import AttentionOptions, gradient_signature, require_tensors, require_transport, scale_of
 from bmburst.comm import BlockMover
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.comm.transports import (
@@ -27,7 +21,7 @@ from bmburst.comm.transports import (
 )
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement
-from bmburst.schedule.cross import Sequence, attended
+from bmburst.schedule.cross import Side, attended
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, kernel_needs
@@ -260,8 +254,8 @@ def _decide(
         require_tensors(q, k, v, is_cross=(is_cross := options.is_cross(key_length)))
         require_transport(comm, q, options.transport)
         assert not isinstance(options.mask, tuple)  # one call for each sample
-        queries = Sequence(options.layout, q.shape[1], length)
-        keys = Sequence(options.key_layout or options.layout, k.shape[1], key_length) if is_cross else None
+        queries = Side(options.layout, q.shape[1], length)
+        keys = Side(options.key_layout or options.layout, k.shape[1], key_length) if is_cross else None
         layout, real, mask = attended(comm.size, queries, keys, make_mask(options.mask))
         shapes = head_shapes(layout, q, k)
         call = AttentionCall(

@@ -105,8 +105,7 @@ def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     differentiate = executor_of(outer).backward
 
     def work(i: int, outbox: Tensor) -> None:
-        queries, keys, values, *statistics = _tensors(inbox, plan.views[i], q.dtype)
-        grads, own_lse, own_delta = statistics
+        queries, keys, values, grads, own_lse, own_delta = _tensors(inbox, plan.views[i], q.dtype)
         results = _tensors(outbox, plan.outbound[i].views, q.dtype)
         differentiate(outer, BackwardInputs(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
 
@@ -142,7 +141,8 @@ def _by_units(
         targets: Tensors for the results of this rank's tokens.
         is_recorded: Whether kernels run as CUDA graphs.
     """
-    is_varying = plan.backward and bool(call.mask.starts)  # the kernel pads its temporary memory for each document
+    # In backward the kernel pads its temporary memory for each document.
+    is_varying = is_recorded and plan.backward and bool(call.mask.starts)
     going_home: list[Transfer] = []
     for i, results in enumerate(plan.outbound):
         with streams.turn(i):

@@ -1,6 +1,5 @@
 """Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,11 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import TARGETS, LlamaConfig, LoRAConfig
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
-from bmburst.checkpoint.sharded_files import Gathered, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
+from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts, together
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 
@@ -54,6 +53,7 @@ class Adapter:
         lora: Rank, alpha and targets.
         base: Directory or name of its base model; None if the adapter does not name one.
         file: Tensors of the adapter, by PEFT's names.
+        sample: `Base.sample` of the model that it was trained on; None in files of PEFT.
     """
 
     directory: Path
@@ -269,14 +269,14 @@ def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
     lora = model.lora
     assert lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(hugging_face.gathered, gather, s)) for s in shards]
+    tensors = [ShardedTensor(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
     is_main = shards[0].rank == 0
 
     def describe() -> int:
         if not is_main:
             return 0
         directory.mkdir(parents=True, exist_ok=True)
-        return write_text(directory / CONFIG_FILE, json.dumps(_config(lora, base), indent=2) + "\n")
+        return write_json(directory / CONFIG_FILE, _config(lora, base))
 
     found = {CONFIG_FILE: together(describe)[0]}
     metadata = {"format": "pt"}
@@ -358,6 +358,6 @@ def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stem = name.removesuffix(".weight")
-        if stem.rpartition(".")[2] in TARGETS and stem.rpartition(".")[2] in lora.matrices:
+        if stem.rpartition(".")[2] in lora.matrices:
             found[f"{stem}.lora_A"], found[f"{stem}.lora_B"] = (lora.rank, shape[1]), (shape[0], lora.rank)
     return found

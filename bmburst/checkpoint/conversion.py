@@ -1,6 +1,5 @@
 """Converts a model directory to another family's format, reading and writing tensors piece by piece."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
-from bmburst.checkpoint.files import require_whole
+from bmburst.checkpoint.files import STATE_FILE, require_whole
 from bmburst.checkpoint.hugging_face import (
     CONFIG_FILE,
     HUGGING_FACE,
@@ -23,8 +22,8 @@ from bmburst.checkpoint.hugging_face import (
     open_weights,
 )
 from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
-from bmburst.checkpoint.sharded_files import index_name
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_text
+from bmburst.checkpoint.sharded_files import part_names, write_index
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_json
 from bmburst.config import read_json
 from bmburst.data.tokenizer import TOKENIZER_FILE, TOKENIZER_FILES, require_tokenizer
 from bmburst.errors import UserError, require_known
@@ -35,7 +34,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 PART_BYTES = 5 * 10**9
 """Largest size in bytes of one safetensors file, unless a single tensor is larger. It is Hugging Face's default."""
 PIECE_BYTES = 16 << 20
-_STATE_FILE = "state.json"
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
 
 
@@ -171,9 +169,7 @@ def _write_weights(
     on_bytes: Callable[[int], object],
 ) -> None:
     parts = [list(plan)] if target == MODEL_CENTER else list(_parts(plan, part_bytes))
-    names = [MODEL_CENTER_FILE] if target == MODEL_CENTER else ["model.safetensors"]
-    if len(parts) > 1:
-        names = [f"model-{part + 1:05}-of-{len(parts):05}.safetensors" for part in range(len(parts))]
+    names = [MODEL_CENTER_FILE] if target == MODEL_CENTER else part_names("model", len(parts))
     for name, part in zip(names, parts, strict=True):
         announced = [(tensor.target, tensor.shape, tensor.dtype) for tensor in part]
         writer = (
@@ -187,10 +183,8 @@ def _write_weights(
                     writer.write_run(piece)
                     on_bytes(piece.nbytes)
     if len(parts) > 1:
-        where = {tensor.target: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        total = sum(tensor.nbytes for tensor in plan)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-        write_text(folder / index_name("model"), text + "\n")
+        places = {tensor.target: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        write_index(folder, "model", places, sum(tensor.nbytes for tensor in plan))
 
 
 def _parts(plan: Sequence[_Tensor], part_bytes: int) -> Iterator[list[_Tensor]]:
@@ -227,8 +221,8 @@ def _write_config(folder: Path, weights: Weights, target: str, plan: Sequence[_T
         values = dict(weights.values)
     else:
         values = _aside(weights, target) or _fresh(weights.config, target, dtype)
-        write_text(folder / _ASIDE[weights.family], _json(weights.values))
-    write_text(folder / CONFIG_FILE, _json(values | _dtype_fields(target, dtype, values)))
+        write_json(folder / _ASIDE[weights.family], weights.values)
+    write_json(folder / CONFIG_FILE, values | _dtype_fields(target, dtype, values))
 
 
 def _fresh(config: LlamaConfig, target: str, dtype: Any) -> dict[str, Any]:
@@ -281,7 +275,7 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
     elsewhere = ""
     names = (*TOKENIZER_FILES, *_ASIDE.values(), *_own_code(weights))
     found = {name: weights.directory / name for name in names}
-    state = weights.directory / _STATE_FILE
+    state = weights.directory / STATE_FILE
     if tokenizer is not None:
         if not tokenizer.exists():
             raise UserError(
@@ -342,7 +336,3 @@ def _common_dtype(plan: Sequence[_Tensor]) -> Any:
         name = str(tensor.dtype).removeprefix("torch.")
         sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
     return max(sizes, key=lambda name: sizes[name])
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=2) + "\n"

@@ -60,14 +60,8 @@ def step_of(checkpoint: Path) -> int:
 
 def problem_of(checkpoint: Path) -> str | None:
     """Return why a folder is not a complete checkpoint, or None. Checks names, sizes and state.json, not contents."""
-    state = _read_state(checkpoint / STATE_FILE)
-    if isinstance(state, str):
-        return state
-    for name, size in state["files"].items():
-        there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
-        if there != size:
-            return f"{name} is missing" if there is None else f"{name} is truncated: {there} of {size} bytes"
-    return None
+    state = _complete_state(checkpoint)
+    return state if isinstance(state, str) else None
 
 
 def newest_complete(run_folder: Path) -> Path | None:
@@ -90,7 +84,7 @@ def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
     """
     problems: list[str] = []
     for path in reversed(checkpoints(run_folder)):
-        problem = problem_of(path) or _damage(path)
+        problem = _damage(path)
         if problem is None:
             for text in problems:
                 say(f"{text}; going on from {path.name}")
@@ -113,7 +107,7 @@ def require_whole(checkpoint: Path) -> None:
     Raises:
         UserError: A file is missing or damaged.
     """
-    if (checkpoint / STATE_FILE).exists() and (problem := problem_of(checkpoint) or _damage(checkpoint)) is not None:
+    if (checkpoint / STATE_FILE).exists() and (problem := _damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")
 
 
@@ -185,9 +179,9 @@ def read_progress(checkpoint: Path) -> RunProgress:
     Raises:
         UserError: The checkpoint is truncated, or is not a checkpoint of bmburst.
     """
-    problem, state = problem_of(checkpoint), _read_state(checkpoint / STATE_FILE)
-    if problem is not None or isinstance(state, str):
-        raise UserError(f"{checkpoint}: {problem or state}\nfix: use another checkpoint of the run")
+    state = _complete_state(checkpoint)
+    if isinstance(state, str):
+        raise UserError(f"{checkpoint}: {state}\nfix: use another checkpoint of the run")
     scale = state.get("loss_scale")
     return RunProgress(
         step=state["step"],
@@ -207,6 +201,18 @@ def own_tokenizer(directory: Path) -> str | None:
     if (directory / "tokenizer.json").is_file():
         return str(directory)
     return read_progress(directory).tokenizer if (directory / STATE_FILE).exists() else None
+
+
+def _complete_state(checkpoint: Path) -> dict[str, Any] | str:
+    """Return the contents of a complete checkpoint's state.json, or the reason why the checkpoint is not complete."""
+    state = _read_state(checkpoint / STATE_FILE)
+    if isinstance(state, str):
+        return state
+    for name, size in state["files"].items():
+        there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if there != size:
+            return f"{name} is missing" if there is None else f"{name} is truncated: {there} of {size} bytes"
+    return state
 
 
 def _read_state(path: Path) -> dict[str, Any] | str:
@@ -239,10 +245,10 @@ def _read_state(path: Path) -> dict[str, Any] | str:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return which file of a complete checkpoint has a wrong checksum, or None. Reads all files."""
+    """Return why a checkpoint is not complete, or which file has a wrong checksum, or None. Reads all files."""
     from bmburst.runtime.watchdog import beat
 
-    state = _read_state(checkpoint / STATE_FILE)
+    state = _complete_state(checkpoint)
     return state if isinstance(state, str) else damaged_file(checkpoint, state.get("checksums", {}), beat)
 
 

@@ -5,8 +5,7 @@ rank reads only its ZeRO shards from the files, and export gathers one tensor at
 the model.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,23 +17,22 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
-from bmburst.checkpoint.sharded_files import Gathered, naming, parts_of, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
+from bmburst.checkpoint.sharded_files import ShardedTensor, naming, parts_of, save_parts, together
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Adapter
-    from bmburst.zero import NamedShard
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
 CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"
 # Buffers that ModelCenter and old Hugging Face exports store with the weights. The configuration determines them.
 _DERIVED = "inv_freq"
 _STEM = "model"
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
-_INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEX = ".index.json"
+_FILES = tuple(f"{file}{end}" for file in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX))
 # Fields that must agree, because they change the meaning of the weights. Rotary settings may differ, because continued
 # pretraining changes them.
 _FIXED = (
@@ -291,35 +289,29 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
     with naming(directory):
         together(prepare)
-    tensors = [Gathered(s.name, s.shape, s.dtype, partial(gathered, gather, s)) for s in shards]
+    tensors = [ShardedTensor(s.name, s.shape, s.dtype, partial(gather, s)) for s in shards]
     checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
     dtype = str(shards[0].dtype).removeprefix("torch.")
     values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
 
     def describe() -> int:
-        return write_text(directory / "config.json", json.dumps(values, indent=2) + "\n") if is_main else 0
+        return write_json(directory / CONFIG_FILE, values) if is_main else 0
 
     with naming(directory):
-        return checksums | {"config.json": together(describe)[0]}
-
-
-def gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root: int) -> Tensor | None:
-    """Call `bmburst.zero.gather`, as `Gathered` calls its function: with the destination rank last."""
-    return gather(shard, root=root)
+        return checksums | {CONFIG_FILE: together(describe)[0]}
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
     """Open the weight files of a directory, and return a map from tensor name to open file."""
-    for name in _WHOLE[:1] + _INDEXED[:1] + _WHOLE[1:] + _INDEXED[1:]:  # safetensors first: it needs no pickle
+    for name in _FILES:  # safetensors first: it needs no pickle
         path = directory / name
         if not path.exists():
             continue
-        parts = sorted(parts_of(path)) if name in _INDEXED else [name]
+        parts = sorted(parts_of(path)) if name.endswith(_INDEX) else [name]
         files = [open_tensors(directory / part) for part in parts]
         return {tensor: file for file in files for tensor in file.shapes}
     raise UserError(
-        f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}\n"
-        "fix: give the directory that has one of them"
+        f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"
     )
 
 

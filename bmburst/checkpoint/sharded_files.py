@@ -5,7 +5,6 @@ writes to disk, the others continue to gather.
 """
 
 import contextlib
-import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_text
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 from bmburst.outputs import FULL
@@ -28,20 +27,20 @@ PART_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class ShardedTensor:
     """A sharded tensor that can be gathered on any rank.
 
     Attributes:
         name: Name in the file.
         shape: Shape of the whole tensor.
         dtype: Data type in the file.
-        gather: Called on every rank with the same destination rank. It returns the tensor there and None on the others.
+        gather: Called on every rank with the same `root=`. It returns the tensor on that rank and None on the others.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gather: Callable[[int], Tensor | None]
+    gather: Callable[..., Tensor | None]
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +51,26 @@ class Gathered:
 def index_name(stem: str) -> str:
     """Return the name of the index file, which maps tensors to parts if there are several parts."""
     return f"{stem}.safetensors.index.json"
+
+
+def part_names(stem: str, parts: int) -> list[str]:
+    """Return the names of a model's safetensors files, as Hugging Face names them."""
+    if parts == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
+
+
+def write_index(folder: Path, stem: str, places: Mapping[str, str], nbytes: int) -> dict[str, int]:
+    """Write the index file, and return its CRC-32 by its name.
+
+    Args:
+        folder: Folder of the files.
+        stem: Beginning of their names.
+        places: For each tensor the name of its file.
+        nbytes: Bytes of all tensors.
+    """
+    name = index_name(stem)
+    return {name: write_json(folder / name, {"metadata": {"total_size": nbytes}, "weight_map": places})}
 
 
 def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
@@ -74,7 +93,7 @@ def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
 def save_parts(
     folder: Path,
     stem: str,
-    tensors: Sequence[Gathered],
+    tensors: Sequence[ShardedTensor],
     *,
     metadata: Mapping[str, str] | None = None,
     part_bytes: int | None = None,
@@ -93,9 +112,7 @@ def save_parts(
 
     owners = owners_of([t.nbytes for t in tensors], bmt.config["local_size"], part_bytes or PART_BYTES)
     parts, rank = max(owners) + 1, bmt.rank()
-    files = [f"{stem}.safetensors"]
-    if parts > 1:
-        files = [f"{stem}-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
+    files = part_names(stem, parts)
     mine = [(t.name, t.shape, t.dtype) for t, owner in zip(tensors, owners, strict=True) if owner == rank]
 
     def write() -> dict[str, int]:
@@ -105,16 +122,24 @@ def save_parts(
                 return {}
             with SafetensorsWriter(folder / files[rank], mine, metadata) as file, _Writing(file) as writing:
                 for tensor, owner in pending:
-                    full = tensor.gather(owner)
+                    full = tensor.gather(root=owner)
                     if full is not None:
                         writing.put(full.cpu())
             return {files[rank]: file.checksum}
         finally:
             for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
-                tensor.gather(owner)
+                tensor.gather(root=owner)
 
     def finish() -> dict[str, int]:
-        return _write_index(folder, stem, tensors, [files[owner] for owner in owners]) if rank == 0 else {}
+        if rank != 0:
+            return {}
+        if parts == 1:
+            (folder / index_name(stem)).unlink(missing_ok=True)
+            return {}
+        places = {tensor.name: files[owner] for tensor, owner in zip(tensors, owners, strict=True)}
+        found = write_index(folder, stem, places, sum(tensor.nbytes for tensor in tensors))
+        (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # an old single file would be read first
+        return found
 
     with naming(folder):
         return {name: found for action in (write, finish) for each in together(action) for name, found in each.items()}
@@ -197,19 +222,6 @@ def naming(folder: Path) -> Iterator[None]:
     except OSError as error:
         fix = "make room" if error.errno in FULL else "name a writable directory"
         raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: {fix}") from error
-
-
-def _write_index(folder: Path, stem: str, tensors: Sequence[Gathered], files: Sequence[str]) -> dict[str, int]:
-    index = folder / index_name(stem)
-    if len(set(files)) == 1:
-        index.unlink(missing_ok=True)
-        return {}
-    where = {tensor.name: file for tensor, file in zip(tensors, files, strict=True)}
-    total = sum(tensor.nbytes for tensor in tensors)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
-    found = {index.name: write_text(index, text)}
-    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # an old single file would be read first
-    return found
 
 
 class _Writing:

@@ -312,10 +312,11 @@ class TorchFileWriter(TensorWriter):
         return self._archive.open(entry, "w", force_zip64=True)
 
 
-def write_text(path: Path, text: str) -> int:
-    """Write a small file that gets its name only when it is complete, and return its CRC-32."""
+def write_json(path: Path, values: Mapping[str, Any]) -> int:
+    """Write a JSON file that gets its name only when it is complete, and return its CRC-32."""
+    data = f"{json.dumps(values, indent=2)}\n".encode()
     with replacing(path) as partial:
-        partial.write_bytes(data := text.encode())
+        partial.write_bytes(data)
     return zlib.crc32(data)
 
 

@@ -187,15 +187,15 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
 def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> dict[str, int]:
     import torch
 
-    from bmburst.checkpoint.sharded_files import Gathered, save_parts
+    from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts
     from bmburst.optim import state_names
     from bmburst.zero import gather, named_shards
 
-    def gathered(shard: "NamedShard", name: str, root: int) -> "Tensor | None":
+    def gathered(shard: "NamedShard", name: str, *, root: int) -> "Tensor | None":
         return gather(shard, optimizer.state_of(shard, name), dtype=torch.float32, root=root)
 
     tensors = [
-        Gathered(f"{shard.name}.{name}", shard.shape, torch.float32, partial(gathered, shard, name))
+        ShardedTensor(f"{shard.name}.{name}", shard.shape, torch.float32, partial(gathered, shard, name))
         for shard in named_shards(model)
         if shard.storage.requires_grad
         for name in state_names(shard)

@@ -212,11 +212,9 @@ class CheckedCommunicator:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         self._check(f"ring shift={shift}", *tensors)
-        return (
-            self._started(lambda: self.inner.ring(*tensors, shift=shift))
-            if shift % self.size
-            else CompletedTransfer(tensors)
-        )
+        if not shift % self.size:
+            return CompletedTransfer(tensors)
+        return self._started(lambda: self.inner.ring(*tensors, shift=shift))
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`."""
@@ -239,34 +237,30 @@ class CheckedCommunicator:
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
         self._check("all_to_all", tensor, one_row_a_rank=True)
-        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else CompletedTransfer((tensor,))
+        if self.size == 1:
+            return CompletedTransfer((tensor,))
+        return self._started(lambda: self.inner.all_to_all(tensor))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
-        return (
-            self._started(lambda: self.inner.all_gather(tensor))
-            if self.size > 1
-            else CompletedTransfer((tensor[None],))
-        )
+        if self.size == 1:
+            return CompletedTransfer((tensor[None],))
+        return self._started(lambda: self.inner.all_gather(tensor))
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
         self._check("reduce_scatter", tensor, one_row_a_rank=True)
-        return (
-            self._started(lambda: self.inner.reduce_scatter(tensor))
-            if self.size > 1
-            else CompletedTransfer((tensor[0],))
-        )
+        if self.size == 1:
+            return CompletedTransfer((tensor[0],))
+        return self._started(lambda: self.inner.reduce_scatter(tensor))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         self._check("all_reduce", tensor)
-        return (
-            self._started(lambda: self.inner.all_reduce(tensor))
-            if self.size > 1
-            else CompletedTransfer((tensor.detach().clone(),))
-        )
+        if self.size == 1:
+            return CompletedTransfer((tensor.detach().clone(),))
+        return self._started(lambda: self.inner.all_reduce(tensor))
 
     def _started(self, start: Callable[[], Transfer]) -> Transfer:
         """Start and return the transfer. If there is a meter, its waits are measured, and on a CPU its start too."""

@@ -105,19 +105,19 @@ class ProcessGroupCommunicator(MessageMover):
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = torch.empty_like(sent)
         return self._started(dist.all_to_all_single, bytes_of(received), bytes_of(sent), received, sent)
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = sent.new_empty((self.size, *sent.shape))
         return self._started(named_verb(ALL_GATHER), bytes_of(received), bytes_of(sent), received, sent)
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = sent.new_empty(sent.shape[1:])
         return self._started(named_verb(REDUCE_SCATTER), received.view(-1), sent.view(-1), received, sent)
 
@@ -247,7 +247,7 @@ class BMTrainCommunicator(MessageMover):
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none, so these are grouped sends and receives."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = torch.empty_like(sent)
 
         return self._start(
@@ -256,7 +256,7 @@ class BMTrainCommunicator(MessageMover):
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
             lambda: self._nccl.allGather(FlatStorage(bytes_of(sent)), FlatStorage(bytes_of(received)), self._handle),
@@ -266,7 +266,7 @@ class BMTrainCommunicator(MessageMover):
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        (sent,) = contiguous((tensor,))
+        sent = tensor.detach().contiguous()
         received = sent.new_empty(sent.shape[1:])
         return self._start(
             lambda: self._nccl.reduceScatter(FlatStorage(sent), FlatStorage(received), "sum", self._handle),

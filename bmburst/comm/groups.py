@@ -68,19 +68,13 @@ def bmtrain_groups() -> tuple[CheckedCommunicator, Split]:
     if config is None:
         raise UserError("BMTrain is not running\nfix: call bmburst.start() (or bmtrain.init_distributed()) first")
     world = _over_bmtrain(config["comm"])
-
-    def make(mine: Sequence[int]) -> CheckedCommunicator:
-        from bmtrain import nccl
-        from bmtrain.store import allgather_objects
-
-        # The first rank of each group makes its id; BMTrain's own all-gather of objects distributes the ids.
-        ids = allgather_objects(nccl.getUniqueId() if mine[0] == world.rank else b"")
-        return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
+    inner = world.inner
+    assert isinstance(inner, BMTrainCommunicator)
 
     def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
         if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
             return _over_bmtrain(config["tp_comm"])  # made by BMTrain already; another one would need more memory
-        return _own_group(world, groups, make)
+        return _own_group(world, groups, lambda _: _checked(inner.split(groups)))
 
     return world, split
 

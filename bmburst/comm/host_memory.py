@@ -198,17 +198,34 @@ class ShardCopies:
         self._outward: Any = None
         self._leaving: list[tuple[Tensor, Any]] = []
 
-    def prefetch(self, shards: Sequence[HostShard]) -> None:
-        """Start to copy a block's weights to the GPU, unless they are already there."""
-        self._fetch(shards)
+    def prefetch(self, shards: Sequence[HostShard]) -> _Buffer:
+        """Start to copy a block's weights to the GPU, unless they are already there; return their memory."""
+        if self._inward is None:
+            self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
+        for each in shards:
+            each.settle()
+        wanted = tuple((each, each.version) for each in shards)
+        for buffer in self._buffers:
+            if buffer.holds == wanted:
+                self._buffers.remove(buffer)
+                break
+        else:
+            buffer = self._free_buffer(shards)
+            self._inward.wait_event(buffer.free)
+            with torch.cuda.stream(self._inward):
+                for each, weights in zip(shards, buffer.tensors, strict=True):
+                    weights.copy_(each.weights, non_blocking=True)
+                buffer.ready.record(self._inward)
+            buffer.holds = wanted
+        self._buffers.append(buffer)
+        return buffer
 
-    def show(self, shards: Sequence[HostShard], reader: Any) -> _Buffer:
+    def show(self, shards: Sequence[HostShard], reader: Any) -> None:
         """Set `parameter.data` to the weights on the GPU, for later work of stream `reader`; undo with `hide`."""
-        buffer = self._fetch(shards)
+        buffer = self.prefetch(shards)
         reader.wait_event(buffer.ready)
         for each, weights in zip(shards, buffer.tensors, strict=True):
             each.parameter.data = weights
-        return buffer
 
     def hide(self, shards: Sequence[HostShard], reader: Any) -> None:
         """Set `parameter.data` back to the host weights; the buffer is free after the work of stream `reader`."""
@@ -246,26 +263,6 @@ class ShardCopies:
             if gradient is not None:
                 self._leaving.append((gradient, each.receive(gradient, self._outward)))
 
-    def _fetch(self, shards: Sequence[HostShard]) -> _Buffer:
-        self._open()
-        for each in shards:
-            each.settle()
-        wanted = tuple((each, each.version) for each in shards)
-        for buffer in self._buffers:
-            if buffer.holds == wanted:
-                self._buffers.remove(buffer)
-                break
-        else:
-            buffer = self._free_buffer(shards)
-            self._inward.wait_event(buffer.free)
-            with torch.cuda.stream(self._inward):
-                for each, weights in zip(shards, buffer.tensors, strict=True):
-                    weights.copy_(each.weights, non_blocking=True)
-                buffer.ready.record(self._inward)
-            buffer.holds = wanted
-        self._buffers.append(buffer)
-        return buffer
-
     def _free_buffer(self, shards: Sequence[HostShard]) -> _Buffer:
         """Remove the least recently used buffer from the list and return it, or a new one."""
         if len(self._buffers) == _BUFFERS:
@@ -276,10 +273,6 @@ class ShardCopies:
         made = _Buffer(shards)
         made.free.record(torch.cuda.current_stream())  # after the previous user of this memory
         return made
-
-    def _open(self) -> None:
-        if self._inward is None:
-            self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
 
 
 def host_shard(parameter: Tensor) -> HostShard | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm import BlockMover, Transfer
-from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
 
 
 def contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -25,7 +25,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-WIDE = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
+_DTYPES = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
 """Dtypes by element size in bytes. A copy is faster with fewer, wider elements."""
 
 
@@ -45,7 +45,7 @@ _ViewPair = tuple[_View, _View]  # (target, source)
 def copy_own(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy the blocks that a rank sends to itself, in one call on the current stream."""
     if exchange.receives[exchange.rank]:
-        into, what = _own_copies(exchange, math.gcd(max(WIDE), *(_first_bytes(t) for t in (*sources, *targets))))
+        into, what = _own_copies(exchange, math.gcd(max(_DTYPES), *(_first_bytes(t) for t in (*sources, *targets))))
         torch._foreach_copy_(_tensors(targets, into), _tensors(sources, what))
 
 
@@ -73,7 +73,7 @@ def shape_of(block: Block, width: int) -> tuple[tuple[int, int], tuple[int, int]
 
 def whole_memory(tensor: Tensor, width: int) -> tuple[Tensor, int]:
     """Return the storage of a tensor in elements of `width` bytes, and the index of its first element there."""
-    memory = torch.empty(0, dtype=WIDE[width], device=tensor.device).set_(tensor.untyped_storage())
+    memory = torch.empty(0, dtype=_DTYPES[width], device=tensor.device).set_(tensor.untyped_storage())
     return memory, tensor.storage_offset() * tensor.element_size() // width
 
 
@@ -220,7 +220,7 @@ def _copy(pairs: Sequence[_TensorPair]) -> None:
 
 def _widened(into: Tensor, what: Tensor) -> tuple[Tensor, Tensor]:
     numbers = (n for v in (into, what) for n in (v.data_ptr(), v.storage_offset(), v.shape[-1], *v.stride()[:-1]))
-    dtype = WIDE[math.gcd(max(WIDE), *numbers)]
+    dtype = _DTYPES[math.gcd(max(_DTYPES), *numbers)]
     return into.view(dtype), what.view(dtype)
 
 
@@ -282,7 +282,7 @@ def ring_by_pull(comm: BlockMover, tensors: Sequence[Tensor], shift: int) -> Tra
 @lru_cache(maxsize=1024)
 def ring_exchange(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
     """Return the exchange of a ring step, and the byte offset of each tensor in the outbox."""
-    starts, total = placed(sizes)
+    starts, total = offsets_of(sizes)
 
     def route(source: int, target: int) -> list[Move]:
         if (source + shift) % size != target:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from bmburst.comm import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
@@ -204,15 +203,10 @@ def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
     It is `comm.nodes` if that is set. Otherwise the first call for a group gathers the node of each rank: it is
     collective and blocks the host. Every node must have equally many ranks, consecutive in the group.
     """
-    if comm.size == 1:
-        return NodeGrouping(1)
     if comm.nodes is not None:
-        fits = comm.nodes > 0 and comm.size % comm.nodes == 0
-        return (
-            NodeGrouping(comm.nodes)
-            if fits
-            else NodeGrouping(1, f"{comm.size} ranks cannot be divided evenly among {comm.nodes} nodes")
-        )
+        if comm.nodes > 0 and comm.size % comm.nodes == 0:
+            return NodeGrouping(comm.nodes)
+        return NodeGrouping(1, f"{comm.size} ranks cannot be divided evenly among {comm.nodes} nodes")
     found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
         return NodeGrouping(len(found))
@@ -261,8 +255,6 @@ def _double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, e
 
 def _part(comm: CheckedCommunicator, partition: Sequence[tuple[int, ...]]) -> BlockMover:
     mine = next(part for part in partition if comm.rank in part)
-    if len(mine) == 1:
-        return comm.over(LocalCommunicator(0, [[MessageQueue()]]))
     if isinstance(comm.inner, Splittable):
         return comm.over(comm.inner.split(partition))
     return Subgroup(comm, mine)

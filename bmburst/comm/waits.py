@@ -107,8 +107,30 @@ class WaitMeter:
         return _Metered(transfer, self)
 
     def of_stream(self, stream: Any) -> Any:
-        """Return a copy of a CUDA stream whose `wait_stream` waits are measured."""
-        return metered_stream(stream, self)
+        """Return a copy of a CUDA stream whose `wait_stream` waits are measured.
+
+        `Stream.wait_stream` waits for an event that the other stream records: that event measures the wait.
+        """
+        meter = self
+
+        class Recorded(torch.cuda.Event):
+            """An event whose waits are measured on the computing stream only: copy streams delay no kernel."""
+
+            def wait(self, stream: Any = None) -> None:
+                if stream is not None and stream != torch.cuda.current_stream():
+                    super().wait(stream)
+                    return
+                with traced("wait for ZeRO"), meter.waiting(stream):
+                    super().wait(stream)
+
+        class Watched(torch.cuda.Stream):
+            """The stream, whose events are measured."""
+
+            def record_event(self, event: Any = None) -> Any:
+                return super().record_event(Recorded() if event is None else event)  # type: ignore[no-untyped-call]
+
+        place = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        return Watched(**place)  # type: ignore[no-untyped-call]
 
 
 def exposed_time(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, float]]) -> float:
@@ -170,32 +192,6 @@ class _Metered:
     def wait(self) -> tuple[Tensor, ...]:
         with traced("wait for exchange"), self._meter.waiting():
             return self._transfer.wait()
-
-
-def metered_stream(stream: Any, meter: WaitMeter) -> Any:
-    """Return a copy of a CUDA stream; see `WaitMeter.of_stream`.
-
-    `Stream.wait_stream` waits for an event that the other stream records: that event measures the wait.
-    """
-
-    class Recorded(torch.cuda.Event):
-        """An event whose waits are measured on the computing stream only: a wait of a copy stream delays no kernel."""
-
-        def wait(self, stream: Any = None) -> None:
-            if stream is not None and stream != torch.cuda.current_stream():
-                super().wait(stream)
-                return
-            with traced("wait for ZeRO"), meter.waiting(stream):
-                super().wait(stream)
-
-    class Watched(torch.cuda.Stream):
-        """The stream, whose events are measured."""
-
-        def record_event(self, event: Any = None) -> Any:
-            return super().record_event(Recorded() if event is None else event)  # type: ignore[no-untyped-call]
-
-    place = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
-    return Watched(**place)  # type: ignore[no-untyped-call]
 
 
 _LOOK_EVERY = 1.0  # seconds

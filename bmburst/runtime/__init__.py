@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -136,7 +135,7 @@ def _complete_environment() -> None:
     Raises:
         UserError: The variables contradict each other.
     """
-    world = _number(os.environ, "WORLD_SIZE", default=1)
+    world = _number("WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")
         # BMTrain's default port would clash with another job of one rank. A port that the parent process has found for
@@ -149,9 +148,9 @@ def _complete_environment() -> None:
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set\n"
             f"fix: start the ranks with bmburst launch --nproc {world} -- SCRIPT"
         )
-    rank = _number(os.environ, "RANK", default=0)
-    here = _number(os.environ, "LOCAL_WORLD_SIZE", default=world)
-    local_rank = _number(os.environ, "LOCAL_RANK", default=rank % max(here, 1))
+    rank = _number("RANK", default=0)
+    here = _number("LOCAL_WORLD_SIZE", default=world)
+    local_rank = _number("LOCAL_RANK", default=rank % max(here, 1))
     if not (0 <= rank < world and 0 <= local_rank < here <= world):
         raise UserError(
             f"RANK is {rank} of WORLD_SIZE {world}, LOCAL_RANK is {local_rank} of LOCAL_WORLD_SIZE {here}\n"
@@ -180,7 +179,7 @@ def _serve_store(on_one_host: bool) -> None:
             f"MASTER_ADDR is '{address}', which this host cannot resolve: {error.strerror}\n"
             "fix: set it to the name or address of rank 0's host"
         ) from None
-    _store = stores.serve(address, _number(os.environ, "MASTER_PORT", default=0), timedelta(seconds=_TIMEOUT))
+    _store = stores.serve(address, _number("MASTER_PORT", default=0), timedelta(seconds=_TIMEOUT))
     if os.environ["MASTER_PORT"] == "0":
         os.environ[_FOUND_PORT] = str(_store.port)
     os.environ["MASTER_PORT"] = str(_store.port)
@@ -188,8 +187,8 @@ def _serve_store(on_one_host: bool) -> None:
         os.environ["MASTER_ADDR"] = stores.LOOPBACK
 
 
-def _number(environment: Mapping[str, str], name: str, *, default: int) -> int:
-    value = environment.get(name, str(default))
+def _number(name: str, *, default: int) -> int:
+    value = os.environ.get(name, str(default))
     try:
         return int(value)
     except ValueError:

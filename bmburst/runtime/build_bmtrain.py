@@ -8,6 +8,7 @@ packages. So this build finds the tools, passes the location of NCCL, and compil
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from bmburst.errors import UserError
 from bmburst.runtime.doctor.bmtrain import read_machine_code
+from bmburst.runtime.install_bmtrain import REQUIREMENT
 from bmburst.runtime.nvcc import write_wrapper
 
 _PIP = f"{sys.executable} -m pip install"
@@ -188,7 +190,8 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
 
 
-REQUIREMENT = "bmtrain==1.0.1"
+_DOWNLOAD = ("-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary=bmtrain", REQUIREMENT)
+_DOWNLOAD_COMMAND = shlex.join(["python", *_DOWNLOAD])
 _LOG_TAIL = 60  # lines of a failed build's log that are shown
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -263,7 +266,7 @@ def build_wheel(spec: BuildSpec, tools: Toolchain) -> Path:
         _require_machine_code(made, spec.architectures)
         wheel = Path(shutil.copy2(made, spec.output))
     if spec.install:
-        _pip(["install", "--no-index", "--no-deps", "--force-reinstall", str(wheel)], dict(os.environ))
+        _pip(["install", "--no-index", "--no-deps", "--force-reinstall", str(wheel)], os.environ)
     return wheel
 
 
@@ -290,9 +293,9 @@ def build_environment(environ: Mapping[str, str], tools: Toolchain, wrapper: Pat
 
 def _require_sdist(sdist: Path) -> None:
     if not sdist.is_file():
-        raise UserError(f"--sdist {sdist}: no such file\nfix: {_download_command()}")
+        raise UserError(f"--sdist {sdist}: no such file\nfix: {_DOWNLOAD_COMMAND}")
     if not sdist.name.endswith(".tar.gz"):
-        raise UserError(f"--sdist {sdist} is not a source package (.tar.gz)\nfix: {_download_command()}")
+        raise UserError(f"--sdist {sdist} is not a source package (.tar.gz)\nfix: {_DOWNLOAD_COMMAND}")
 
 
 def _require_architectures(wanted: Sequence[int], known: Sequence[int], nvcc: Path) -> None:
@@ -307,15 +310,14 @@ def _require_architectures(wanted: Sequence[int], known: Sequence[int], nvcc: Pa
 
 def _download(folder: Path) -> Path:
     """Download the source package without its requirements, which would install nvidia-nccl-cu11."""
-    done = subprocess.run(
-        [*_download_words(), "--dest", str(folder)], capture_output=True, text=True, check=False, env=dict(os.environ)
-    )
+    command = [sys.executable, *_DOWNLOAD, "--dest", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("bmtrain-*.tar.gz"))
     if done.returncode != 0 or not found:
         reason = _pip_reason(done.stdout + done.stderr)
         raise UserError(
             f"{REQUIREMENT} could not be downloaded: {reason[:200]}\n"
-            f"fix: {_download_command()} on a machine with a network, then --sdist bmtrain-1.0.1.tar.gz here"
+            f"fix: {_DOWNLOAD_COMMAND} on a machine with a network, then --sdist bmtrain-1.0.1.tar.gz here"
         )
     return found[0]
 
@@ -327,16 +329,7 @@ def _pip_reason(output: str) -> str:
     return (named or lines or ["pip gave no reason"])[-1]
 
 
-def _download_words() -> list[str]:
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
-    return [*pip, "--no-binary=bmtrain", REQUIREMENT]
-
-
-def _download_command() -> str:
-    return f"python -m pip download --no-deps --no-build-isolation --no-binary=bmtrain {REQUIREMENT}"
-
-
-def _make_wheel(sdist: Path, folder: Path, environ: dict[str, str], log: Path) -> Path:
+def _make_wheel(sdist: Path, folder: Path, environ: Mapping[str, str], log: Path) -> Path:
     words = ["wheel", "--verbose", "--no-cache-dir", "--no-index", "--no-build-isolation", "--no-deps"]
     output = _pip([*words, str(sdist), "--wheel-dir", str(folder)], environ, log)
     wheels = sorted(folder.glob("*.whl"))
@@ -345,7 +338,7 @@ def _make_wheel(sdist: Path, folder: Path, environ: dict[str, str], log: Path) -
     return wheels[0]
 
 
-def _pip(words: list[str], environ: dict[str, str], log: Path | None = None) -> str:
+def _pip(words: list[str], environ: Mapping[str, str], log: Path | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pip", *words],
         stdout=subprocess.PIPE,

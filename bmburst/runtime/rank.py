@@ -27,6 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+# Variables that the launcher sets.
+FOLDER = "BMBURST_LAUNCH_FOLDER"
+LAUNCHER = "BMBURST_LAUNCHER_PID"
+HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
+START_TIMEOUT = "BMBURST_START_TIMEOUT"
+HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TEARDOWN = 10.0  # seconds that a failed rank gets to run its exit handlers; a lost peer can block them for ever
 _INTERRUPTED = 128 + signal.SIGINT
@@ -35,15 +41,15 @@ _GUARD = "--guard"
 
 def main() -> int:
     """Run the program named in sys.argv; return its exit status."""
-    folder = Path(os.environ["BMBURST_LAUNCH_FOLDER"])
+    folder = Path(os.environ[FOLDER])
     local_rank = int(os.environ["LOCAL_RANK"])
     try:
-        die_with(int(os.environ["BMBURST_LAUNCHER_PID"]))
+        die_with(int(os.environ[LAUNCHER]))
         _sign_in(folder, local_rank)
         _print_lines_at_once()
         watchdog = _neighbour("watchdog")
-        limit = float(os.environ.get("BMBURST_HANG_TIMEOUT", "0"))
-        watchdog.arm(limit, folder, local_rank, float(os.environ.get("BMBURST_START_TIMEOUT", limit)))
+        limit = float(os.environ.get(HANG_TIMEOUT, "0"))
+        watchdog.arm(limit, folder, local_rank, float(os.environ.get(START_TIMEOUT, limit)))
         watchdog.beat_with_optimizers()
         _run(sys.argv[1:])
     except SystemExit as exit_:
@@ -176,7 +182,7 @@ def _run(command: Sequence[str]) -> None:
     root = str(Path(__file__).resolve().parents[2])
     if root not in sys.path:  # bmburst is not installed: the launcher runs from its source tree
         sys.path.append(root)
-    if os.environ.get("BMBURST_HOST_RUNTIME") == "1":
+    if os.environ.get(HOST_RUNTIME) == "1":
         from bmburst.runtime import host
 
         host.install()

@@ -186,13 +186,13 @@ class Relay(threading.Thread):
 
     Args:
         listener: The socket. The relay owns it from now on.
-        way: Opens the connection to forward an accepted one to, or raises OSError or UserError.
+        connect: Opens the connection to forward an accepted one to, or raises OSError or UserError.
     """
 
-    def __init__(self, listener: socket.socket, way: Callable[[_Ends], Awaitable[_Ends]]) -> None:
+    def __init__(self, listener: socket.socket, connect: Callable[[_Ends], Awaitable[_Ends]]) -> None:
         super().__init__(name="bmburst-relay", daemon=True)
         self.port = int(listener.getsockname()[1])
-        self._listener, self._way = listener, way
+        self._listener, self._connect = listener, connect
         self._greeting = 0
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class Relay(threading.Thread):
                 return
             self._greeting += 1
             try:
-                there, back = await asyncio.wait_for(self._way((reader, writer)), _PATIENCE)
+                there, back = await asyncio.wait_for(self._connect((reader, writer)), _PATIENCE)
             finally:
                 self._greeting -= 1
             with contextlib.closing(back):
@@ -221,9 +221,9 @@ class Relay(threading.Thread):
 
 
 def to_store(port: int, secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
-    """Return the `way` of node 0's relay: to the store on loopback, for clients that know the secret."""
+    """Return the `connect` of node 0's relay: to the store on loopback, for clients that know the secret."""
 
-    async def way(ends: _Ends) -> _Ends:
+    async def connect(ends: _Ends) -> _Ends:
         reader, writer = ends
         nonce = secrets.token_bytes(_NONCE)
         writer.write(_HELLO + nonce)
@@ -235,16 +235,16 @@ def to_store(port: int, secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
         writer.write(_proof(secret, b"serves", nonce, theirs))
         return await asyncio.open_connection(LOOPBACK, port)
 
-    return way
+    return connect
 
 
 def to_node_0(endpoint: tuple[str, int], secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
-    """Return the `way` of another node's relay: to node 0's launcher."""
+    """Return the `connect` of another node's relay: to node 0's launcher."""
 
-    async def way(_: _Ends) -> _Ends:
+    async def connect(_: _Ends) -> _Ends:
         return await asyncio.open_connection(sock=await asyncio.to_thread(dial, endpoint, secret))
 
-    return way
+    return connect
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -16,11 +16,7 @@ from bmburst.schedule.layout import key_areas, most_keys, narrowed_queries, rank
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
-from bmburst.schedule.units import (
-    HeadShapes,
-    Sizes,
-    most_kv_heads,
-)
+from bmburst.schedule.units import HeadShapes, Sizes, most_kv_heads
 from bmburst_ops import ATTENTION_BACKWARD
 
 # Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.

@@ -11,12 +11,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from bmburst.errors import UserError
-from bmburst.schedule.documents import Documents, edges_of
+from bmburst.schedule.documents import Documents, documents_at, edges_of
 from bmburst.schedule.layout import Layout, Run, make_layout, real_length
-from bmburst.schedule.mask import BlockMap, Causal, Full, Mask, SlidingWindow
+from bmburst.schedule.mask import WIDEST, BlockMap, Causal, Full, Mask, SlidingWindow
 from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
-_ONE_BLOCK = BlockMap(1 << 62, np.ones((1, 1), bool))
+_ONE_BLOCK = BlockMap(WIDEST, np.ones((1, 1), bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CrossMask(Mask):
     @property
     def key_starts(self) -> tuple[int, ...]:
         """See `Mask.key_starts`."""
-        return tuple(edges_of(_key_lengths(self.mask))[:-1].tolist()) if isinstance(self.mask, Documents) else ()
+        return self.mask.key_starts
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -130,8 +130,8 @@ class CrossMask(Mask):
         return f"{self.mask}, {self.queries} queries and {self.keys} keys"
 
 
-class Sequence(NamedTuple):
-    """The arguments of an attention call for one sequence.
+class Side(NamedTuple):
+    """The arguments of an attention call for its queries, or for its keys.
 
     Attributes:
         layout: Name of its layout.
@@ -144,7 +144,7 @@ class Sequence(NamedTuple):
     length: int | None
 
 
-def attended(size: int, queries: Sequence, keys: Sequence | None, mask: Mask) -> tuple[Layout, int, Mask]:
+def attended(size: int, queries: Side, keys: Side | None, mask: Mask) -> tuple[Layout, int, Mask]:
     """Return the layout, the number of real queries and the mask that all plans of an attention call use.
 
     Args:
@@ -213,7 +213,9 @@ def _require_pairs(mask: Mask, key_length: int) -> None:
 
 def _among_keys(mask: Mask) -> Mask:
     """Return the mask by which layout "balanced" assigns the keys: that of self-attention among the keys."""
-    return Documents(tuple(n for n in _key_lengths(mask) if n), mask.causal) if isinstance(mask, Documents) else mask
+    if not isinstance(mask, Documents) or mask.key_lengths is None:
+        return mask
+    return Documents(tuple(n for n in mask.key_lengths if n), mask.causal)
 
 
 def _band_needs(mask: Mask) -> frozenset[Need]:
@@ -222,16 +224,11 @@ def _band_needs(mask: Mask) -> frozenset[Need]:
     return frozenset({"window"}) if is_banded else frozenset()
 
 
-def _key_lengths(mask: Mask) -> tuple[int, ...]:
-    assert isinstance(mask, Documents)
-    return mask.lengths if mask.key_lengths is None else mask.key_lengths
-
-
 def _document_rows(mask: Documents, positions: IntArray) -> VisibleRanges:
-    edges, key_edges = edges_of(mask.lengths), edges_of(_key_lengths(mask))
-    document = np.searchsorted(edges, positions, side="right") - 1
+    assert mask.key_lengths is not None  # `_require_pairs` refuses other documents
+    (document, _, end), key_edges = documents_at(mask.lengths, positions), edges_of(mask.key_lengths)
     start, stop = key_edges[document], key_edges[document + 1]
     if not mask.causal:
         return VisibleRanges(start, stop)
-    behind = edges[document + 1] - positions - 1  # later queries of the same document
+    behind = end - positions - 1  # later queries of the same document
     return VisibleRanges(start, np.maximum(start, stop - behind))

@@ -67,6 +67,11 @@ class Documents(Mask):
         return _starts_of(self.lengths)
 
     @property
+    def key_starts(self) -> tuple[int, ...]:
+        """See `Mask.key_starts`."""
+        return self.starts if self.key_lengths is None else _starts_of(self.key_lengths)
+
+    @property
     def needs(self) -> frozenset[Need]:
         """See `Mask.needs`."""
         return frozenset({"segments"})
@@ -74,8 +79,7 @@ class Documents(Mask):
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
-        edges, document = edges_of(self.lengths), _documents_at(self.lengths, positions)
-        start, stop = edges[document], edges[document + 1]
+        _, start, stop = documents_at(self.lengths, positions)
         return VisibleRanges(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
@@ -132,10 +136,10 @@ class PrefixLM(Mask):
 
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
-        lengths = (length,) if self.lengths is None else self.lengths
-        edges, document = edges_of(lengths), _documents_at(lengths, positions)
-        start, stop = edges[document], edges[document + 1]
-        prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
+        lengths, prefixes = self.lengths, self.prefix_lengths
+        if lengths is None:
+            lengths, prefixes = (length,), (min(prefixes[0], length),)  # a prefix may exceed int64
+        document, start, stop = documents_at(lengths, positions)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
         return VisibleRanges(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
@@ -202,9 +206,11 @@ def _starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(edges_of(lengths)[:-1].tolist())
 
 
-def _documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
-    """Return the index of the document at each position."""
-    return np.searchsorted(edges_of(lengths), positions, side="right") - 1
+def documents_at(lengths: tuple[int, ...], positions: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return for each position the index of its document, and the document's start and end."""
+    edges = edges_of(lengths)
+    document = np.searchsorted(edges, positions, side="right") - 1
+    return document, edges[document], edges[document + 1]
 
 
 def _described(lengths: tuple[int, ...]) -> str:

@@ -83,7 +83,7 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
     )
 
 
-def placed(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+def offsets_of(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
     """Return the aligned byte offsets of consecutive tensors of these sizes in a buffer, and their total size."""
     starts, end = [], 0
     for size in sizes:

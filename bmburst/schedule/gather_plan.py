@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from bmburst.schedule.documents import Documents
-from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
 from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
 from bmburst.schedule.mask import Causal, Full, Mask
 from bmburst.schedule.ring_schedule import seen_from
@@ -122,6 +122,8 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
         most: Maximum KV heads of a unit; 0 for a single unit.
     """
     visible = shapes.visibility
+    real, real_keys = _real(visible, rank), _real_keys(visible, rank)
+    seen, slots = _seen(visible, rank), _slots(visible, rank)
     units = even_units(shapes.heads, shapes.kv_heads, most)
     sizes = [len(unit.kv_heads) for unit in units]
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
@@ -132,20 +134,17 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     spans = sorted(tile.keys for tile in backward)
     return GatherPlan(
         units=units,
-        real=_real(visible, rank),
-        real_keys=_real_keys(visible, rank),
-        seen=_seen(visible, rank),
+        real=real,
+        real_keys=real_keys,
+        seen=seen,
         most_seen=most_seen(visible),
         own=make_tiles(visible.mask, visible.length, mine, held),
         forward=_tiles(visible, mine, others, by="queries"),
         backward=backward,
-        apart=[span.start for span in spans] + [_seen(visible, rank)] == [0, *(span.stop for span in spans)],
-        query_sums=_sums(_real(visible, rank), [[tile.queries] for tile in backward]),
-        key_sums=_sums(
-            _real_keys(visible, rank),
-            [[piece.tokens for piece in _from(visible, rank, p)] for p in _slots(visible, rank)],
-        ),
-        key_parts=1 + len(_slots(visible, rank)),
+        apart=[span.start for span in spans] + [seen] == [0, *(span.stop for span in spans)],
+        query_sums=_sums(real, [[tile.queries] for tile in backward]),
+        key_sums=_sums(real_keys, [[piece.tokens for piece in _from(visible, rank, p)] for p in slots]),
+        key_parts=1 + len(slots),
         most_key_parts=1 + max(len(_slots(visible, p)) for p in range(visible.layout.size)),
         inbound=tuple(inbound[heads] for heads in sizes),
         outbound=tuple(outbound[heads] for heads in sizes),
@@ -271,7 +270,7 @@ def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSumPlan:
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     layout = shapes.visibility.layout.keys
     row = kv_heads * shapes.head_dim * shapes.itemsize
-    starts, nbytes = placed([shapes.batch * layout.tokens * row] * 2)
+    starts, nbytes = offsets_of([shapes.batch * layout.tokens * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch = _seen(shapes.visibility, target) * row
@@ -288,7 +287,7 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     visible, layout = shapes.visibility, shapes.visibility.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
     most = max(1, *(_seen(visible, p) for p in range(layout.size)))
-    starts, nbytes = placed([shapes.batch * most * row] * 2)
+    starts, nbytes = offsets_of([shapes.batch * most * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch, real = _seen(visible, source) * row, _real_keys(visible, target)

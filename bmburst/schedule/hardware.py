@@ -172,8 +172,7 @@ def read_facts(name: str) -> dict[str, Any]:
     if not is_path and name not in (*shipped(), HOST):
         raise _unknown_hardware(name)
     try:
-        text = path.read_text(encoding="utf-8") if is_path else (_folder() / f"{name}.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text)
+        return tomllib.loads((path if is_path else _folder() / f"{name}.toml").read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"hardware {name}: cannot be read: {error.strerror}\nallowed: {', '.join(shipped())}, or a file\n"

@@ -8,10 +8,9 @@ rank of a layout over `size / degree` ranks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
-from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
 from bmburst.schedule.layout import Run
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, Unit, make_units
@@ -122,7 +121,6 @@ class HeadsPlan:
         return sizes.batch * sizes.tokens * numbers * sizes.statistics_itemsize
 
 
-@lru_cache(maxsize=256)
 def make_heads_plan(
     shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int, pace: float = 0.0
 ) -> HeadsPlan:
@@ -143,7 +141,7 @@ def make_heads_plan(
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     sizes = zip(Operand, counts, strict=False)
-    starts, nbytes = placed([_rows(shapes, operand) * count * _item(shapes, operand) for operand, count in sizes])
+    starts, nbytes = offsets_of([_rows(shapes, operand) * count * _item(shapes, operand) for operand, count in sizes])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
     views = (
         tuple(
@@ -217,7 +215,7 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
     spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
     items = [_item(shapes, operand) for operand in operands]
     rows = [_rows(shapes, operand) for operand in operands]
-    starts, nbytes = placed([n * len(span) * item for n, span, item in zip(rows, spans, items, strict=True)])
+    starts, nbytes = offsets_of([n * len(span) * item for n, span, item in zip(rows, spans, items, strict=True)])
 
     def route(source: int, target: int) -> Iterator[Move]:
         if source // shapes.degree != target // shapes.degree:

@@ -4,7 +4,6 @@ A layout distributes `size * tokens` global positions over `size` ranks with `to
 the local tokens of a rank are in global order, so padding is always at the end of its local tokens.
 """
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from bmburst.amounts import as_whole
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import seen_counts, visible_area
@@ -53,15 +53,20 @@ class Layout(ABC):
     chunks: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.tokens < 1:
+        self.require(self.size, self.tokens)
+
+    @classmethod
+    def require(cls, size: int, tokens: int) -> None:
+        """Check these numbers; they raise the errors of the class."""
+        if size < 1 or tokens < 1:
             raise UserError(
-                f"layout '{self.name}' got {self.size} ranks and {self.tokens} tokens per rank\n"
+                f"layout '{cls.name}' got {size} ranks and {tokens} tokens per rank\n"
                 "allowed: at least 1 of each\nfix: use fewer ranks or a longer sequence"
             )
-        if self.tokens % self.chunks:
+        if tokens % cls.chunks:
             raise UserError(
-                f"layout '{self.name}' needs a multiple of {self.chunks} tokens a rank, got {self.tokens}\n"
-                f"fix: pad the sequence to a multiple of {self.chunks * self.size} tokens (bmburst.shard does)"
+                f"layout '{cls.name}' needs a multiple of {cls.chunks} tokens a rank, got {tokens}\n"
+                f"fix: pad the sequence to a multiple of {cls.chunks * size} tokens (bmburst.shard does)"
             )
 
     @property
@@ -263,12 +268,7 @@ def make_layout(name: str, size: int, tokens: int, mask: Mask | None = None, len
         return kind(size, tokens)
     if mask is None:
         raise UserError("layout 'balanced' balances the work under a mask, but there is none\nfix: pass mask=")
-    Contiguous(size, tokens)  # checks size and tokens
-    if tokens % kind.chunks:
-        raise UserError(
-            f"layout '{name}' needs a multiple of {kind.chunks} tokens a rank, got {tokens}\n"
-            f"fix: pad the sequence to a multiple of {kind.chunks * size} tokens (bmburst.shard does)"
-        )
+    kind.require(size, tokens)  # before the work is measured
     real = size * tokens if length is None else length
     mask.require(real)
     return Balanced.under(mask, size, tokens, real)
@@ -305,11 +305,8 @@ def real_length(size: int, tokens: int, length: int | None, name: str = "length"
     most = size * tokens
     if length is None:
         return most
-    try:
-        number = operator.index(length)
-    except TypeError:
-        number = None
-    if number is None or isinstance(length, bool):
+    number = as_whole(length)
+    if number is None:
         raise UserError(
             f"{name} must be a whole number, got {length!r}\nallowed: 1 to {most}\n"
             "fix: pass the number of tokens in the whole sequence as an int"

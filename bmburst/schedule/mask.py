@@ -18,7 +18,7 @@ from bmburst.errors import UserError, require_known
 from bmburst_ops.pattern import BLOCK, IntArray, Need, VisibleRanges
 
 NAMES = ("causal", "full")
-_WIDEST = 1 << 62  # users may pass block sizes above 64 bits; no sequence is as long
+WIDEST = 1 << 62  # users may pass block sizes above 64 bits; no sequence is as long
 
 
 class BlockMap(NamedTuple):
@@ -194,7 +194,7 @@ class BlockSparse(Mask):
     @property
     def blocks(self) -> BlockMap:
         """See `Mask.blocks`."""
-        return BlockMap(min(self.block_size, _WIDEST), self.block_map)
+        return BlockMap(min(self.block_size, WIDEST), self.block_map)
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -8,12 +8,12 @@ sequence, so that a ring stays inside a node if it fits. Inside a sequence group
 consecutive and nodes are outermost: `s = (node * ring + r) * heads + h`.
 """
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from bmburst.amounts import as_whole
 from bmburst.errors import UserError
 
 
@@ -166,12 +166,7 @@ def can_share(degree: int, heads: int, kv_heads: int) -> bool:
 
 
 def _require_whole(axis: str, ranks: object) -> None:
-    try:
-        operator.index(ranks)  # type: ignore[arg-type]  # raises for other types
-        is_whole = not isinstance(ranks, bool)
-    except TypeError:
-        is_whole = False
-    if not is_whole:
+    if as_whole(ranks) is None:
         raise UserError(
             f"{axis} of a mesh must be a whole number, got {ranks!r}\nallowed: at least 1\nfix: pass an int"
         )

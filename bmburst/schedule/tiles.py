@@ -130,10 +130,9 @@ def _counted(rows: VisibleRanges, queries: slice, keys: int) -> IntArray:
 
 
 def _index_of(ascending: IntArray, values: IntArray) -> IntArray:
-    if len(ascending) and int(ascending[-1] - ascending[0]) + 1 == len(
-        ascending
-    ):  # consecutive positions: no search is needed
-        return np.clip(values - int(ascending[0]), 0, len(ascending))
+    count = len(ascending)
+    if count and int(ascending[-1] - ascending[0]) + 1 == count:  # consecutive positions: no search is needed
+        return np.clip(values - int(ascending[0]), 0, count)
     return np.searchsorted(ascending, values)
 
 
@@ -152,14 +151,12 @@ class _Rectangle(NamedTuple):
 def _band_area(band: Band, queries: int, keys: int) -> int:
     """Return the number of visible pairs of a rectangle in which every query sees a key."""
     hidden = 0
-    if band.right is not None:
-        short = max(
-            0, queries - 1 - band.right
-        )  # number of last keys hidden from the first query; one fewer for each later query
-        hidden += short * (short + 1) // 2
-    if band.left is not None:
-        short = max(0, keys - 1 - band.left)
-        hidden += short * (short + 1) // 2
+    # The right bound hides the last `short` keys from the first query, and one fewer from each later query. The left
+    # bound hides first keys from the last query and the queries before it, likewise.
+    for count, bound in ((queries, band.right), (keys, band.left)):
+        if bound is not None:
+            short = max(0, count - 1 - bound)
+            hidden += short * (short + 1) // 2
     return queries * keys - hidden
 
 
@@ -234,9 +231,8 @@ def _grouped(rectangles: Iterable[_Rectangle]) -> list[_DiagonalGroup]:
         if not any(group.takes(rectangle) for group in groups):
             left, right = rectangle.band
             keys = len(rectangle.keys) - 1 if left is None else 0
-            groups.append(
-                _DiagonalGroup([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0)
-            )
+            queries = len(rectangle.queries) - 1 if right is None else 0
+            groups.append(_DiagonalGroup([rectangle], rectangle.band, keys, queries))
     return groups
 
 

@@ -70,11 +70,6 @@ class HeadShapes:
         return self.layout.keys.tokens * self.degree
 
     @property
-    def most_tokens(self) -> int:
-        """The larger of `tokens` and `key_tokens`."""
-        return max(self.tokens, self.key_tokens)
-
-    @property
     def outer(self) -> Layout:
         """The layout after the exchange: groups of ranks, each with the tokens of its ranks."""
         return self.layout.over_groups(self.degree)
@@ -346,4 +341,5 @@ def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -
     hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
     if shapes.degree == 1:
         return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens, hides=hides)
-    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.most_tokens, hides=hides)
+    head_bytes = vector * max(shapes.tokens, shapes.key_tokens)
+    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, head_bytes, hides=hides)

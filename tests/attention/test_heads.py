@@ -1,6 +1,5 @@
 """Attention by exchanging heads: its plan by brute force, its results against fp64 and one device's bits."""
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -9,8 +8,10 @@ import torch
 
 import bmburst
 from bmburst.attention import heads as executor
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.schedule import cost, heads_plan, strategy
+from bmburst.schedule import cost, strategy
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout
 from bmburst.schedule.mask import Causal
@@ -319,11 +320,11 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
 
 
 def test_plans_are_made_once():
-    shapes = HeadShapes(
-        layout=make_layout("zigzag", 4, 8), degree=4, batch=1, heads=4, kv_heads=4, head_dim=8, itemsize=2,
-        statistics_itemsize=4,
-    )  # fmt: skip
-    strides = (Strides(512, 64, 16),) * 3
-    first = make_heads_plan(shapes, 0, strides, backward=False, most=0)
-    assert make_heads_plan(replace(shapes), 0, strides, backward=False, most=0) is first
-    assert heads_plan.make_heads_plan(shapes, 1, strides, backward=False, most=0) is not first
+    def body(comm):
+        inputs = [torch.zeros(1, 8, 4, 8) for _ in range(3)]
+        calls = [decide(comm, *inputs, None, AttentionOptions(strategy="heads")) for _ in range(2)]
+        plan, same = (call.heads_plan(*inputs[:2], [t.clone() for t in inputs], backward=False) for call in calls)
+        assert plan is same
+        assert plan is not calls[0].heads_plan(*inputs[:2], [t.mT.contiguous().mT for t in inputs], backward=False)
+
+    run_ranks(2, body)

@@ -137,13 +137,13 @@ def test_settings_leave_the_users_alone():
     own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     own |= {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
-    assert launch.open_defaults(own, 2, 8, cuda=True) == {}
+    assert launch.defaults(own, 2, 8, cuda=True) == {}
     on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     on_gpus |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert launch.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
-    assert launch.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
-    assert launch.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
-    assert not [name for name in launch.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
+    assert launch.defaults({}, 3, 8, cuda=True) == on_gpus | loopback
+    assert launch.defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
+    assert launch.defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
+    assert not [name for name in launch.defaults({}, 1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
 
 def test_compiled_kernels_are_kept_where_no_one_else_can_put_any(tmp_path):
@@ -164,9 +164,9 @@ def test_compiled_kernels_are_kept_where_no_one_else_can_put_any(tmp_path):
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with refused("CUDA_DEVICE_MAX_CONNECTIONS", "unset"):
-        launch.open_defaults(one, 1, 1, cuda=True)
-    launch.open_defaults(one, 1, 1, cuda=False)
-    launch.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
+        launch.defaults(one, 1, 1, cuda=True)
+    launch.defaults(one, 1, 1, cuda=False)
+    launch.defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), ("", 64)])

@@ -104,14 +104,7 @@ class GpuPackageCheck:
         if self.generations and not all(sm // 10 in self.generations for sm in gpus):
             kinds = ", ".join(f"sm_{generation}x" for generation in sorted(self.generations))
             return Finding(name, "note", f"has kernels for {kinds} alone")
-        if not _is_there(self.module):
-            return Finding(name, "missing", "not installed", f"{PIP} install {self.install}")
-        try:
-            importlib.import_module(self.module)
-        except (ImportError, OSError) as error:
-            fix = f"{PIP} install --force-reinstall --no-deps {self.install}"
-            return Finding(name, "broken", one_line(error), fix)
-        return Finding(name, "ok", _version(self.distribution))
+        return _imported(name, self.module, self.distribution, "not installed", self.install, again="--no-deps ")
 
 
 def cpm_kernels(name: str) -> Finding:
@@ -141,6 +134,17 @@ def cpm_kernels(name: str) -> Finding:
         lacks = isinstance(error, ModuleNotFoundError) and error.name == "pkg_resources"
         return Finding(name, "broken", one_line(error), f"{PIP} install 'setuptools<82'" if lacks else "")
     return Finding(name, "ok", found)
+
+
+def _imported(name: str, module: str, distribution: str, absent: str, install: str, *, again: str = "") -> Finding:
+    """Import a module. `absent` is the detail if it is missing, `again` are pip's options to replace a broken one."""
+    if not _is_there(module):
+        return Finding(name, "missing", absent, f"{PIP} install {install}")
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return Finding(name, "broken", one_line(error), f"{PIP} install --force-reinstall {again}{install}")
+    return Finding(name, "ok", _version(distribution))
 
 
 def _is_there(module: str) -> bool:
@@ -174,14 +178,7 @@ class PackageCheck:
 
     def __call__(self, name: str) -> Finding:
         """Look for the package and import it."""
-        if importlib.util.find_spec(self.module) is None:
-            return Finding(name, "missing", f"for {self.use}", f"{PIP} install {self.distribution}")
-        try:
-            importlib.import_module(self.module)
-        except (ImportError, OSError) as error:
-            fix = f"{PIP} install --force-reinstall {self.distribution}"
-            return Finding(name, "broken", one_line(error), fix)
-        return Finding(name, "ok", metadata.version(self.distribution))
+        return _imported(name, self.module, self.distribution, f"for {self.use}", self.distribution)
 
 
 _FA3 = '--no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
@@ -257,8 +254,12 @@ def can_train(checks: Sequence[Check], findings: Sequence[Finding]) -> bool:
         checks: The checks.
         findings: Their findings, in the same order.
     """
-    pairs = zip(checks, findings, strict=True)
-    return not any(check.needed and found.status in ("missing", "broken") for check, found in pairs)
+    return not _blocking(checks, findings)
+
+
+def _blocking(checks: Sequence[Check], findings: Sequence[Finding]) -> list[str]:
+    """Return the names of missing or broken subjects that training needs."""
+    return [f.name for c, f in zip(checks, findings, strict=True) if c.needed and f.status in ("missing", "broken")]
 
 
 def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
@@ -269,8 +270,8 @@ def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
         lines.append(f"{found.status:<8}{found.name:<{width}}  {found.detail}")
         if found.fix:
             lines.append(f"{'':<8}{'':<{width}}  fix: {found.fix}")
-    needed = [f.name for c, f in zip(checks, findings, strict=True) if c.needed and f.status in ("missing", "broken")]
-    last = "training can run here" if not needed else f"training cannot run here: see {', '.join(needed)}"
+    blocking = _blocking(checks, findings)
+    last = f"training cannot run here: see {', '.join(blocking)}" if blocking else "training can run here"
     return "\n".join([*lines, "", last])
 
 

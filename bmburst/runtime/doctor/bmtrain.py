@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bmburst.runtime.doctor.system import BMBURST, Finding
-from bmburst.runtime.install_bmtrain import has_wheel, install_command
+from bmburst.runtime.install_bmtrain import REQUIREMENT, has_wheel, install_command
 
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, header size, size of the entries
 _ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, header size, content size, ..., architecture
@@ -73,7 +73,7 @@ def read_machine_code(binary: bytes) -> MachineCode:
     return MachineCode(cubins=frozenset(found[_CUBIN]), ptx=frozenset(found[_PTX]))
 
 
-_TESTED = "1.0.1"
+_TESTED = REQUIREMENT.partition("==")[2]
 _IMPORT = """
 import torch
 if not torch.cuda.is_available():

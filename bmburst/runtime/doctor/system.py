@@ -197,7 +197,8 @@ def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
 def repair_command() -> str:
     """Return the command that reinstalls torch's NCCL package and removes all others."""
     wanted = _wanted()
-    others = [n for d in metadata.distributions() if _is_nccl(d) and (n := d.metadata["Name"]) != _name(wanted)]
+    kept = (wanted or "").partition("==")[0]
+    others = [n for d in metadata.distributions() if _is_nccl(d) and (n := d.metadata["Name"]) != kept]
     remove = f"{PIP} uninstall -y {' '.join(sorted(others))}; " if others else ""
     return f"{remove}{PIP} install --force-reinstall --no-deps {wanted}" if wanted else remove.rstrip("; ")
 
@@ -210,10 +211,6 @@ def _wanted() -> str | None:
         return None
     found = [text.partition(";")[0].strip() for text in requirements if text.startswith(_PREFIX)]
     return found[0].replace(" ", "") if found else None
-
-
-def _name(requirement: str | None) -> str:
-    return (requirement or "").partition("==")[0]
 
 
 def _is_nccl(distribution: metadata.Distribution) -> bool:

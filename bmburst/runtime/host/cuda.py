@@ -11,7 +11,6 @@ The device that scripts see is the CPU: its memory is the host's, its compute ca
 counts as one device. `torch.cuda.is_available()` stays False, and torch's own modules are told that there is no device.
 """
 
-import contextlib
 import ctypes
 import os
 import sys
@@ -22,10 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bmburst.runtime.host.gloo import Operation
 
 DEFAULT_HANDLE = 0  # as cudaStreamLegacy in the CUDA runtime
 NAME = "CPU (bmburst's host runtime)"
@@ -50,20 +52,6 @@ def view(address: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-class PendingMessage(Protocol):
-    """A message that is being received."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether `finish` has returned."""
-
-    def finish(self) -> None:
-        """Block until the message is in its memory. A second call does nothing."""
-
-    def overlaps(self, address: int, nbytes: int) -> bool:
-        """Return whether the message is written to a range of memory."""
-
-
 class Stream:
     """Replaces `torch.cuda.Stream`: holds the received messages that have not been waited for."""
 
@@ -74,22 +62,22 @@ class Stream:
         self.device = device
         self.priority = priority
         self.cuda_stream = self.streams.enter(self)
-        self._pending: list[PendingMessage] = []
+        self._pending: list[Operation] = []
         self._kept: list[Tensor] = []
 
     @property
-    def pending(self) -> tuple[PendingMessage, ...]:
+    def pending(self) -> "tuple[Operation, ...]":
         """The messages that have not been waited for."""
         self._pending = [transfer for transfer in self._pending if not transfer.finished]
         if not self._pending:
             self._kept.clear()
         return tuple(self._pending)
 
-    def add(self, transfer: PendingMessage) -> None:
+    def add(self, transfer: "Operation") -> None:
         """Add a message that is being received on this stream."""
         self._pending = [*self.pending, transfer]
 
-    def depend_on(self, transfers: Sequence[PendingMessage]) -> None:
+    def depend_on(self, transfers: "Sequence[Operation]") -> None:
         """Make later operations on this stream wait for `transfers`."""
         if self is self.streams.default or self is self.streams.current():
             for transfer in transfers:
@@ -141,7 +129,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         del enable_timing, blocking, interprocess  # events always have a time, and never block or are shared
-        self._transfers: tuple[PendingMessage, ...] = ()
+        self._transfers: tuple[Operation, ...] = ()
         self._seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -205,14 +193,11 @@ class Streams:
         """See `torch.cuda.set_stream`."""
         self._threads.current = stream
 
-    def use(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        """See `torch.cuda.stream`."""
-        return self._use(self.current() if stream is None else stream)
-
     @contextmanager
-    def _use(self, stream: Stream) -> Iterator[None]:
+    def use(self, stream: Stream | None) -> Iterator[None]:
+        """See `torch.cuda.stream`."""
         before = self.current()
-        self.set_stream(stream)
+        self.set_stream(before if stream is None else stream)
         try:
             yield
         finally:
@@ -250,7 +235,7 @@ class DeviceProperties:
     is_multi_gpu_board: int = 0
 
 
-class Device(contextlib.AbstractContextManager[None]):
+class Device(AbstractContextManager[None]):
     """Replaces the contexts `torch.cuda.device` and `torch.cuda.device_of`. There is only one device."""
 
     def __init__(self, device: object) -> None:

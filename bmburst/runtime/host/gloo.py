@@ -3,8 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +26,19 @@ class HostRuntimeError(RuntimeError):
     """An exchange between ranks failed: a rank ended, or nothing arrived within BMBURST_TIMEOUT."""
 
 
-class Work(Protocol):
-    """The handle that gloo returns for a pending operation."""
-
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Block until the operation is complete; raise RuntimeError if it fails."""
-
-
 class Operation:
-    """A pending operation, and a function to call after it."""
+    """A pending operation, and a function to call after it.
+
+    Args:
+        what: Its name, for messages.
+        work: Gloo's handle; None: nothing is pending.
+        then: Called once, when the operation is complete.
+        address: Address of the memory that `finish` writes to.
+        nbytes: Bytes of that memory; 0: of no interest to later operations.
+    """
 
     def __init__(
-        self, what: str, work: Work | None, then: Callable[[], None], address: int = 0, nbytes: int = 0
+        self, what: str, work: dist.Work | None, then: Callable[[], None], address: int = 0, nbytes: int = 0
     ) -> None:
         self._what = what
         self._work = work
@@ -193,7 +193,7 @@ class GlooCommunicator:
             self._outbox.close(patience)
         self._outbox = self._gloo = None
 
-    def _start(self, what: str, launch: Callable[[Any], Work]) -> Work:
+    def _start(self, what: str, launch: Callable[[Any], dist.Work]) -> dist.Work:
         if self._gloo is None:
             raise HostRuntimeError(f"{self._name(what)}: the communicator is closed")
         if self._outbox is not None:
@@ -220,12 +220,12 @@ class _Outbox:
         # The thread holds a reference while it waits. If the last one were dropped earlier, the connections would close
         # and end its wait. If Python is finalizing by then, the thread cannot take the GIL, and the process aborts.
         self._gloo = gloo
-        self._under_way: queue.SimpleQueue[tuple[Work, Tensor] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
         self._error = ""
         self._thread = threading.Thread(target=self._watch, name="bmburst-outbox", daemon=True)
         self._thread.start()
 
-    def put(self, work: Work, data: Tensor) -> None:
+    def put(self, work: dist.Work, data: Tensor) -> None:
         self._under_way.put((work, data))
 
     def check(self) -> None:
@@ -245,7 +245,7 @@ class _Outbox:
                 self._error = str(error)
 
 
-def _wait(what: str, work: Work) -> None:
+def _wait(what: str, work: dist.Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:

@@ -39,7 +39,6 @@ class Rendezvous:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment
-        self._address = ""
         self._stores: dict[str, Any] = {}  # torch.distributed TCPStores, by "host port"
         self._numbers = itertools.count()
         self.timeout = _timeout(environment)
@@ -47,11 +46,10 @@ class Rendezvous:
         # opens a port, and torch does no reverse DNS query for the address of another host.
         named = bool(environment.get("BMBURST_NODE_0")) and not self._on_one_host()
         self._launcher = (environment["MASTER_ADDR"], environment["MASTER_PORT"]) if named else None
+        self._address = _LAUNCHER if named else ""  # of the store for new ids; empty: not served yet
 
     def unique_id(self) -> bytes:
         """Return 128 bytes that name a new key prefix in a store: `address port number token`."""
-        if not self._address and self._launcher is not None:
-            self._address = _LAUNCHER
         if not self._address:
             address = LOOPBACK if self._on_one_host() else _reachable_address(self._environment)
             server = serve(address, 0, self.timeout)

@@ -37,25 +37,11 @@ from bmburst.runtime.launch.agent import (
 )
 from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
 from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost_a_peer
-from bmburst.runtime.launch.spec import (
-    ALLOCATOR,
-    EXPANDING,
-    LaunchSpec,
-    StoreAddress,
-    require_command,
-    require_devices,
-)
-from bmburst.runtime.rank import kill_groups, rank_pids
+from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.runtime.rank import FOLDER, HANG_TIMEOUT, HOST_RUNTIME, LAUNCHER, START_TIMEOUT, kill_groups, rank_pids
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
 __all__ = ["LaunchSpec", "launch"]
-
-# Variables that bmburst/runtime/rank.py reads. It imports nothing of bmburst, so it repeats the names.
-FOLDER = "BMBURST_LAUNCH_FOLDER"
-LAUNCHER = "BMBURST_LAUNCHER_PID"
-HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
-START_TIMEOUT = "BMBURST_START_TIMEOUT"
-HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
@@ -72,8 +58,8 @@ def usable_cores(quota: Path = _QUOTA) -> int:
     return max(1, min(cores, int(allowance) // int(period)))
 
 
-def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return the default values of environment variables.
+def defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
+    """Return the default values of environment variables that the user has not set.
 
     * OMP_NUM_THREADS: cores per rank. Otherwise every rank would start a thread for every core.
     * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO and the sequence ring use their communicators at the same
@@ -82,17 +68,6 @@ def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str
     * PYTORCH_ALLOC_CONF=expandable_segments:True: activations of many sizes would otherwise leave fragments. llama-3-8b
       at 128K tokens on 2 H200s ran out of memory with 128 of 139 GiB allocated; with it the same step runs.
     * `stores.LOOPBACK_ONLY`, on one node.
-    """
-    found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
-    if nnodes == 1:
-        found |= LOOPBACK_ONLY
-    if cuda:
-        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
-    return found
-
-
-def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return the `defaults` of variables that the user has not set.
 
     Raises:
         UserError: CUDA_DEVICE_MAX_CONNECTIONS is 1 and there are GPUs. It puts all streams of a GPU into one hardware
@@ -104,7 +79,11 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
             "allowed: unset (8), or 2 to 32\n"
             "fix: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
-    found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
+    found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if nnodes == 1:
+        found |= LOOPBACK_ONLY
+    if cuda:
+        found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
     own = set(environ) | (set(ALLOCATOR) if any(name in environ for name in ALLOCATOR) else set())
     return {name: value for name, value in found.items() if name not in own}
 
@@ -171,7 +150,7 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     cuda = torch.cuda.is_available()
     require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
     cores = usable_cores()
-    found = open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
+    found = defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
     if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
         found |= kernel_cache(Path(tempfile.gettempdir()))
     found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
@@ -240,25 +219,29 @@ def _wait(
     agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path
 ) -> LaunchResult | None:
     """Wait for the ranks; return a result only if the run was ended from outside."""
-    while agent.is_alive() and not caught and not (nodes is not None and nodes.ended):
+
+    def ended() -> str:
+        return "" if nodes is None else nodes.ended
+
+    while agent.is_alive() and not caught and not ended():
         agent.join(0.05)
     if not caught:
-        if nodes is not None and nodes.ended:
+        if ended():
             agent.join(_STORE_LOST)
         if not agent.is_alive():
-            began = nodes is None or nodes.store_address is not None or nodes.error is not None
-            if began and nodes is not None and only_lost_a_peer(folder):
+            is_ours = nodes is None or nodes.store_address is not None or nodes.error is not None
+            if is_ours and nodes is not None and only_lost_a_peer(folder):
                 _await_reason(nodes, caught)
-                began = not nodes.ended
+                is_ours = not nodes.ended
             if not caught:
-                return None if began else _ended_elsewhere(nodes)
+                return None if is_ours else _ended_elsewhere(ended())
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
     stop = GracefulStop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
     if nodes is not None and not rank_pids(folder):
         gone = 0.0  # the agent waits for other nodes and has no ranks to end
     while agent.is_alive() and time.monotonic() < gone:
-        if nodes is not None and nodes.ended:
+        if ended():
             others_gone = min(others_gone, time.monotonic())
         forced = len(caught) > 1 or stop.overdue or time.monotonic() > others_gone + GRACE
         stop.press(now=forced)
@@ -271,7 +254,7 @@ def _wait(
         return None  # a rank failed; `launch_result` reads the reason from the folder
     if caught:
         return LaunchResult(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
-    return _ended_elsewhere(nodes)
+    return _ended_elsewhere(ended())
 
 
 def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
@@ -281,8 +264,8 @@ def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
         time.sleep(0.05)
 
 
-def _ended_elsewhere(nodes: NodeWatch | None) -> LaunchResult:
-    return LaunchResult(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
+def _ended_elsewhere(reason: str) -> LaunchResult:
+    return LaunchResult(status=1, message=f"bmburst: the run was ended: {reason}")
 
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:

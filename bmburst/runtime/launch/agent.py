@@ -47,9 +47,9 @@ class GracefulStop:
 
     folder: Path
     signum: signal.Signals
-    patient: bool = False
-    _told: set[int] = field(default_factory=set)
-    _deadline: float = 0.0
+    patient: bool
+    _told: set[int] = field(default_factory=set, init=False)
+    _deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._deadline = float("inf") if self.patient else time.monotonic() + GRACE
@@ -60,7 +60,7 @@ class GracefulStop:
         """Whether `GRACE` has passed; never true if `patient`."""
         return time.monotonic() > self._deadline
 
-    def press(self, *, now: bool = False) -> None:
+    def press(self, *, now: bool) -> None:
         """Send the signal to ranks that have not received it. Kill all ranks after `GRACE`, or with `now`."""
         if now or self.overdue:
             kill_groups(self.folder)
@@ -139,7 +139,7 @@ def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -
         local_rank: The rank's number on this node.
         address: Where the ranks of this node find the run's store.
     """
-    rank = spec.node_rank * spec.nproc + local_rank
+    rank = spec.first_rank + local_rank
     facts = {
         "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
         "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
@@ -225,10 +225,9 @@ class AgentThread(threading.Thread):
                     enforced.append(rank)
                     self._ranks[rank].kill()
             time.sleep(_POLL)
-        first = self._spec.node_rank * self._spec.nproc
         self.outcome.failed = [
             RankEnd(
-                rank=first + rank,
+                rank=self._spec.first_rank + rank,
                 local_rank=rank,
                 status=process.returncode,
                 enforced=rank in enforced and process.returncode == -signal.SIGKILL,

@@ -275,10 +275,10 @@ class NodeWatch(threading.Thread):
 
     def _share_stopped(self, store: Any) -> None:
         """Publish which ranks of this node are stopped, and read those of the other nodes."""
-        first = self._spec.node_rank * self._spec.nproc
-        here = {first + r: socket.gethostname() for r, pid in rank_pids(self._folder).items() if is_stopped(pid)}
-        if json.dumps(here) != self._stopped:
-            self._stopped = json.dumps(here)
+        stopped = [self._spec.first_rank + rank for rank, pid in rank_pids(self._folder).items() if is_stopped(pid)]
+        here = json.dumps(dict.fromkeys(stopped, socket.gethostname()))
+        if here != self._stopped:
+            self._stopped = here
             store.set(_stopped(self._spec.node_rank), self._stopped)
             store.add(_STOPPED, 1)
         changes = store.add(_STOPPED, 0)

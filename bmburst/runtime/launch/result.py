@@ -22,7 +22,7 @@ _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
 _PEER_LOST = re.compile(r"HostRuntimeError: .*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FRAMES = 30
-_NOT_FOUND, _BAD_INPUT, _FAILED = "", 2, 1
+_BAD_INPUT, _FAILED = 2, 1
 _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
 
 
@@ -143,7 +143,7 @@ def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_else
     A stopped rank is named first: its own timer does not run, so the timer of a rank that waits for it fires. Otherwise
     it is a rank outside of a collective while others were in one, or the rank whose timer fired first.
     """
-    first = spec.node_rank * spec.nproc
+    first = spec.first_rank
     hung = _dumps(folder, "hang")
     dumps = {first + local_rank: text for local_rank, text in (_dumps(folder, "stood") | hung).items()}
     absent = _absent(spec, outcome, stopped_elsewhere)
@@ -180,8 +180,8 @@ def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_else
 
 def _absent(spec: LaunchSpec, outcome: Outcome, stopped_elsewhere: Mapping[int, str]) -> dict[int, str]:
     """Return the stopped ranks of all nodes, with the names of their hosts."""
-    first = spec.node_rank * spec.nproc
-    return {first + local_rank: socket.gethostname() for local_rank in outcome.stopped} | dict(stopped_elsewhere)
+    here = {spec.first_rank + local_rank: socket.gethostname() for local_rank in outcome.stopped}
+    return here | dict(stopped_elsewhere)
 
 
 def _stopped_line(absent: Mapping[int, str], limit: float) -> str:
@@ -254,9 +254,10 @@ def _frames(dump: str) -> list[str]:
 
 
 def _place(dump: str) -> str:
+    """Return the innermost frame of a stack; empty if it has none."""
     frames = _frames(dump)
     found = _FRAME.match(frames[0]) if frames else None
-    return f"{found['file']}:{found['line']} in {found['name']}" if found else _NOT_FOUND
+    return f"{found['file']}:{found['line']} in {found['name']}" if found else ""
 
 
 def _ranks(ends: list[RankEnd]) -> str:

@@ -101,11 +101,16 @@ class LaunchSpec:
         return self.nproc * self.nnodes
 
     @property
+    def first_rank(self) -> int:
+        """The rank in the run of local rank 0 of this node."""
+        return self.node_rank * self.nproc
+
+    @property
     def start_limit(self) -> float:
         """Seconds from a rank's start to its first beat; 0: no limit."""
-        if self.start_timeout is not None and self.hang_timeout:
-            return self.start_timeout
-        return max(DEFAULT_START_TIMEOUT, self.hang_timeout) if self.hang_timeout else 0.0
+        if not self.hang_timeout:
+            return 0.0
+        return self.start_timeout or max(DEFAULT_START_TIMEOUT, self.hang_timeout)
 
     @property
     def endpoint(self) -> tuple[str, int]:
