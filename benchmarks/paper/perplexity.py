@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.engine.machine import publish
 from benchmarks.training import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
+from bmburst.amounts import whole_number
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.rank is not None:
             run_rank(**json.loads(options.rank))
             return 0
+        whole_number("--ranks", options.ranks, 1)
         with tempfile.TemporaryDirectory(prefix="bmburst-perplexity-") as folder:
             found = _measure(options, Path(folder))
     except UserError as error:
@@ -168,6 +170,8 @@ def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[st
     way = WAYS[name]
     if (way.peer or name == NO_LAO) and config.model.sliding_window is not None:
         raise UserError(f"{name} has no sliding window, but the model has\nfix: a model without sliding_window")
+    if (way.peer or way.replicated) and config.sequence_length % ranks:
+        raise UserError(f"{config.sequence_length} tokens do not divide by {ranks} ranks\nfix: a multiple")
     trainer = Trainer(replace(config, parallel=_parallel(way, ranks, device)))
     trainer.restore()
     if way.replicated:
@@ -201,8 +205,11 @@ def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
+    method = all_methods(device)[name]
+    if (refusal := method.refusal(cell)) is not None:
+        raise UserError(f"{refusal}\nfix: another number of ranks")
     group = RankGroup.world(trainer.runtime.device)  # `run_rank` created it
-    return all_methods(device)[name].bind(cell, Setting(group=group, kernel=LocalKernel()))
+    return method.bind(cell, Setting(group=group, kernel=LocalKernel()))
 
 
 def _without_lao(trainer: "Trainer") -> "Attend":

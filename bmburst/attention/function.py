@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import no_autocast
+from bmburst.attention.options import gradient_signature, no_autocast, require_dense
 from bmburst.comm.checks import describe_tensors
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
@@ -154,7 +154,8 @@ def check_sink(q: Tensor, sink: Tensor) -> tuple[None, str]:
             f"sink must be a torch tensor, got {type(sink).__name__}\n"
             "allowed: [heads], one number a query head\nfix: sink = torch.as_tensor(sink)"
         )
-    described = f"attention with a sink: {describe_tensors(sink)}, requires_grad {sink.requires_grad}"
+    require_dense("sink", sink)
+    described = f"attention with a sink\nsink {describe_tensors(sink)}\nsink {gradient_signature(sink)}"
     if not isinstance(q, Tensor) or q.dim() != 4:
         return None, described
     if sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.element_size() < 2:

@@ -1,5 +1,6 @@
 """`BurstAttention`: attention as a BMTrain module."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend, resolve_group
 from bmburst.attention.options import AttentionOptions, MaskOption
+from bmburst.errors import UserError, require_known
 from bmburst.mesh import current_mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous
@@ -16,6 +18,7 @@ from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
 from bmburst_ops.flash import BackwardInputs
 
+_LATE = ("length", "key_length", "sink")
 _FEW = 1024  # tokens: compiled kernels work for any number, but a single block of queries may select another kernel
 
 
@@ -27,11 +30,12 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         options: The keyword arguments of `burst_attention`, except `length`, `key_length`, `sink` and `return_lse`.
 
     Raises:
-        UserError: The value of an option is unknown, or this rank is not in the group.
+        UserError: An option or its value is unknown, or this rank is not in the group.
     """
 
     def __init__(self, *, group: object = None, **options: Any) -> None:
         super().__init__()
+        _require_options(options)
         # Look up the current mesh now: on a GPU, recompute runs in autograd's thread, where no mesh is current.
         self.group = None if group is None and current_mesh() is None else resolve_group(group)
         self.options = AttentionOptions(**options)
@@ -95,3 +99,14 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""
         return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
+
+
+def _require_options(options: Mapping[str, object]) -> None:
+    """Refuse what is no option of the module."""
+    for name in options:
+        if name == "return_lse":
+            raise UserError("BurstAttention has no return_lse\nfix: bmburst.burst_attention(..., return_lse=True)")
+        if name in _LATE:
+            call = "(q, k, v, length, mask, key_length, sink)"
+            raise UserError(f"BurstAttention takes {name} at each call\nfix: attention{call}, by position")
+        require_known("option of BurstAttention", name, (f.name for f in fields(AttentionOptions)))

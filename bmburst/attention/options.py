@@ -1,6 +1,5 @@
 """Options of attention, and checks of its input tensors and groups."""
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -18,6 +17,8 @@ from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.parallelism import STRATEGIES
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, Need, select_kernel
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 MaskOption = Mask | str | tuple[Mask | str, ...]
 """A mask or its name, or one for each sample of a batch."""
@@ -81,30 +82,34 @@ def require_scale(scale: float | None) -> None:
     """Check a factor on the scores.
 
     Raises:
-        UserError: It is neither None nor a positive number.
+        UserError: It is neither None nor a positive number that float32 holds.
     """
     if scale is not None and not _is_positive(scale):
-        raise UserError(f"scale must be a positive number, got {brief(scale)}\nfix: None means 1 / sqrt(head_dim)")
+        raise UserError(
+            f"scale must be a positive number that float32 holds, got {brief(scale)}\n"
+            "fix: None means 1 / sqrt(head_dim)"
+        )
 
 
 def require_softcap(softcap: float | None) -> None:
     """Check a bound of the scores.
 
     Raises:
-        UserError: It is neither None nor a positive number.
+        UserError: It is neither None nor a positive number that float32 holds.
     """
     if softcap is not None and not _is_positive(softcap):
         raise UserError(
-            f"softcap must be a positive number, got {brief(softcap)}\nfix: None, which leaves scores as they are"
+            f"softcap must be a positive number that float32 holds, got {brief(softcap)}\n"
+            "fix: None, which leaves scores as they are"
         )
 
 
 def _is_positive(value: object) -> bool:
-    """Return whether the value is a number above 0 and finite as a float."""
+    """Return whether the value is a number above 0 in the range of float32, in which kernels take it."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
-        return 0 < float(value) < math.inf
+        return _FLOAT32.tiny <= float(value) <= _FLOAT32.max
     except OverflowError:  # an int may be larger than any float
         return False
 
@@ -112,6 +117,16 @@ def _is_positive(value: object) -> bool:
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores of queries `[..., head_dim]`: `scale`, or the default for None."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a nested or sparse tensor.
+
+    Raises:
+        UserError: The tensor is nested or sparse.
+    """
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\nfix: a padded, dense tensor")
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
@@ -158,8 +173,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
                 f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
                 f"allowed: [batch, local_tokens, heads, head_dim]\nfix: {name} = torch.as_tensor({name})"
             )
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\nfix: a padded, dense tensor")
+        require_dense(name, tensor)
         require_own_memory(name, tensor)
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(

@@ -178,12 +178,12 @@ def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: P
         if pairs is not None:
             raise UserError("attention_mask with pairs\nfix: give pairs only; tokens after the last one are padding")
         return _padded(source, attention_mask, targets)
-    each = (pairs,) * len(source) if isinstance(pairs, Pairs) else tuple(pairs or ())
-    if not all(isinstance(pair, Pairs) for pair in each):
+    each = (pairs,) * len(source) if isinstance(pairs, Pairs) else pairs or ()
+    if not isinstance(each, Sequence) or not all(isinstance(pair, Pairs) for pair in each):
         raise UserError(f"pairs must be Pairs, got {brief(pairs)}\nfix: Pairs(sources, targets), or one a sample")
     if each and len(each) != len(source):
         raise UserError(f"pairs of {len(each)} samples for a batch of {len(source)}\nfix: one Pairs, or one a sample")
-    return each
+    return tuple(each)
 
 
 def _padded(source: Tensor, attention_mask: Tensor, targets: int) -> tuple[Pairs, ...]:

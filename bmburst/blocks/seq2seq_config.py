@@ -16,7 +16,8 @@ class Seq2SeqConfig:
     """Sizes of an encoder-decoder. Fields are named as in transformers' `BartConfig`.
 
     Raises:
-        UserError: A size is below 1, heads do not divide `d_model`, or a token is not in the vocabulary.
+        UserError: A size is not a whole number above 0, heads do not divide `d_model`, or a token is not one of the
+            vocabulary.
     """
 
     vocab_size: int
@@ -40,14 +41,13 @@ class Seq2SeqConfig:
     def __post_init__(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
         for name, size in sizes.items():
-            if size < 1:
-                raise UserError(f"{name} {size}\nfix: at least 1")
+            whole_number(name, size, 1)
         for name in ("encoder_attention_heads", "decoder_attention_heads"):
             if self.d_model % sizes[name]:
                 raise UserError(f"{name} {sizes[name]} do not divide d_model {self.d_model}\nfix: a divisor of d_model")
         for name in ("pad_token_id", "decoder_start_token_id"):
             token = getattr(self, name)
-            if token is not None and not 0 <= token < self.vocab_size:
+            if token is not None and whole_number(name, token, 0) >= self.vocab_size:
                 raise UserError(f"{name} {token}\nallowed: 0 to {self.vocab_size - 1}\nfix: a token of the vocabulary")
 
     @classmethod

@@ -13,7 +13,7 @@ import numpy as np
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, documents_at, edges_of
 from bmburst.schedule.layout import Layout, Run, make_layout, real_length
-from bmburst.schedule.mask import WIDEST, BlockMap, Causal, Full, Mask, SlidingWindow
+from bmburst.schedule.mask import WIDEST, BlockMap, Causal, Full, Intersection, Mask, SlidingWindow
 from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
 _ONE_BLOCK = BlockMap(WIDEST, np.ones((1, 1), bool))
@@ -183,7 +183,8 @@ def attended(size: int, queries: Side, keys: Side | None, mask: Mask) -> tuple[L
 
 
 def _require_one_sequence(mask: Mask) -> None:
-    if isinstance(mask, Documents) and mask.key_lengths is not None:
+    parts = mask.masks if isinstance(mask, Intersection) else (mask,)
+    if any(isinstance(part, Documents) and part.key_lengths is not None for part in parts):
         raise UserError(
             "the mask has key_lengths, but queries and keys are one sequence\n"
             "fix: pass key_length= for keys of another sequence, or Documents(lengths)"

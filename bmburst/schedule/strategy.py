@@ -51,9 +51,10 @@ def choose_strategy(
         found = [strategy for strategy in found if strategy.ulysses_degree == ulysses_degree]
     if not found:
         why = replace(shapes, degree=ulysses_degree).refusal() if ulysses_degree else None
+        other = "a mesh with other heads, or heads=None" if why else "strategy='auto', or a mesh with other heads"
         raise UserError(
             f"the mesh has Ulysses degree {ulysses_degree}, but {why or f'strategy {name!r} needs another degree'}\n"
-            "fix: use strategy='auto', or a mesh with other heads"
+            f"fix: use {other}"
         )
     if spec.ring_tensors is None:
         rings = (strategy for strategy in found if strategy.ulysses_degree < shapes.layout.size)

@@ -1,5 +1,6 @@
 """Copies a rank's tokens out of a whole tensor and back, shifts and masks labels, and checks the inputs of `shard`."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -56,15 +57,18 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
 
 
 def require_value(x: Tensor, pad_value: float) -> None:
-    """Check that the dtype of a tensor can represent the padding value.
+    """Check that the dtype of a tensor can represent the padding value; floating-point dtypes round it.
 
     Raises:
         UserError: It cannot.
     """
-    try:
-        x.new_full((), pad_value)
-    except (TypeError, RuntimeError):  # checked on all ranks: some may have no padding
-        raise UserError(f"pad_value {pad_value!r} is not a value of {x.dtype}\nfix: a number of that dtype") from None
+    try:  # checked on all ranks: some may have no padding
+        made = torch.full((), pad_value, dtype=x.dtype, device="cpu").item()
+        fits = math.isfinite(made) or not math.isfinite(pad_value) if x.is_floating_point() else made == pad_value
+    except (TypeError, RuntimeError, OverflowError):
+        fits = False
+    if not fits:
+        raise UserError(f"pad_value {pad_value!r} is not a value of {x.dtype}\nfix: a number of that dtype")
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:

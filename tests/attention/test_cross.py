@@ -12,7 +12,6 @@ from bmburst.attention import call as decided
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.transports import double_ring_groups
-from bmburst.errors import UserError
 from bmburst.schedule.cross import CrossMask
 from bmburst.schedule.tiles import make_tiles
 from tests.attention.cross_oracle import compare, layout_of, local, problem
@@ -274,10 +273,11 @@ def test_documents_of_other_numbers_are_refused():
             bmburst.Documents(lengths, key_lengths=key_lengths)
 
 
-def test_paired_documents_of_one_sequence_are_refused():
+@pytest.mark.parametrize("mask", [PAIRED, PAIRED & bmburst.SlidingWindow(2)])
+def test_paired_documents_of_one_sequence_are_refused(mask):
     q = torch.zeros(1, 8, 2, 8)
-    with pytest.raises(UserError, match="key_length="):
-        bmburst.burst_attention(q, q, q, mask=PAIRED)
+    with refused("key_lengths | one sequence | fix: | Documents(lengths)"):
+        bmburst.burst_attention(q, q, q, mask=mask)
 
 
 def test_a_staircase_is_one_kernel_call():

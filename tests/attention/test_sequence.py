@@ -1,5 +1,6 @@
 """shard and unshard are exact inverses, and transposes of each other, for any length."""
 
+import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -168,6 +169,7 @@ def test_bad_input():
     [
         ({"pad_value": "x"}, "pad_value | 'x' | torch.int64 | fix: | number"),
         ({"pad_value": float("nan")}, "pad_value | nan | torch.int64 | fix: | number"),
+        ({"pad_value": 0.5}, "pad_value | 0.5 | torch.int64 | fix: | number"),
         ({"dim": "1"}, "dim '1' | [1, 9] | -2 to 1"),
         ({"dim": 1.0}, "dim 1.0 | [1, 9] | -2 to 1"),
     ],
@@ -179,6 +181,14 @@ def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, words):
             bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bool, 7), (torch.uint8, 1.5), (torch.float16, 1e6)])
+def test_a_pad_value_that_its_dtype_would_change_is_refused(dtype, value):
+    with refused("pad_value", value, dtype, "fix: ", "number"):
+        bmburst.shard(torch.zeros(1, 9, dtype=dtype), pad_value=value)
+    for kept in (1, True, 0.0, *([0.1, math.inf, -math.inf, math.nan] if dtype.is_floating_point else [])):
+        bmburst.shard(torch.zeros(1, 9, dtype=dtype), pad_value=kept)
 
 
 @pytest.mark.parametrize("documents", ["causal", (4, 5), [[4, 5]]])

@@ -136,6 +136,8 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all():
         (torch.zeros(4, 1), "sink | 4 query heads | [4, 1] | fix: "),
         (torch.zeros(4, dtype=torch.int64), "sink | floating-point | int64 | fix: "),
         (torch.zeros(4, device="meta"), "sink is on meta | cpu | fix: "),
+        (torch.zeros(4).to_sparse(), "sink must be a dense tensor | fix: "),
+        (torch.nested.nested_tensor([torch.zeros(4)], layout=torch.jagged), "sink must be a dense tensor | fix: "),
     ],
 )
 def test_what_is_no_sink_is_refused_on_every_rank(sink, words):
@@ -152,5 +154,13 @@ def test_ranks_that_disagree_on_a_sink_are_refused():
         q = torch.zeros(1, 4, 4, 8)
         with refused("sink"):
             bmburst.burst_attention(q, q, q, sink=torch.zeros(4) if comm.rank else None, group=comm)
+        for other, words in (
+            (torch.zeros(4, dtype=torch.float64), "equal shapes and dtypes | sink float32[4] | sink float64[4]"),
+            (torch.zeros(4, requires_grad=True), "grad mode | without gradient | with gradient"),
+        ):
+            with refused("disagree", words):
+                bmburst.burst_attention(q, q, q, sink=other if comm.rank else torch.zeros(4), group=comm)
+        with torch.no_grad():
+            bmburst.burst_attention(q, q, q, sink=torch.zeros(4, requires_grad=comm.rank == 1), group=comm)
 
     run_ranks(2, body)

@@ -107,6 +107,23 @@ def test_a_method_that_cannot_evaluate_a_model_says_why(tmp_path):
     assert len(losses) == len(rows) - len(refused) >= 4 and max(losses) - min(losses) < 1e-5
 
 
+@pytest.mark.long
+def test_methods_that_need_equal_parts_refuse_others(tmp_path):
+    """4 heads and 2 KV heads on 3 ranks, then 31 tokens on 2."""
+    folder = tiny.save(tmp_path / "llama", "llama", vocab_size=300)
+    for ranks, tokens, reason in ((3, 33, "heads"), (2, 31, "31 tokens do not divide by 2 ranks")):
+        words = ["--model", str(folder), "--ranks", str(ranks), "--tokens", str(tokens), "--sequences", "1"]
+        assert perplexity.main([*words, "--output", str(tmp_path / "p.json")]) == 0
+        rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+        assert list(rows) == list(perplexity.WAYS) and reason in rows["ulysses"]["refused"]
+        assert rows["burst"]["loss"] == pytest.approx(rows["alone"]["loss"], abs=1e-5)
+
+
+def test_ranks_of_a_perplexity_are_checked_before_work_starts(capsys):
+    assert perplexity.main(["--ranks", "0"]) == 2
+    says(capsys.readouterr().err.strip(), "--ranks | at least 1 | got 0 | fix: ")
+
+
 def test_predictions_are_drawn_beside_what_is_published(tmp_path):
     rates = curve.published_rates()
     assert rates[524288] == pytest.approx(195, rel=0.01)  # as bmburst/plan/data/published.toml has it

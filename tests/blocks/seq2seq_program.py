@@ -169,7 +169,10 @@ def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
     from bmburst.blocks.seq2seq import Seq2Seq
 
-    with refused("decoder_layers 0 | at least 1"):
+    for name, value in (("d_model", 16.0), ("vocab_size", "19"), ("pad_token_id", "a")):
+        with refused(f"{name} | whole number | {value!r}"):
+            Seq2SeqConfig(**{**SIZES, name: value})
+    with refused("decoder_layers | at least 1 | got 0"):
         Seq2SeqConfig(**{**SIZES, "decoder_layers": 0})
     with refused("encoder_attention_heads 3 | d_model 16"):
         Seq2SeqConfig(**{**SIZES, "encoder_attention_heads": 3})
@@ -246,6 +249,7 @@ def bad_batches() -> None:
         ({"input_ids": ids[:, :1].expand(2, 33)}, "33 tokens | max_position_embeddings 32"),
         ({"pairs": Pairs((3, 4), (3, 4))}, "7 tokens | 5"),
         ({"pairs": ((7,), (5,))}, "pairs | ((7,), (5,)) | Pairs(sources, targets)"),
+        ({"pairs": 3}, "pairs must be Pairs | got 3 | Pairs(sources, targets)"),
         ({"pairs": [Pairs((7,), (5,))]}, "1 samples | batch of 2"),
         ({"pairs": Pairs((7,), (5,)), "attention_mask": holes}, "attention_mask | pairs"),
         ({"attention_mask": holes}, "attention_mask | before a token | padding_side"),

@@ -48,6 +48,11 @@ def _program(folder):
     assert (capped - wanted).norm() > 0.01 * wanted.norm()
     with refused("softcap | positive | 0.0"):
         bmburst.BurstAttention(softcap=0.0)
+    for late in ("length", "key_length", "sink", "return_lse"):
+        with refused(late, "BurstAttention", "fix: ", "burst_attention" if late == "return_lse" else "each call"):
+            bmburst.BurstAttention(**{late: None})
+    with refused("option", "'softcapp'", "'softcap'", "key_layout"):
+        bmburst.BurstAttention(softcapp=1.0)
     with refused("layout", "'stripped'", "'striped'", "zigzag"):
         bmburst.BurstAttention(layout="stripped")
 

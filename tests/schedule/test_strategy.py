@@ -216,6 +216,8 @@ def test_a_mesh_says_how_many_ranks_exchange_heads():
     assert choose_with(2, "heads+ring").ulysses_degree == 2
     with refused("mesh", "Ulysses degree 2", "'heads'", "strategy='auto'"):
         choose_with(2, "heads")
-    with refused("mesh", "Ulysses degree 8", "12 query heads", "strategy='auto'"):
+    with refused("mesh", "Ulysses degree 8", "12 query heads", "fix: use a mesh with other heads, or heads=None"):
         choose_with(8, sizes=shapes(8, 65536, 12, 12))
+    with refused("mesh", "Ulysses degree 2", "'striped'", "fix: use a mesh with other heads, or heads=None"):
+        choose_with(2, sizes=shapes(8, 65536, layout="striped"))
     assert choose_with(2, sizes=shapes(1, 65536)).ulysses_degree == 1  # nothing is spread
