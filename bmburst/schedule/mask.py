@@ -169,7 +169,8 @@ class BlockSparse(Mask):
         causal: Whether a query sees only itself and earlier tokens.
 
     Raises:
-        UserError: The map is not a square matrix, the size is not an integer above 0, or `causal` is not a bool.
+        UserError: The map is not a square matrix of bool, or of 0 and 1, the size is not an integer above 0, or
+            `causal` is not a bool.
     """
 
     block_size: int
@@ -178,7 +179,15 @@ class BlockSparse(Mask):
     block_map: NDArray[np.bool_] = field(compare=False, repr=False)
 
     def __init__(self, block_map: Any, block_size: int, causal: bool = False) -> None:
-        cells = np.array(array_of("block_map", block_map), dtype=bool)
+        given = array_of("block_map", block_map)
+        if (
+            given.dtype != bool and not np.isin(given, (0, 1)).all()
+        ):  # such as 0 and -inf, which would mean the opposite
+            raise UserError(
+                f"block_map has values other than True and False, {given.dtype}\nallowed: bool, or 0 and 1\n"
+                "fix: True where a block of queries sees a block of keys"
+            )
+        cells = np.array(given, dtype=bool)
         if cells.ndim != 2 or cells.shape[0] != cells.shape[1] or not cells.size:
             raise UserError(
                 f"block_map has shape {list(cells.shape)}\nallowed: [blocks, blocks], at least 1 block\n"

@@ -1,6 +1,7 @@
 """Masks are values: what they show is their definition, they compare, join, fit and refuse as they say."""
 
 import copy
+import math
 import pickle
 import random
 import re
@@ -216,6 +217,9 @@ REFUSED = [
     (lambda: PrefixLM([1, 4], [2, 3]), "prefix | document 1 | 4 tokens | 0 to 3 | fix: "),
     (lambda: PrefixLM([], []), "lengths | documents | empty | at least one | fix: "),
     (lambda: BlockSparse([[1, 0]], 4), "block_map | [blocks, blocks] | [1, 2] | fix: "),
+    (lambda: BlockSparse([[0.0, -math.inf], [0.0, 0.0]], 4), "block_map | True and False | float64 | fix: True where"),
+    (lambda: BlockSparse([[math.nan]], 4), "block_map | True and False"),
+    (lambda: BlockSparse([["a"]], 4), "block_map | True and False"),
     (lambda: BlockSparse([], 4), "block_map | [blocks, blocks] | [0]"),
     (lambda: BlockSparse([[1], [0, 1]], 4), "block_map | numbers | [[1], [0, 1]]"),
     (lambda: BlockSparse(MAP, 3, 1), "causal | bool | 1 | True or False"),
