@@ -2,7 +2,7 @@
 
 The text is the held-out part of a training corpus. All methods evaluate the same weights on the same sequences, in fp32
 on CPUs over gloo, in bfloat16 on GPUs. `--model` takes a checkpoint of `bmburst train`, or the directory of a Hugging
-Face LLaMA with its tokenizer. Without it, a small model is first trained on Python's standard library, and the record
+Face model with its tokenizer. Without it, a small model is first trained on Python's standard library, and the record
 says so. For a method that cannot evaluate the model, the row gives the reason.
 """
 

@@ -132,7 +132,7 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
     if not config.checkpoint.is_dir():
         raise UserError(
             f"checkpoint {config.checkpoint}: no such directory\n"
-            "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA\n"
+            "allowed: a checkpoint, a run folder, or the directory of a Hugging Face model\n"
             "fix: correct the path of --checkpoint"
         )
     check_sources(config.data, config.text_field)

@@ -312,7 +312,7 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
     if not is_model and not (directory / STATE_FILE).exists():
         raise UserError(
             f"{directory} has no complete checkpoint and no weights\n"
-            "fix: give a run folder with checkpoints, one of its checkpoints, or a directory of a Hugging Face LLaMA"
+            "fix: give a run folder with checkpoints, one of its checkpoints, or the directory of a Hugging Face model"
         )
     return directory, config.tokenizer or own_tokenizer(directory)
 
