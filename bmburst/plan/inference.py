@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError, require_known
 from bmburst.plan.candidates import MOST_GPUS, Candidate, Task
-from bmburst.plan.counts import BLOCK_NORMS, CURRENT, ITEMSIZE, WIDE, block_matrices, causal_pairs, table
+from bmburst.plan.counts import (
+    BLOCK_NORMS,
+    CURRENT,
+    ITEMSIZE,
+    WIDE,
+    block_matrices,
+    causal_pairs,
+    projections,
+    table,
+)
 from bmburst.plan.ways import with_attention_choice
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.hardware import Hardware
@@ -69,15 +78,17 @@ class InferenceMemory:
         """Return the bytes of activations in a step of decoding: several copies of the logits, and sampling."""
         return sequences * self.config.vocab_size * WIDE * 8
 
-    def total(self, sequences: int, length: int, *, with_weights: bool = True) -> int:
-        """Return all bytes for `sequences` sequences of `length` tokens, prompt and answer."""
-        least = self.weights if with_weights else 0
-        working = max(self.prefill(sequences * length), self.decode(sequences))
-        return least + self.cache(sequences, length) + working
+    def working(self, sequences: int, length: int) -> int:
+        """Return the most bytes of activations, in prefill or in a step of decoding."""
+        return max(self.prefill(sequences * length), self.decode(sequences))
 
-    def longest(self, available: float, sequences: int = 1, *, with_weights: bool = True) -> int:
+    def total(self, sequences: int, length: int) -> int:
+        """Return all bytes for `sequences` sequences of `length` tokens, prompt and answer."""
+        return self.weights + self.cache(sequences, length) + self.working(sequences, length)
+
+    def longest(self, available: float, sequences: int = 1) -> int:
         """Return the longest length at which `sequences` sequences fit in `available` bytes; 0 if none fits."""
-        return _largest(lambda length: self.total(sequences, length, with_weights=with_weights) <= available)
+        return _largest(lambda length: self.total(sequences, length) <= available)
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
@@ -314,7 +325,7 @@ def predict_generation(task: GenerationTask, gpus: int, hardware: Hardware) -> G
         token_bound=work.decode_bound(half, gpus, hardware),
         weights=memory.weights,
         cache=memory.cache(task.batch, task.length),
-        working=memory.total(task.batch, task.length) - memory.weights - memory.cache(task.batch, task.length),
+        working=memory.working(task.batch, task.length),
         available=available,
         longest=memory.longest(available, task.batch),
     )
@@ -350,10 +361,9 @@ def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) ->
 def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardware) -> float:
     """Return the seconds per token: memory reads of a rank, small kernels, and all-reduces over the ranks."""
     model, work, ranks = task.model, task.work, split.ranks
-    query_key_value = model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    shared = (block_matrices(model) - query_key_value) * model.num_layers + table(model)
+    shared = (block_matrices(model) - projections(model)) * model.num_layers + table(model)
     # Ranks of a head group that shard tokens all compute the group's queries, keys and values.
-    weights = work.itemsize * (shared / ranks + model.num_layers * query_key_value / split.head_groups)
+    weights = work.itemsize * (shared / ranks + model.num_layers * projections(model) / split.head_groups)
     seconds = (weights + work.cache_bytes(length) / ranks) / (_READ * read_bandwidth(hardware))
     seconds += model.num_layers * _LAYER
     if ranks > 1:
