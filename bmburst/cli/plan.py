@@ -328,9 +328,9 @@ def _adapters(rank: int | None) -> "LoRAConfig | None":
 
 
 def _policies(args: argparse.Namespace) -> Sequence[str]:
-    from bmburst.plan.candidates import RECOMPUTE
+    from bmburst.recompute.policy import POLICIES
 
-    return RECOMPUTE if args.recompute is None else tuple(args.recompute.split(","))
+    return POLICIES if args.recompute is None else tuple(args.recompute.split(","))
 
 
 def _machine(args: argparse.Namespace) -> "Hardware":

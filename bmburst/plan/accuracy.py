@@ -16,7 +16,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
-from bmburst.schedule.hardware import Hardware, load_hardware
+from bmburst.schedule.hardware import load_hardware
 from bmburst_ops import ATTENTION_BACKWARD
 
 MEASURED, PUBLISHED = "measured", "published"
@@ -198,7 +198,7 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
             mlp_chunk=0,
         )
         way = _way(task, row, transport="nccl", recompute=row["recompute"])
-        machine = _changed(load_hardware(row["hardware"]), row.get("changes", {}))
+        machine = replace(load_hardware(row["hardware"]), **row.get("changes", {}))
         found = predict(way, machine, operators=OPERATORS[row.get("operators", FUSED.name)])
         values = {
             "tokens_per_second": ("tokens/s/GPU", found.tokens_per_second),
@@ -223,7 +223,3 @@ def _published(
                 predicted=predicted,
                 assumed=row.get("assumed", ""),
             )
-
-
-def _changed(hardware: Hardware, changes: Mapping[str, Any]) -> Hardware:
-    return replace(hardware, **changes) if changes else hardware

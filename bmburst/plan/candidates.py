@@ -13,7 +13,7 @@ from typing import Literal, cast
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
 from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, adapter_elements
-from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Zigzag
@@ -126,7 +126,6 @@ class Offload(Enum):
     """Optimizer states, and weights and gradients of blocks; needs ZeRO 3."""
 
 
-RECOMPUTE = POLICIES
 ZERO = (2, 3)
 _MOVED = {
     Offload.NOTHING: "",

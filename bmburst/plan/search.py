@@ -6,7 +6,7 @@ from functools import cached_property
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task
+from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
@@ -72,7 +72,7 @@ def search(
     task: Task,
     hardware: Hardware,
     *,
-    recompute: Sequence[str] = RECOMPUTE,
+    recompute: Sequence[str] = POLICIES,
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
     offload: Sequence[Offload] = tuple(Offload),

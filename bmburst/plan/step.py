@@ -92,7 +92,7 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
             parts[name] += count * seconds
         parts["host"] += count * attention.host
     parts = {name: passes * seconds for name, seconds in parts.items()}
-    parameters = candidate.task.trained / _ranks(candidate)
+    parameters = candidate.task.trained / candidate.task.gpus
     if candidate.offload is Offload.NOTHING:
         parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
     else:
@@ -185,10 +185,11 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
     """Return the seconds of embedding, head and loss, by part of `StepTime`."""
     inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
     return dict.fromkeys(inside, 0.0) | {
-        "matmul": _head(candidate, hardware),
+        "matmul": _logits(candidate, hardware, products=2 if candidate.task.lora else 3),
         "elementwise": _loss(candidate, hardware, operators),
         "zero": _zero_of_tables(candidate, hardware),
-        "reference": 2 * _logits(candidate, hardware) if candidate.task.pairs else 0.0,
+        # the reference's logits, and those that backward computes again
+        "reference": 2 * _logits(candidate, hardware, products=1) if candidate.task.pairs else 0.0,
     }
 
 
@@ -196,10 +197,6 @@ def _trained_of_blocks(candidate: Candidate) -> float:
     """Return the number of trained parameters of blocks in a rank's optimizer shard."""
     task = candidate.task
     return (task.trained if task.lora else block_parameters(task.model)) / task.gpus
-
-
-def _ranks(candidate: Candidate) -> int:
-    return candidate.task.gpus
 
 
 def _products(candidate: Candidate, hardware: Hardware) -> _Work:
@@ -259,17 +256,11 @@ def _again(
     return seconds
 
 
-def _head(candidate: Candidate, hardware: Hardware) -> float:
-    """Seconds of the head's two or three matrix products, a chunk of tokens at a time."""
+def _logits(candidate: Candidate, hardware: Hardware, *, products: int) -> float:
+    """Seconds of matrix products of the size of the head's, a chunk of tokens at a time."""
     rows = candidate.rows / candidate.tensor
-    flops = (4.0 if candidate.task.lora else 6.0) * rows * table(candidate.task.model)
+    flops = 2.0 * products * rows * table(candidate.task.model)
     return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
-
-
-def _logits(candidate: Candidate, hardware: Hardware) -> float:
-    """Seconds of the extra logits of preference training: the reference's, and recomputed ones in backward."""
-    rows = candidate.rows / candidate.tensor
-    return hardware.matmul_seconds(2.0 * rows * table(candidate.task.model), min(rows, candidate.task.loss_chunk))
 
 
 def _reference(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 
 from bmburst.errors import UserError
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task
+from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, block_bytes, memory_of
-from bmburst.recompute.policy import FIRST, Policy
+from bmburst.recompute.policy import FIRST, POLICIES, Policy
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
@@ -32,7 +32,7 @@ their error. Fractions of attention are left out: at any length they free less m
 
 
 def candidates(
-    task: Task, *, recompute: Sequence[str] = RECOMPUTE, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
+    task: Task, *, recompute: Sequence[str] = POLICIES, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
 ) -> list[Candidate]:
     """Return every sensible candidate.
 
