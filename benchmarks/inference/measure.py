@@ -190,6 +190,6 @@ class InferenceRun(RankRun[InferenceCell]):
         if method.peer:
             return replace(engine, prefill=PeerPrefill(cell, weights, self.setting, engine.split))
         if cell.mask == FULL:  # each query needs all keys, so the prompt is a single chunk
-            prefill = Prefill(weights, engine.comm, engine.split, kernel, is_causal=False)
+            prefill = Prefill(weights, engine.comm, kernel, is_causal=False)
             return replace(engine, prefill=prefill, chunk_tokens=max(cell.tokens, engine.chunk_tokens))
         return engine

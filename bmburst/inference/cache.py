@@ -252,7 +252,6 @@ class Decoder:
         scaling = self._config.rope_scaling
         self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
         self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
-        self._factor = 1.0
         self.may_capture = True
         """Whether steps may be captured in a CUDA graph."""
         self._set_frequencies()
@@ -367,9 +366,10 @@ class Decoder:
         return LayerSlice.of(self._weights.layer(index), self._config, self._split)
 
     def _set_frequencies(self) -> None:
-        for sequence, length in enumerate(self._cache.lengths if self._is_dynamic else (None,)):
-            found, self._factor = rotary_frequencies(self._config, None if length is None else length + 1)
-            self._frequencies[sequence if self._is_dynamic else slice(None)] = found.to(self._frequencies.device)
+        lengths = [length + 1 for length in self._cache.lengths] if self._is_dynamic else [None]
+        found = [rotary_frequencies(self._config, length) for length in lengths]
+        self._factor = found[0][1]
+        self._frequencies.copy_(torch.stack([frequencies for frequencies, _ in found]))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

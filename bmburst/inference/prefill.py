@@ -14,7 +14,7 @@ Prompts of different lengths are packed as documents.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache, merge_earlier, striped_tiles
 from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
-from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
@@ -90,10 +89,11 @@ class Chunk:
 
     def mask(self, window: int | None) -> Mask:
         """Return the attention mask among the tokens of the chunk."""
-        mask: Mask = Causal() if len(self.pieces) == 1 else Documents(tuple(piece.padded for piece in self.pieces))
-        if window is None:
-            return mask
-        return SlidingWindow(window) if isinstance(mask, Causal) else SlidingWindow(window) & mask
+        causal: Mask = Causal() if window is None else SlidingWindow(window)
+        if len(self.pieces) == 1:
+            return causal
+        documents = Documents(tuple(piece.padded for piece in self.pieces))
+        return documents if window is None else causal & documents
 
 
 def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_groups: int) -> Iterator[Chunk]:
@@ -136,7 +136,6 @@ class Prefill:
     Args:
         weights: The model.
         comm: The ranks that share a sequence.
-        split: How the cache is sharded over them.
         kernel: See `burst_attention`.
         is_causal: Whether attention is causal. Full attention supports only one prompt, in one chunk.
     """
@@ -145,12 +144,11 @@ class Prefill:
         self,
         weights: ModelWeights,
         comm: CheckedCommunicator,
-        split: CacheSplit,
         kernel: str = "auto",
         *,
         is_causal: bool = True,
     ) -> None:
-        self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
+        self._weights, self._comm, self._kernel = weights, comm, kernel
         self._is_causal = is_causal
         self._config = weights.config
 
@@ -165,7 +163,7 @@ class Prefill:
 
         Args:
             cache: The KV cache. It must have room for the tokens, and the cached length of each sequence must be a
-                multiple of the split's token groups.
+                multiple of its split's token groups.
             turns: The new token ids of each sequence, by its index.
             chunk_tokens: Tokens that are computed at once, over all ranks.
             on_tokens: Called with the number of tokens of each chunk after its kernels are launched.
@@ -179,8 +177,8 @@ class Prefill:
         rows = {sequence: row for row, sequence in enumerate(turns)}
         config = self._config
         last = torch.zeros(len(turns), config.hidden_size, dtype=self._weights.dtype, device=self._weights.device)
-        for chunk in make_chunks(plan, chunk_tokens, self._split.token_groups):
-            step = _ChunkStep(self._weights, self._comm, self._split, self._kernel, cache, chunk, self._mask_of(chunk))
+        for chunk in make_chunks(plan, chunk_tokens, cache.split.token_groups):
+            step = _ChunkStep(self._weights, self._comm, self._kernel, cache, chunk, self._mask_of(chunk))
             hidden = step.run(ids, begins)
             for piece in chunk.pieces:
                 at = step.local_index(piece.offset + piece.tokens - 1) if piece.is_last else None
@@ -206,14 +204,13 @@ class _ChunkStep:
         self,
         weights: ModelWeights,
         comm: CheckedCommunicator,
-        split: CacheSplit,
         kernel: str,
         cache: KVCache,
         chunk: Chunk,
         mask: Mask,
     ) -> None:
-        self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
-        self._cache, self._chunk = cache, chunk
+        self._weights, self._comm, self._kernel = weights, comm, kernel
+        self._cache, self._split, self._chunk = cache, cache.split, chunk
         self._config = weights.config
         self._mask = mask
         self._call: AttentionCall | None = None
@@ -294,11 +291,7 @@ class _ChunkStep:
             rotate(turned, cos, sin, out=turned)
         if self._call is None:
             self._call = self._decide(q, k)
-
-        def attend(call: AttentionCall, kv_heads: Span, q: Tensor, k: Tensor, v: Tensor, into: Partial) -> None:
-            self._attend(index, call, kv_heads, q, k, v, into)
-
-        mixed = spread_forward(self._call, q, k, v, attend).out
+        mixed = spread_forward(self._call, q, k, v, partial(self._attend, index)).out
         return linear(mixed.flatten(-2), layer.out)
 
     def _decide(self, q: Tensor, k: Tensor) -> AttentionCall:
@@ -308,12 +301,10 @@ class _ChunkStep:
         if split.token_groups > 1 and split.head_groups > 1:
             name, degree = "heads+ring", split.head_groups
         request = StrategyRequest.of(self._comm, name, "auto", degree)
-        window = self._config.sliding_window
-        needs = mask.needs if window is None else mask.needs | SlidingWindow(window).needs
         shapes = head_shapes(self.layout, q, k)
         call = AttentionCall(
             comm=self._comm,
-            kernel=select_kernel(self._kernel, q, k, False, needs),
+            kernel=select_kernel(self._kernel, q, k, False, mask.needs),
             layout=self.layout,
             length=self._chunk.length,
             mask=mask,
@@ -334,17 +325,15 @@ class _ChunkStep:
             keys, values = cache.rows(index, piece.sequence, Span(old, new), kv_heads)
             keys.copy_(k[:, here])
             values.copy_(v[:, here])
-        if chunk.is_fresh:
-            executor_of(call).forward(call, q, k, v, into)
-        elif split.token_groups == 1:
+        if split.token_groups == 1 and not chunk.is_fresh:
             for piece in chunk.pieces:
                 self._attend_cached(index, call, kv_heads, piece, q, into)
             into.out[:, chunk.length :] = 0
-        else:
-            executor_of(call).forward(call, q, k, v, into)
-            for piece in chunk.pieces:
-                if piece.start:
-                    self._pass_queries(index, call, kv_heads, piece, q, into)
+            return
+        executor_of(call).forward(call, q, k, v, into)
+        for piece in chunk.pieces:
+            if piece.start:
+                self._pass_queries(index, call, kv_heads, piece, q, into)
 
     def _attend_cached(
         self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial

@@ -99,7 +99,7 @@ class GenerationBatch:
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
         self.engine, self.cache = engine, cache
-        self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
+        self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self._steps = _Steps(self._decoder)
         self.logits: Tensor | None = None
