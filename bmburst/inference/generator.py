@@ -141,12 +141,8 @@ class Generator:
         weights: ModelWeights
         if isinstance(model, Source):
             self.directory, self.tokenizer = model.directory, model.tokenizer
-            device, kind = device_of_rank(comm), model.dtype(dtype)
-            self.memory = inference_memory(model.weights.config, comm, cache, kind, chunk_tokens)
-            self._available = available_memory(comm, device)
-            if self.memory.longest(self._available) < 1:
-                raise UserError(_too_large(self.memory, self._available))
-            weights = ResidentWeights.read(model.weights, kind, device, on_bytes)
+            self.memory, self._available = _with_room_for_weights(model, comm, cache, dtype, chunk_tokens)
+            weights = ResidentWeights.read(model.weights, model.dtype(dtype), device_of_rank(comm), on_bytes)
         else:
             weights = GatheredWeights(model)
             self.memory = inference_memory(weights.config, comm, cache, weights.dtype, chunk_tokens)
@@ -321,10 +317,7 @@ def require_room(
     Raises:
         UserError: They do not fit.
     """
-    memory = inference_memory(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
-    available = available_memory(comm, device_of_rank(comm))
-    if memory.longest(available) < 1:
-        raise UserError(_too_large(memory, available))
+    memory, available = _with_room_for_weights(source, comm, cache, dtype, chunk_tokens)
     if problem := too_long(memory, available, prompt + options.max_new_tokens, prompt):
         raise UserError(problem)
 
@@ -349,12 +342,23 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
     )
 
 
-def _too_large(memory: InferenceMemory, available: float) -> str:
-    return (
-        f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free "
-        f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
-        "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
-    )
+def _with_room_for_weights(
+    source: Source, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None
+) -> tuple[InferenceMemory, float]:
+    """Return the memory requirements of a model and the available bytes of a rank; see `require_room`.
+
+    Raises:
+        UserError: Not even one token fits beside the weights, or see `inference_memory`.
+    """
+    memory = inference_memory(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
+    available = available_memory(comm, device_of_rank(comm))
+    if memory.total(1, 1) > available:
+        raise UserError(
+            f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free "
+            f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
+            "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
+        )
+    return memory, available
 
 
 def _checksum(prompts: Sequence[Prompt]) -> str:

@@ -16,7 +16,6 @@ from bmburst.data.tokenizer import PromptTokenizer, TokenIds, template_source
 from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
-_KINDS = ("prompt", "tokens", "messages")
 _LINE = 'one of {"prompt": "..."}, {"tokens": [...]} and {"messages": [...]}'
 _MOST_BYTES = 1 << 30
 
@@ -217,11 +216,12 @@ def _lines(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _line(encoder: PromptEncoder, values: Any, source: str) -> Prompt:
-    if not isinstance(values, dict) or len(values) != 1 or not set(values) <= set(_KINDS):
+    readers = {"prompt": encoder.text, "tokens": encoder.ids, "messages": encoder.messages}
+    if not isinstance(values, dict) or len(values) != 1 or not values.keys() <= readers.keys():
         what = f"the keys {', '.join(map(shown, values)) or 'none'}" if isinstance(values, dict) else shown(values)
         raise UserError(f"{source} holds {what}\nallowed: exactly {_LINE}\nfix: correct that line")
     ((kind, value),) = values.items()
-    return {"prompt": encoder.text, "tokens": encoder.ids, "messages": encoder.messages}[kind](value, source)
+    return readers[kind](value, source)
 
 
 def _read(path: Path) -> bytes:

@@ -20,12 +20,7 @@ _MODEL_CONFIG = "config.json"
 _EOS = "eos_token_id"
 # Keys of generation_config.json, mapped to fields of `GenerationOptions`.
 _KEYS: Mapping[str, str] = {
-    "max_new_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "stop_strings": "stop",
     _EOS: "eos_ids",
 }

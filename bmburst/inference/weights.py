@@ -7,7 +7,6 @@ decoding, it reads only a slice, as a view: tensor parallelism as in Megatron-LM
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -153,13 +152,12 @@ class ResidentWeights:
             on_bytes: Called with the number of bytes read since the last call, counted in `dtype`.
         """
         self = cls(source.config, dtype, device)
-        step = _PIECE_BYTES // dtype.itemsize
         for name, target in self.places().items():
-            flat, total = target.view(-1), prod(target.shape)
-            for begin in range(0, total, step):
-                end = min(begin + step, total)
-                flat[begin:end].copy_(source.read(name, begin, end, dtype))
-                on_bytes((end - begin) * dtype.itemsize)
+            begin = 0
+            for piece in target.view(-1).split(_PIECE_BYTES // dtype.itemsize):
+                piece.copy_(source.read(name, begin, begin + len(piece), dtype))
+                on_bytes(piece.nbytes)
+                begin += len(piece)
         return self
 
     @classmethod
