@@ -238,14 +238,12 @@ class Timeline:
         folder: The run folder.
         rank: This rank.
         on_gpu: Whether to record GPU activity.
-        written: Path of the trace, once it is written.
     """
 
     steps: range
     folder: Path
     rank: int
     on_gpu: bool
-    written: Path | None = None
     _profiler: Any = field(default=None, repr=False)
 
     @contextmanager
@@ -275,8 +273,8 @@ class Timeline:
         profiler.stop()
         folder = self.folder / PROFILE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self.written = folder / f"steps-{self.steps[0]}-{self.steps[-1]}.rank-{self.rank}.json"
-        profiler.export_chrome_trace(str(self.written))
+        name = f"steps-{self.steps[0]}-{self.steps[-1]}.rank-{self.rank}.json"
+        profiler.export_chrome_trace(str(folder / name))
 
 
 WINDOW = 20

@@ -154,7 +154,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     directory, tokenizer, shape = read_model(config, given, tuned)
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else None)
     for file in corpus.files:
-        together(file.verify if runtime.rank == 0 else _nothing)
+        together(file.verify if runtime.rank == 0 else lambda: None)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -315,10 +315,6 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
             "fix: give a run folder with checkpoints, one of its checkpoints, or the directory of a Hugging Face model"
         )
     return directory, config.tokenizer or own_tokenizer(directory)
-
-
-def _nothing() -> None:
-    """Do nothing: the argument of `together` on ranks that only wait."""
 
 
 def user_cache() -> Path:

@@ -215,7 +215,6 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
     from bmburst.attention.call import head_shapes
     from bmburst.comm.transports import NODE_SWITCH
     from bmburst.schedule.cost import Placement
-    from bmburst.schedule.hardware import HOST, hardware_like
     from bmburst.schedule.layout import padded_layout
     from bmburst.schedule.mask import Causal
     from bmburst.schedule.strategy import choose_strategy

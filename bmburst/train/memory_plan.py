@@ -1,12 +1,11 @@
 """Memory of a run: `recompute auto`, the check of host memory, and the message of an out-of-memory error."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -215,7 +214,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
     if predicted is None:
         return "\n".join([*lines, "the planner cannot say what uses the memory: bmburst plan --help"])
     lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
-    parts = _parts(predicted)
+    parts = {**predicted.lines, **predicted.outside}
     lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
     lines.append(f"  {_gib(predicted.total):>11}  total")
     return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
@@ -228,7 +227,8 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
         memory = _memory(changed, ranks * times, nodes * times, hardware)
         if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
             continue
-        fitting.append(f"  {_gib(memory.total):>11}  {words}{_hosted(memory)}")
+        hosted = f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
+        fitting.append(f"  {_gib(memory.total):>11}  {words}{hosted}")
     if not fitting:
         return [
             "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
@@ -247,7 +247,7 @@ def _first_layers(
         way = planned(config, ranks, nodes, hardware)
     except UserError:
         return
-    for each in first_layer_candidates(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
+    for each in first_layer_candidates(way, replace(hardware, memory=limit), ("none", _DEFAULT)):
         yield f"--recompute {each.recompute}", config.replace(recompute=each.recompute), 1
 
 
@@ -258,7 +258,7 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         if policy not in ("none", config.recompute):
             single.append((f"--recompute {policy}", config.replace(recompute=policy)))
     if config.parallel.zero_level == 2:
-        three = dataclasses.replace(config.parallel, zero_level=3)
+        three = replace(config.parallel, zero_level=3)
         single.append(("--parallel.zero-level 3", config.replace(parallel=three)))
     if config.loss_chunk_tokens > _SMALL_CHUNK:
         single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
@@ -283,12 +283,12 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
 
 def _offloaded(config: TrainConfig, *, weights: bool = False) -> TrainConfig:
     weights = weights or config.optimizer.offload_weights
-    return config.replace(optimizer=dataclasses.replace(config.optimizer, offload=True, offload_weights=weights))
+    return config.replace(optimizer=replace(config.optimizer, offload=True, offload_weights=weights))
 
 
 def _spread(config: TrainConfig, times: int) -> TrainConfig:
     sequence = config.parallel.sequence_parallel
-    wider = dataclasses.replace(config.parallel, sequence_parallel=None if sequence is None else sequence * times)
+    wider = replace(config.parallel, sequence_parallel=None if sequence is None else sequence * times)
     return config.replace(parallel=wider)
 
 
@@ -297,7 +297,7 @@ def _hardware(memory: DeviceMemory, host_memory: float | None) -> Hardware:
     host = known.host_memory if memory.host is None else float(memory.host)
     if host_memory is not None:  # on a virtual machine whose memory grows, the free memory may be less
         host = host_memory * GIB
-    return dataclasses.replace(known, memory=float(memory.total) or known.memory, host_memory=host)
+    return replace(known, memory=float(memory.total) or known.memory, host_memory=host)
 
 
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
@@ -306,15 +306,6 @@ def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
         return None
-
-
-def _hosted(memory: Memory) -> str:
-    """Return a note on the host memory that a setting needs, if any."""
-    return f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
-
-
-def _parts(memory: Memory) -> Mapping[str, float]:
-    return {**memory.lines, **memory.outside}
 
 
 def _gib(nbytes: float) -> str:

@@ -283,7 +283,7 @@ class SkippedSteps:
         self.total = 0
         self.message = ""
 
-    def add(self, facts: StepFacts, scale: LossScale | None = None) -> None:
+    def add(self, facts: StepFacts, scale: LossScale) -> None:
         """Count one step.
 
         Args:
@@ -296,8 +296,8 @@ class SkippedSteps:
         self.total += 1
         self._in_row += 1
         self.message = f"step {facts.step} is skipped: {self._cause(facts)}"
-        self._is_scaled = scale is not None and scale.is_dynamic
-        if scale is not None and scale.is_dynamic:
+        self._is_scaled = scale.is_dynamic
+        if self._is_scaled:
             self.message += f"; the loss scale is {scale.value:.0f} now"
         if self._in_row == 1:
             self._first = self.message

@@ -13,7 +13,7 @@ import torch
 from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.step import HostFacts, SkippedSteps, StepFacts
+from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -88,26 +88,26 @@ def facts(step=1, shares=(1.0, 1.0), squares=(1.0, 1.0)):
 
 def test_what_is_not_finite_is_said_with_its_rank():
     skips = SkippedSteps(["a", "b"], most=3)
-    skips.add(facts(1))
+    skips.add(facts(1), LossScale())
     assert (skips.total, skips.message) == (0, "")
-    skips.add(facts(2, shares=(1.0, math.nan), squares=(math.inf, math.inf)))
+    skips.add(facts(2, shares=(1.0, math.nan), squares=(math.inf, math.inf)), LossScale())
     assert skips.message == "step 2 is skipped: the loss is not finite on rank 1 (host b)"
-    skips.add(facts(3, squares=(math.nan, math.inf)))
+    skips.add(facts(3, squares=(math.nan, math.inf)), LossScale())
     assert (
         skips.message
         == "step 3 is skipped: losses are finite, but the gradient is not in the parts of rank 0 (host a) and 1 more"
     )
     skips.require(lambda: True)
-    skips.add(facts(4))
+    skips.add(facts(4), LossScale())
     for step in (5, 6, 7):
         skips.require(lambda: True)
-        skips.add(facts(step, shares=(-math.inf, 1.0)))
+        skips.add(facts(step, shares=(-math.inf, 1.0)), LossScale())
     with refused("3 steps", "skipped", "step 5", "rank 0", "fix: --resume", "--optimizer.lr", error=RunError):
         skips.require(lambda: True)
     assert skips.total == 5
     endless = SkippedSteps(["a"], most=0)
     for step in range(50):
-        endless.add(facts(step, shares=(math.nan,), squares=(math.nan,)))
+        endless.add(facts(step, shares=(math.nan,), squares=(math.nan,)), LossScale())
     endless.require(lambda: True)
 
 
