@@ -192,15 +192,20 @@ def read_progress(checkpoint: Path) -> RunProgress:
     )
 
 
-def own_tokenizer(directory: Path) -> str | None:
-    """Return a model directory itself if it contains a tokenizer, else the tokenizer that a checkpoint names, or None.
+def own_tokenizer(*directories: Path) -> str | None:
+    """Return the tokenizer of the first model directory that has one, by its name for `load_tokenizer`; else None.
+
+    That is the directory itself if it contains a tokenizer, or the tokenizer that a checkpoint names.
 
     Raises:
-        UserError: The directory is a truncated checkpoint.
+        UserError: A directory is a truncated checkpoint.
     """
-    if (directory / "tokenizer.json").is_file():
-        return str(directory)
-    return read_progress(directory).tokenizer if (directory / STATE_FILE).exists() else None
+    for directory in directories:
+        if (directory / "tokenizer.json").is_file():
+            return str(directory)
+        if (directory / STATE_FILE).exists():
+            return read_progress(directory).tokenizer
+    return None
 
 
 def _complete_state(checkpoint: Path) -> dict[str, Any] | str:

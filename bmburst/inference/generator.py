@@ -76,8 +76,7 @@ class Source:
             places = [directory, weights.directory]
         else:
             weights = open_weights(directory)
-        names = (name for place in places if (name := own_tokenizer(place)) is not None)
-        name = next(names, None) if tokenizer is None else tokenizer
+        name = own_tokenizer(*places) if tokenizer is None else tokenizer
         return cls(places[-1], weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:

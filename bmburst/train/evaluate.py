@@ -271,28 +271,34 @@ def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], P
     return open_adapter(directory) if is_adapter_directory(directory) else None
 
 
-def read_model(
-    config: EvalConfig, directory: Path, tuned: "Adapter | None" = None
-) -> "tuple[Path, str | None, LlamaConfig]":
+def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> "tuple[Path, str | None, LlamaConfig]":
     """Return the directory with the weights, the name of the text's tokenizer, and the model's configuration.
+
+    A tokenizer of None is the default of the text.
 
     Args:
         config: The evaluation.
         directory: Result of `checkpoint.verified` for its checkpoint.
-        tuned: Result of `find_adapter`.
+        tuned: The adapter, if there is one: result of `find_adapter`.
 
     Raises:
-        UserError: There are no weights of a supported model, they do not fit the configuration or the adapter, or the
-            model does not support packed documents.
+        UserError: There is no complete checkpoint and no supported model, its weights do not fit its configuration or
+            the adapter, or it does not support packed documents.
     """
     from bmburst.checkpoint import adapter, hugging_face
 
+    places = [directory]
     if tuned is not None:
         given = None if config.adapter is None else directory
         directory = tuned.find_base(given, "--checkpoint DIR --adapter ADAPTER")
-    directory, tokenizer = find_model(config, directory)
-    if tuned is not None:
-        tokenizer = config.tokenizer or own_tokenizer(tuned.directory) or tokenizer
+        places = [tuned.directory, directory]
+    is_model = (directory / "config.json").exists() and not (directory / "metrics.jsonl").exists()
+    if not is_model and not (directory / STATE_FILE).exists():
+        raise UserError(
+            f"{directory} has no complete checkpoint and no weights\n"
+            "fix: give a run folder with checkpoints, one of its checkpoints, or the directory of a Hugging Face model"
+        )
+    tokenizer = config.tokenizer or own_tokenizer(*places)
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
@@ -300,21 +306,6 @@ def read_model(
         tuned.require_base(adapter.Base.open(directory, shape))
     shape.require_packing(config.pack)
     return directory, tokenizer, shape
-
-
-def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
-    """Return the directory with the weights, and the name of the text's tokenizer; None: the default of the text.
-
-    Raises:
-        UserError: The run folder has no complete checkpoint.
-    """
-    is_model = (directory / "config.json").exists() and not (directory / "metrics.jsonl").exists()
-    if not is_model and not (directory / STATE_FILE).exists():
-        raise UserError(
-            f"{directory} has no complete checkpoint and no weights\n"
-            "fix: give a run folder with checkpoints, one of its checkpoints, or the directory of a Hugging Face model"
-        )
-    return directory, config.tokenizer or own_tokenizer(directory)
 
 
 def user_cache() -> Path:

@@ -18,7 +18,7 @@ from bmburst.data import open_corpus
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.train.config import EvalConfig
-from bmburst.train.evaluate import find_model
+from bmburst.train.evaluate import read_model
 from bmburst.train.resolve import resolve, set_defaults_of_data
 from bmburst.train.text import check_text, kept_by_rank_0, kept_tokenizer, kept_with_model, open_text
 from tests import chat, tiny
@@ -121,7 +121,7 @@ def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
 
 def test_text_is_read_with_the_models_own_tokenizer(folder):
     def read(model, **given):
-        return find_model(EvalConfig(checkpoint=model, data="x", **given), model)[1]
+        return read_model(EvalConfig(checkpoint=model, data="x", **given), model, None)[1]
 
     assert read(folder / "base") == str(folder / "base")
     assert read(folder / "base", tokenizer="bytes") == "bytes"
