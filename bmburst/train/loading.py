@@ -80,9 +80,9 @@ class LocalBatch:
         """Number of tokens of each text of each row."""
         return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
 
-    def on(self, ids: Tensor) -> "LocalBatch":
-        """Return a copy with other `ids`, such as those on the GPU."""
-        return replace(self, ids=ids)
+    def to(self, device: torch.device) -> "LocalBatch":
+        """Return a copy on a device."""
+        return replace(self, ids=self.ids.to(device))
 
     def micro_batches(self, size: int) -> Iterator["LocalBatch"]:
         """Yield `size` rows at a time."""
@@ -199,8 +199,8 @@ class Loader:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
         batch = LocalBatch.read(self._cut, samples)
         if self._stream is None:
-            return batch.on(batch.ids.to(self._device)), None
+            return batch.to(self._device), None
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0
             # torch's pinned allocator does not reuse the memory before the copy is done.
             ids: Tensor = batch.ids.pin_memory().to(self._device, non_blocking=True)
-            return batch.on(ids), self._stream.record_event()
+            return replace(batch, ids=ids), self._stream.record_event()

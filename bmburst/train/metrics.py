@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from bmburst.amounts import finite
 from bmburst.config import parse_json
@@ -92,18 +92,6 @@ class EvalMetrics:
     reward_accuracy: float | None = None
 
 
-class MetricsLogger(Protocol):
-    """Interface of online loggers such as TensorBoard and wandb."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log finite numbers by name, for example `train/loss`, at a step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
 class MetricsWriter:
     """Writes a run's metrics to its folder.
 
@@ -113,10 +101,10 @@ class MetricsWriter:
     Args:
         folder: Run folder; created if missing.
         first_step: First step that will be written; 1 for a new run.
-        online: Logger that also gets every line, for example Weights & Biases.
+        online: Weights & Biases run that also gets every line.
     """
 
-    def __init__(self, folder: Path, first_step: int = 1, online: "MetricsLogger | None" = None) -> None:
+    def __init__(self, folder: Path, first_step: int = 1, online: "Wandb | None" = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._online = online
         self._metrics = _open_lines(folder / METRICS_FILE, first_step)
@@ -125,15 +113,11 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Add a step."""
-        values = _values(metrics)
-        _write_line(self._metrics, values)
-        self._add_scalars("train", values)
+        self._add(self._metrics, "train", metrics)
 
     def write_eval(self, metrics: EvalMetrics) -> None:
         """Add an evaluation."""
-        values = _values(metrics)
-        _write_line(self._evals, values)
-        self._add_scalars("held_out", values)
+        self._add(self._evals, "held_out", metrics)
 
     def close(self) -> None:
         """Close the files. A second call has no effect."""
@@ -152,8 +136,11 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add_scalars(self, group: str, values: Mapping[str, Any]) -> None:
-        step = int(values["step"])
+    def _add(self, file: TextIO, group: str, metrics: StepMetrics | EvalMetrics) -> None:
+        values, step = _values(metrics), metrics.step
+        # NaN is not valid JSON, but a diverged run must still leave a readable file.
+        file.write(json.dumps(finite(values), allow_nan=False) + "\n")
+        file.flush()
         scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k != "step" and v is not None}
         if self._events is not None:
             for name, value in scalars.items():
@@ -224,12 +211,6 @@ def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
     values = dataclasses.asdict(metrics)
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
-
-
-def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
-    # NaN is not valid JSON, but a diverged run must still leave a readable file.
-    file.write(json.dumps(finite(dict(values)), allow_nan=False) + "\n")
-    file.flush()
 
 
 def _open_events(folder: Path, first_step: int) -> Any:
@@ -345,9 +326,9 @@ class Wandb:
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `MetricsLogger.log`."""
+        """Log finite numbers by name, for example `train/loss`, at a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """See `MetricsLogger.close`."""
+        """Flush and close."""
         self._run.finish()

@@ -67,8 +67,7 @@ def measure(
     tokens = text_bytes = 0
     with torch.no_grad():
         for batch in batches:
-            part = LocalBatch.read(cut, batch)
-            part = part.on(part.ids.to(device))
+            part = LocalBatch.read(cut, batch).to(device)
             losses = token_losses(model, part, per_token=positions is not None)
             nats += losses.sum(dtype=torch.float64)
             if positions is not None:
@@ -247,8 +246,8 @@ class PairObjective:
         pairs = tokens = 0
         with torch.no_grad():
             for batch in batches:
-                part = LocalBatch.read(self.cut, batch)
-                found, _ = self.compare(part.on(part.ids.to(self.device)))
+                part = LocalBatch.read(self.cut, batch).to(self.device)
+                found, _ = self.compare(part)
                 sums += found.sums()
                 pairs, tokens = pairs + pairs_of(part), tokens + batch.label_count
                 beat()

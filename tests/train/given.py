@@ -26,4 +26,4 @@ class Given(NamedTuple):
 def local(cut: SequenceShard, *whole, device="cpu") -> LocalBatch:
     """Return a rank's part of whole sequences."""
     batch = LocalBatch.read(cut, Given(*whole))
-    return batch.on(batch.ids.to(device))
+    return batch.to(device)
