@@ -201,7 +201,7 @@ def tokenize(
     Raises:
         UserError: There is no text, or a file cannot be read or written.
     """
-    with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
+    with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
             records = read_records(text.files, text_field=text_field, on_read=on_read)
             return write_masked_file(output, filter(keep, map(text.encoder.encode, records)), text.tokenizer)
@@ -221,10 +221,6 @@ def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
     key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 @contextmanager

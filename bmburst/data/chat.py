@@ -164,21 +164,17 @@ class RecordEncoder:
 
     def _template(self, name: str) -> ChatTemplate:
         if self._loaded is None:
+            missing = f"{name}: the tokenizer '{self.tokenizer.name}' has no chat template, which messages need"
             folder = template_source(self.tokenizer.name)
-            fix = f"give {_OPTION}, or a tokenizer that has one"
             if folder is None:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
+                raise UserError(f"{missing}\nfix: {fix}")
             try:
-                if folder is None:
-                    raise UserError("")
                 self._loaded = ChatTemplate(folder, self._file)
             except UserError as error:
-                if "has no chat template" not in str(error) and folder is not None:
-                    raise UserError(f"{name}: {error}") from None
-                raise UserError(
-                    f"{name}: the tokenizer '{self.tokenizer.name}' has no chat template, which messages need\n"
-                    f"fix: {fix}"
-                ) from None
+                if "has no chat template" in str(error):
+                    raise UserError(f"{missing}\nfix: give {_OPTION}, or a tokenizer that has one") from None
+                raise UserError(f"{name}: {error}") from None
         return self._loaded
 
     def _conversation(self, record: Record) -> tuple[TokenIds, Mask, int]:
@@ -187,7 +183,7 @@ class RecordEncoder:
         chosen = template.get_chat_template(None, record.tools)
         options = {**record.template_options, "tools": _valid(record.tools)}
         messages = _valid([dict(message) for message in record.messages or ()])
-        if not _is_marked(chosen):
+        if _MARKER.search(chosen) is None:
             text, spans = self._by_prefixes(template, record, messages, options)
             out = template(text, add_special_tokens=False, return_offsets_mapping=True)
             answers = np.zeros(len(out["input_ids"]), bool)
@@ -217,10 +213,16 @@ class RecordEncoder:
         """
 
         def rendered(count: int, *, asks: bool) -> str:
-            text = template.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks, **options)
-            return str(text)
+            try:
+                return str(
+                    template.apply_chat_template(
+                        messages[:count], tokenize=False, add_generation_prompt=asks, **options
+                    )
+                )
+            except Exception as error:  # from jinja2, or any error raised by the template's code
+                raise _refusal(record.name, error) from error
 
-        whole, spans = _attempt(record.name, rendered, len(messages), asks=False), []
+        whole, spans = rendered(len(messages), asks=False), []
         special = tuple(t.content for t in template.added_tokens_decoder.values() if t.special)
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index < record.answers_from:
@@ -230,8 +232,7 @@ class RecordEncoder:
                     f"{record.name}: the conversation begins with an answer, and the chat template marks none\n"
                     f"fix: begin with another role, or {_MARK}"
                 )
-            before = _attempt(record.name, rendered, index, asks=True)
-            through = _attempt(record.name, rendered, index + 1, asks=False)
+            before, through = rendered(index, asks=True), rendered(index + 1, asks=False)
             if not (whole.startswith(through) and through.startswith(before)):
                 raise UserError(
                     f"{record.name}: the chat template writes earlier messages differently when later ones follow, so "
@@ -256,18 +257,6 @@ def _valid(value: Any) -> Any:
 
 def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
-
-
-def _attempt(name: str, render: Any, count: int, *, asks: bool) -> str:
-    try:
-        return str(render(count, asks=asks))
-    except Exception as error:  # from jinja2, or any error raised by the template's code
-        raise _refusal(name, error) from error
-
-
-def _is_marked(template: str) -> bool:
-    """Return whether a template marks answers with {% generation %}."""
-    return _MARKER.search(template) is not None
 
 
 def _refusal(name: str, error: BaseException) -> UserError:

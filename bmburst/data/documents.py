@@ -135,9 +135,7 @@ def check_arrays(files: Iterable[SourceFile]) -> None:
             try:
                 next(_json_array(file, lambda _: None), None)
             except OSError as error:
-                raise UserError(
-                    f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
-                ) from error
+                raise unreadable(file.name, error) from error
 
 
 def _not_text(file: SourceFile, problem: str) -> UserError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.data.documents import KINDS, first_row, rows
-from bmburst.data.sources import SourceFile
+from bmburst.data.sources import SourceFile, unreadable
 from bmburst.errors import UserError
 
 _KEYS = (
@@ -125,9 +125,7 @@ def read_records(
                     )
                 yield record
         except OSError as error:
-            raise UserError(
-                f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
-            ) from error
+            raise unreadable(file.name, error) from error
 
 
 def _with_others(error: UserError, rest: Iterator[tuple[str, Any]], text_field: str) -> UserError:

@@ -25,7 +25,7 @@ from bmburst.recompute.host_store import HostStore, OffloadGroup
 from bmburst.recompute.policy import Policy
 
 __all__ = [
-    *("POLICIES", "PrefixRecompute", "Recomputation", "Tape"),
+    *("PrefixRecompute", "Recomputation", "Tape"),
     *("checkpoint", "is_keeping", "is_recomputing", "keep", "recording"),
 ]
 
