@@ -133,7 +133,7 @@ class Mixture:
         self.pack = parts[0].pack
         # Sample indices: all samples of the first part, including its partial sample, then those of the second, ...
         self._ends = list(accumulate(len(part.evaluated()) for part in parts))
-        self._turn = tuple(_turn(self._weights))
+        self._turn = _turn(self._weights)
         counts = [0] * len(self._parts)
         places = []
         for part in self._turn:
@@ -211,13 +211,12 @@ class Mixture:
 
 
 @lru_cache(maxsize=16)
-def _turn(weights: tuple[float, ...]) -> list[int]:
+def _turn(weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return the sources of one period: n occurrences of a source are at the centers of n equal parts of the period."""
     counts = _counts(weights)
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     sources = np.repeat(np.arange(len(counts)), counts)
-    found: list[int] = sources[np.argsort(times, kind="stable")].tolist()
-    return found
+    return tuple(sources[np.argsort(times, kind="stable")].tolist())
 
 
 def _counts(weights: Sequence[float]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class PasskeyCell:
     depth: float
     right: int = 0
     asked: int = 0
-    answers: tuple[dict[str, Any], ...] = field(default=())
+    answers: tuple[dict[str, Any], ...] = ()
     refused: str | None = None
 
 
@@ -320,4 +320,4 @@ def _round_up(length: int) -> int:
 
 
 def _listed(values: Sequence[float]) -> str:
-    return ",".join(f"{value:g}" for value in values)
+    return ",".join(f"{value:.12g}" for value in values)

@@ -1,1 +1,1 @@
-"""Training: configuration, trainer, metrics, checkpoints. Import the modules directly: some of them need no torch."""
+"""Training: configuration, trainer, metrics, evaluation. Import the modules directly: some of them need no torch."""

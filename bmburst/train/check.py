@@ -69,6 +69,7 @@ def record_steps(config: TrainConfig, steps: int) -> None:
     trainer = Trainer(config)
     trainer.restore()
     # Import after the trainer has started BMTrain.
+    from bmburst.optim.updates import MASTER
     from bmburst.zero import ShardData, gradient_of, named_shards
 
     shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
@@ -82,15 +83,11 @@ def record_steps(config: TrainConfig, steps: int) -> None:
         trainer.update(facts)
         losses.append(facts.loss)
         norms.append(facts.grad_norm)
+    path = trainer.folder / AFTER_FILE
     if config.dtype == "float32":
-        _save(trainer.folder / AFTER_FILE, shards, lambda _: ShardData.WEIGHTS)
+        _save(path, shards, lambda _: ShardData.WEIGHTS)
     else:
-        _save(
-            trainer.folder / AFTER_FILE,
-            shards,
-            lambda shard: trainer.optimizer.state_of(shard, "_param_fp32"),
-            torch.float32,
-        )
+        _save(path, shards, lambda shard: trainer.optimizer.state_of(shard, MASTER), torch.float32)
     if trainer.is_main:
         Steps(losses=tuple(losses), grad_norms=tuple(norms)).write(trainer.folder)
 

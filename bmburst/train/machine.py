@@ -95,8 +95,8 @@ def _transport(asked: str, hardware: Hardware) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
-    """The memory of a host for a run, in bytes.
+class HostBudget:
+    """The memory of a host that a run may use, in bytes.
 
     Attributes:
         has: The free memory, or `host_memory` of the configuration.
@@ -107,7 +107,7 @@ class HostMemory:
     is_given: bool
 
     @classmethod
-    def of(cls, config: TrainConfig, available: Sequence[int | None]) -> "HostMemory | None":
+    def of(cls, config: TrainConfig, available: Sequence[int | None]) -> "HostBudget | None":
         """Return the smallest memory of all hosts; None if unknown.
 
         Args:
@@ -152,7 +152,7 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
             f"host_memory {config.host_memory:g} GiB is more than this machine has\n"
             f"allowed: at most {total / GIB:.1f} GiB\nfix: --host-memory {int(total / GIB)}G, or leave it out"
         )
-    memory = HostMemory.of(config, [available_bytes()])
+    memory = HostBudget.of(config, [available_bytes()])
     if memory is not None:
         hardware = hardware_like(HOST)
         memory.require(planned(config, ranks, 1, hardware), hardware)

@@ -23,7 +23,7 @@ from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
-from bmburst.train.machine import HostMemory, available_bytes, planned
+from bmburst.train.machine import HostBudget, available_bytes, planned
 from bmburst.train.metrics import peak_bytes
 
 
@@ -44,20 +44,19 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
         return config.recompute
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
-    everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size, _taken()])
-    free = min(float(each[0]) for each in everywhere)
-    memory = HostMemory.of(config, [each[1] for each in everywhere])
+    mine = _free(local_size), available_bytes(), device, local_size, _taken()
+    free, in_host, devices, sizes, taken = zip(*gather_objects(mesh.world, mine), strict=True)
+    memory = HostBudget.of(config, in_host)
     # Use those of the first rank: GPUs and hosts may differ, but all ranks must decide alike.
-    _, _, device, per_host, _ = everywhere[0]
-    hardware = hardware_like(device)
+    hardware, per_host = hardware_like(devices[0]), sizes[0]
     hardware = replace(hardware, host_memory=memory.has) if memory else hardware
     ranks = mesh.shape.size
     way = planned(config, ranks, 1 if ranks % per_host else ranks // per_host, hardware)
     if is_auto:
         on_gpu = torch.cuda.is_available()
         policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        taken = max(float(each[4]) for each in everywhere)
-        choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies, taken=taken)
+        layout = config.parallel.layout
+        choice = choose_recompute(way, hardware, min(free), layout=layout, policies=policies, taken=max(taken))
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.message}\n")
         way = replace(way, recompute=choice.name)
