@@ -79,7 +79,7 @@ def run_data(args: argparse.Namespace) -> int:
 
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input)
     encoder = RecordEncoder(tokenizer, args.chat_template) if hold_records(files, args.text_field) else None
-    text, lengths = Text(tokenizer, files, encoder), LengthReport(args.max_tokens)
+    text, lengths = Text(tokenizer, files, encoder, args.text_field), LengthReport(args.max_tokens)
     if encoder is None and (args.max_tokens is not None or args.chat_template is not None):
         raise UserError(
             f"{args.input[0]} holds text, and --max-tokens and --chat-template are for records\n"
@@ -93,7 +93,6 @@ def run_data(args: argparse.Namespace) -> int:
         file = tokenize(
             text,
             args.output,
-            text_field=args.text_field,
             progress=True,
             on_skip=skipped.append,
             keep=lengths.keep,

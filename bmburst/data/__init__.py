@@ -48,6 +48,8 @@ class Text(NamedTuple):
     files: Sequence[SourceFile]
     encoder: RecordEncoder | None = None
     """Encoder of records; None if the files are text."""
+    text_field: str = "text"
+    """Key of the text in a line of JSONL."""
 
 
 def find_corpus(
@@ -74,7 +76,8 @@ def find_corpus(
         source = [source]
     files = find_sources(source)
     found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
-    return Text(found, files, RecordEncoder(found, chat_template) if hold_records(files, text_field) else None)
+    encoder = RecordEncoder(found, chat_template) if hold_records(files, text_field) else None
+    return Text(found, files, encoder, text_field)
 
 
 def are_records(source: str | Path, text_field: str) -> bool:
@@ -151,39 +154,37 @@ def open_corpus(
     if on_skip is not None:  # listing a large folder again takes time, on every rank
         for line in left_out(source):
             on_skip(line)
-    cached = _cached(cache_dir, found, text_field)
+    cached = _cached(cache_dir, found)
     if cached.exists():
         return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
     heard = on_skip or (lambda _: None)
-    return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=heard)
+    return tokenize(found, cached, progress=progress, on_skip=heard)
 
 
-def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str = "text") -> None:
+def require_cache(option: str, cache_dir: Path, text: Text) -> None:
     """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
 
     Args:
         option: Name of the option that sets the cache, for the error message.
         cache_dir: As in `open_corpus`.
         text: The text.
-        text_field: As in `open_corpus`.
 
     Raises:
         UserError: The tokens are not cached, and the cache is not writable.
     """
-    if not has_tokens(cache_dir, text, text_field=text_field):
+    if not has_tokens(cache_dir, text):
         require_folder(option, cache_dir)
 
 
-def has_tokens(cache_dir: Path, text: Text, *, text_field: str = "text") -> bool:
+def has_tokens(cache_dir: Path, text: Text) -> bool:
     """Return whether a cache has the tokens of a text; the arguments are those of `require_cache`."""
-    return _cached(cache_dir, text, text_field).exists()
+    return _cached(cache_dir, text).exists()
 
 
 def tokenize(
     text: Text,
     output: Path,
     *,
-    text_field: str = "text",
     progress: bool = False,
     on_skip: Callable[[str], object] = lambda _: None,
     keep: Callable[[Masked], bool] = lambda _: True,
@@ -193,7 +194,6 @@ def tokenize(
     Args:
         text: The text or the records.
         output: The file.
-        text_field: As in `open_corpus`.
         progress: As in `open_corpus`.
         on_skip: As in `open_corpus`.
         keep: Returns whether to write a record.
@@ -203,13 +203,13 @@ def tokenize(
     """
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
-            records = read_records(text.files, text_field=text_field, on_read=on_read)
+            records = read_records(text.files, text_field=text.text_field, on_read=on_read)
             return write_masked_file(output, filter(keep, map(text.encoder.encode, records)), text.tokenizer)
-        documents = read_documents(text.files, text_field=text_field, on_read=on_read, on_skip=on_skip)
+        documents = read_documents(text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip)
         return write_token_file(output, documents, text.tokenizer)
 
 
-def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
+def _cached(cache_dir: str | Path, text: Text) -> Path:
     """Return the cache path of a text's tokens: a hash of the tokenizer and of paths, sizes and times of its files."""
     texts = []
     for file in text.files:
@@ -218,7 +218,7 @@ def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
             status = path.stat()
             texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
     masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
-    key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts, *masked])
+    key = json.dumps([VERSION, text.tokenizer.identity, text.text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
 

@@ -79,11 +79,6 @@ class KVCache:
         """Number of sequences."""
         return len(self.lengths)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache on this rank."""
-        return self._memory.nbytes
-
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, `[sequences, capacity, own KV heads, head_dim]`."""
         keys, values = self._memory[layer]

@@ -112,8 +112,7 @@ class _Span:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-        self._seconds = 0.0
-        self._is_over = False
+        self._seconds: float | None = None  # None before the first measurement
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -123,11 +122,11 @@ class _Span:
         yield
         if self._events:
             self._events[1].record()
-        self._seconds, self._is_over = time.perf_counter() - began, True
+        self._seconds = time.perf_counter() - began
 
     def seconds(self) -> float:
         """Return the last measurement; 0 before the first."""
-        if not self._is_over:
+        if self._seconds is None:
             return 0.0
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else self._seconds
 

@@ -205,10 +205,10 @@ def check_inputs(config: EvalConfig) -> Path:
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
-            require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
+            require_cache("XDG_CACHE_HOME", user_cache(), text)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
                 _open_one(source, tokenizer, config)
-            elif not has_tokens(user_cache(), text, text_field=config.text_field):
+            elif not has_tokens(user_cache(), text):
                 check_arrays(text.files)
     return directory
 

@@ -74,7 +74,7 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
-    source, field = config.data.source, config.data.text_field
+    source = config.data.source
     if parts := parts_of(config):
         for part in parts:
             check_text(part, cache)
@@ -88,20 +88,20 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         return text
     _read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
     if cache is not None:
-        require_cache("data.cache", cache, text, text_field=field)
+        require_cache("data.cache", cache, text)
     if text.encoder is not None:
         return _check_records(config, text, cache)
     if config.dpo.is_on:
         raise _misfit(source, config, pairs=False)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
-        if cache is None or not has_tokens(cache, text, text_field=field):
+        if cache is None or not has_tokens(cache, text):
             check_arrays(text.files)
         return text
     not_text: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=not_text.append)
+            corpus = tokenize(text, Path(folder) / "text.tokens", on_skip=not_text.append)
             corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
@@ -221,7 +221,7 @@ def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Tex
     """
     if parts := parts_of(config):
         return sum(bytes_of_tokens(part, cache, find_text(part)) for part in parts)
-    if isinstance(text, data.TokenFile) or has_tokens(cache, text, text_field=config.data.text_field):
+    if isinstance(text, data.TokenFile) or has_tokens(cache, text):
         return 0
     tokenizer, size = text.tokenizer, sum(file.path.stat().st_size for file in text.files)
     each = 1 if tokenizer.name == data.ByteTokenizer.name else 4

@@ -279,7 +279,7 @@ def test_no_head_of_a_token_is_kept_twice() -> None:
 
     def body(comm: CheckedCommunicator, cache: str) -> int:
         engine: Engine = over(comm, cache=cache)._engine
-        return engine.new_cache(2, 60).nbytes
+        return engine.new_cache(2, 60)._memory.nbytes
 
     (one,) = run_ranks(1, body, "auto")
     row = one // 60
