@@ -264,7 +264,7 @@ class Candidate:
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
         least = choose_ring_tensors(self.shapes)
         ring_tensors = least if self.ring_tensors == "auto" else cast(RingTensors, self.ring_tensors)
-        most = most_kv_heads(self.shapes, *self.pattern)
+        most = most_kv_heads(self.shapes, self.task.sequence, self.mask, self.placement.transport)
         return Sizes(Strategy(self.ulysses_degree, outer, ring_tensors, most), self.shapes)
 
     def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
@@ -274,8 +274,7 @@ class Candidate:
 
     def problem(self, hardware: Hardware) -> Problem:
         """Return the input of the cost model for one layer's attention."""
-        length, mask, _ = self.pattern
-        return Problem(self.shapes, length, mask, self.placement, hardware)
+        return Problem(self.shapes, self.task.sequence, self.mask, self.placement, hardware)
 
     @property
     def placement(self) -> Placement:
@@ -289,10 +288,10 @@ class Candidate:
         return _attention_cost(self.problem(hardware), self.sizes.strategy)
 
     @property
-    def pattern(self) -> tuple[int, Mask, str]:
-        """Tokens of a sequence, the mask, and the transport between its ranks."""
+    def mask(self) -> Mask:
+        """The attention mask."""
         window = self.task.model.sliding_window
-        return self.task.sequence, SlidingWindow(window) if window else Causal(), self.placement.transport
+        return SlidingWindow(window) if window else Causal()
 
     @property
     def strategy(self) -> str:

@@ -77,8 +77,7 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
 def _attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candidate]:
     """Yield a candidate for each attention strategy that a mesh can run."""
     one = Candidate(task=task, data=data, tensor=tensor, ulysses_degree=1, outer="ring")
-    _, mask, _ = one.pattern
-    for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, mask, one.placement):
+    for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, one.mask, one.placement):
         yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
 
 

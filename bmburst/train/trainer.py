@@ -26,7 +26,7 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.train.clock import LagWatch, StepClock, StepTiming, Timeline, flops_meter, measure_waits
+from bmburst.train.clock import LagWatch, StepClock, Timeline, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
 from bmburst.train.machine import require_dtype
@@ -257,10 +257,10 @@ class Trainer:
         facts = self.backward(batch)
         rate = self.update(facts)
         seconds = time.perf_counter() - started
-        return self._metrics(facts, self._clock.last, rate, seconds), facts
+        return self._metrics(facts, rate, seconds), facts
 
-    def _metrics(self, facts: StepFacts, timing: StepTiming, rate: float, seconds: float) -> StepMetrics:
-        """Return the metrics of a finished step; `timing` and `seconds` are of this rank, `rate`: learning rate."""
+    def _metrics(self, facts: StepFacts, rate: float, seconds: float) -> StepMetrics:
+        """Return the metrics of the step just finished; `rate`: its learning rate, `seconds`: its time on this rank."""
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
         used = self._flops.of(trained, facts.query_key_pairs / (ranks // self.mesh.shape.data), seconds)
         bits = facts.loss * facts.tokens / math.log(2)
@@ -278,8 +278,8 @@ class Trainer:
             mfu=used.mfu,
             mfu_kernel=used.mfu_kernel,
             hardware_tflops=used.tflops,
-            exposed_seconds=timing.waits,
-            data_seconds=timing.data,
+            exposed_seconds=self._clock.last.waits,
+            data_seconds=self._clock.last.data,
             reserved_gib=max(host.reserved for host in facts.hosts) / GIB or None,
             skipped_steps=self._skips.total,
             loss_scale=self._manager.loss_scale if self._loss_scale.is_dynamic else None,
