@@ -1,6 +1,6 @@
 """`Generator`: generates answers to prompts, in batches that fit into the memory of the ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,15 @@ from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
-from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder
-from bmburst.inference.sampling import GenerationOptions, generation_options
-from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
+from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
+from bmburst.inference.sampling import GenerationOptions, generation_options, given_options
+from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session, require_tokens
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
 from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, usable
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.train.machine import available_bytes
+from bmburst_ops.flash import NAMES
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -118,7 +119,8 @@ class Generator:
         on_bytes: Called with the number of bytes of weights read since the last call.
 
     Raises:
-        UserError: There is no such model, the cache cannot be sharded this way, or the weights do not fit in memory.
+        UserError: There is no such model, an argument has a wrong type or an unknown name, ranks have different
+            arguments, the cache cannot be sharded this way, or the weights do not fit in memory.
     """
 
     def __init__(
@@ -132,9 +134,14 @@ class Generator:
         kernel: str = "auto",
         on_bytes: Callable[[int], object] = lambda _: None,
     ) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise UserError(
+                f"mesh must be a bmburst.Mesh or None, got {type(mesh).__name__}\n"
+                "fix: bmburst.Mesh.over_process_group(), after init_process_group"
+            )
         comm = resolve_group(None) if mesh is None else mesh.sequence
-        if isinstance(model, str | Path):
-            model = Source.open(Path(model))
+        with comm.checking():  # before weights are read and gathered
+            model = comm.decided(partial(_opened, model, comm, cache, dtype, chunk_tokens, kernel))
         self.directory: Path | None = None
         self.tokenizer: PromptTokenizer | None = None
         weights: ModelWeights
@@ -165,11 +172,18 @@ class Generator:
         """Return an empty session with a KV cache for `max_tokens` tokens of prompts and answers.
 
         Raises:
-            UserError: The cache does not fit in memory; the message contains the maximum length.
+            UserError: The cache does not fit in memory (the message contains the maximum length), or ranks have
+                different `max_tokens`.
         """
-        problem = too_long(self.memory, self._available, max_tokens)
-        if problem:
-            raise UserError(problem)
+
+        def decide() -> tuple[None, str]:
+            require_tokens("max_tokens", max_tokens)
+            if problem := too_long(self.memory, self._available, max_tokens):
+                raise UserError(problem)
+            return None, f"session\nmax_tokens {max_tokens}"
+
+        with self._engine.comm.checking():
+            self._engine.comm.decided(decide)
         return Session(self._engine, max_tokens, self.options)
 
     def encoder(self, *, chat: bool = False) -> PromptEncoder:
@@ -192,7 +206,7 @@ class Generator:
 
         Args:
             prompts: Texts, token ids or messages; the same on every rank.
-            options: Generation options. Default: `options(**given)`.
+            options: Generation options. Default: `options(**given)`. Give either these or `given`.
             chat: Whether a text is a user message to which the chat template is applied.
             progress: Callbacks during generation.
             given: Fields of `GenerationOptions`.
@@ -205,16 +219,9 @@ class Generator:
             UserError: There is no prompt, a prompt is empty or has an invalid token, ranks have different prompts, an
                 option is invalid, the only prompt is too long, or the logits of all prompts of the first batch are NaN.
         """
-        options, progress = options or self.options(**given), progress or Progress()
-        if isinstance(prompts, str) or not len(prompts):
-            reason = "prompts is one text" if isinstance(prompts, str) else "no prompt"
-            raise UserError(
-                f"{reason}\nallowed: a list of prompts, at least one\nfix: give a list, ['Once upon a time']"
-            )
-        TextStream(self.tokenizer, options.stop)  # raises if there are stop strings but no tokenizer
         comm = self._engine.comm
         with comm.checking():
-            read = comm.decided(partial(self._read, prompts, options, chat))
+            read, options, progress = comm.decided(partial(self._read, prompts, options, given, chat, progress))
         answers: dict[int, list[Answer]] = {}
         fitting = []
         for index, prompt in enumerate(read):
@@ -232,14 +239,27 @@ class Generator:
         return [answer for index in range(len(read)) for answer in answers[index]]
 
     def _read(
-        self, prompts: Sequence["str | Ids | Messages | Prompt"], options: GenerationOptions, chat: bool
-    ) -> tuple[list[Prompt], str]:
+        self,
+        prompts: Sequence["str | Ids | Messages | Prompt"],
+        options: GenerationOptions | None,
+        given: Mapping[str, Any],
+        chat: bool,
+        progress: Progress | None,
+    ) -> tuple[tuple[list[Prompt], GenerationOptions, Progress], str]:
+        options = given_options(options, given, self.options)
+        if not isinstance(progress, Progress | None):
+            raise UserError(
+                f"progress must be a Progress, got {type(progress).__name__}\n"
+                "fix: bmburst.inference.answering.Progress(text=...), or leave it out"
+            )
+        require_list(prompts)
+        TextStream(self.tokenizer, options.stop)  # raises if there are stop strings but no tokenizer
         encoder = self.encoder(chat=chat)
         read = [
             each if isinstance(each, Prompt) else encoder.encode(each, f"prompt {index + 1}")
             for index, each in enumerate(prompts)
         ]
-        return read, f"generate\nprompts {_checksum(read)}\noptions {options}"
+        return (read, options, progress or Progress()), f"generate\nprompts {_checksum(read)}\noptions {options}"
 
     def _groups(
         self, prompts: Sequence[Prompt], fitting: Sequence[int], options: GenerationOptions
@@ -256,6 +276,24 @@ class Generator:
             group.append(index)
         if group:
             yield group
+
+
+def _opened(
+    model: Any, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None, kernel: str
+) -> "tuple[Source | Llama, str]":
+    """Check the arguments of `Generator`; return the opened model, and what must be equal on every rank."""
+    require_known("kernel", kernel, NAMES)
+    if isinstance(model, str | Path):
+        model = Source.open(Path(model))
+    config = model.weights.config if isinstance(model, Source) else getattr(model, "config", None)
+    if not isinstance(config, LlamaConfig):
+        raise UserError(
+            f"a {type(model).__name__} is no model for Generator\nallowed: a model's directory, or a bmburst Llama\n"
+            "fix: save the model (save_pretrained), and give the directory"
+        )
+    kind = model.dtype(dtype) if isinstance(model, Source) else torch.float32  # of another model, any will do here
+    inference_memory(config, comm, cache, kind, chunk_tokens)  # raises for cache and chunk_tokens
+    return model, f"Generator\n{config}\ncache {cache}\ndtype {kind}\nchunk_tokens {chunk_tokens}\nkernel {kernel}"
 
 
 def device_of_rank(comm: CheckedCommunicator) -> torch.device:

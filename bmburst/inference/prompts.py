@@ -157,6 +157,22 @@ class PromptEncoder:
         )
 
 
+def require_list(prompts: Any) -> None:
+    """Check that prompts are a list or array of one or more.
+
+    Raises:
+        UserError: They are not.
+    """
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    if isinstance(prompts, str | bytes) or not (is_array or isinstance(prompts, Sequence)):
+        reason = f"prompts is {'one text' if isinstance(prompts, str) else f'of type {type(prompts).__name__}'}"
+    elif len(prompts):
+        return
+    else:
+        reason = "no prompt"
+    raise UserError(f"{reason}\nallowed: a list of prompts, at least one\nfix: give a list, ['Once upon a time']")
+
+
 def read_prompts(
     encoder: PromptEncoder,
     *,

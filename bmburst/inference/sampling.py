@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from bmburst.config import read_json
 from bmburst.config.fields import convert_value, field, shown, spec_of
 from bmburst.data.tokenizer import GENERATION_CONFIG, TokenIds
-from bmburst.errors import UserError, with_fix
+from bmburst.errors import UserError, require_known, with_fix
 
 _MODEL_CONFIG = "config.json"
 _EOS = "eos_token_id"
@@ -140,11 +140,39 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
         given: Fields of `GenerationOptions`; None: not given.
 
     Raises:
-        UserError: A file is damaged, or a value in a file or a given value is not allowed.
+        UserError: A file is damaged, a value in a file or a given value is not allowed, or an option is unknown.
     """
+    for name in given:
+        require_known("option of generation", name, _FIELDS)
     values = {} if directory is None else _defaults(directory)
     values |= {name: value for name, value in given.items() if value is not None}
     return GenerationOptions(**values)
+
+
+def given_options(
+    options: GenerationOptions | None, given: Mapping[str, object], make: Callable[..., GenerationOptions]
+) -> GenerationOptions:
+    """Return the options of a call that takes either options or their fields.
+
+    Args:
+        options: The options, or None.
+        given: Fields of options.
+        make: Returns the options of fields.
+
+    Raises:
+        UserError: The options have another type, both are given, or `make` raises it.
+    """
+    if not isinstance(options, GenerationOptions | None):
+        raise UserError(
+            f"options must be GenerationOptions, got {type(options).__name__}\n"
+            "fix: generator.options(max_new_tokens=64), or max_new_tokens=64 itself"
+        )
+    if options is not None and given:
+        raise UserError(
+            f"options and {', '.join(given)} given\nallowed: one of both\n"
+            f"fix: generator.options({next(iter(given))}=...), or no options"
+        )
+    return make(**given) if options is None else options
 
 
 def ignored_options(directory: Path) -> list[str]:

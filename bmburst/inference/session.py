@@ -5,7 +5,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from bmburst.errors import UserError, not_a_number
 from bmburst.inference.cache import Decoder, KVCache
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow
+from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, given_options
 from bmburst.inference.weights import ModelWeights
 from bmburst.plan.inference import chunk_of
 from bmburst.schedule.cache_split import CacheSplit
@@ -250,6 +250,16 @@ class _Steps:
         return self._logits
 
 
+def require_tokens(name: str, value: object) -> None:
+    """Check a number of tokens.
+
+    Raises:
+        UserError: It is not a whole number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} {value!r}\nallowed: at least 1 token\nfix: for example 4096")
+
+
 class Session:
     """One text that grows in turns: `prefill` appends prompts, `generate` answers. Every rank calls the same methods.
 
@@ -266,8 +276,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, max_tokens: int, options: Callable[..., GenerationOptions]) -> None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise UserError(f"max_tokens {max_tokens!r}\nallowed: at least 1 token\nfix: for example 4096")
+        require_tokens("max_tokens", max_tokens)
         self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
         self._answer: object = None  # the latest; older iterators raise, since their tokens would be appended after it
@@ -296,31 +305,43 @@ class Session:
         comm = self._batch.engine.comm
         with comm.checking():
             turn = comm.decided(lambda: self._checked(ids))
-        self._answer = None
+        self._answer = self._batch.logits = None
         self._batch.prefill([turn], on_tokens)
         self._tokens += turn[len(turn) - len(ids) :]
 
     def generate(self, options: GenerationOptions | None = None, **given: Any) -> Iterator[int]:
         """Yield new tokens until one of `eos_ids`, which is yielded too, or until there are `max_new_tokens`.
 
-        Yielded tokens are appended to the text. A caller may stop at any token, for example at a stop string.
+        Yielded tokens are appended to the text. A caller may stop at any token, for example at a stop string; those of
+        the model's generation_config.json are not looked for.
 
         Args:
-            options: Generation options. Default: the model's own, changed by `given`.
-            given: Fields of `GenerationOptions`.
+            options: Generation options. Default: the model's own, changed by `given`. Give either these or `given`.
+            given: Fields of `GenerationOptions`, except `stop`, `num_samples` and `logprobs`.
 
         Raises:
-            UserError: No prompt was prefilled since the last answer, an option is invalid, or there is no room for
-                `max_new_tokens`. The iterator raises it if the session has continued after this answer, or if the
-                logits are NaN.
+            UserError: No prompt was prefilled since the last answer, an option is invalid, ranks have different options
+                or texts, or there is no room for `max_new_tokens`. The iterator raises it if the session has continued
+                after this answer, or if the logits are NaN.
         """
-        options = options or self._options(**given)
-        batch = self._batch
-        if batch.logits is None:
-            raise UserError("the text ends with an answer\nfix: append a prompt first, session.prefill(ids)")
-        batch.cache.require_room(0, options.max_new_tokens)
+        comm = self._batch.engine.comm
+        with comm.checking():
+            options = comm.decided(lambda: self._decided(options, given))
         self._answer = answer = object()
         return self._generate(options, answer)
+
+    def _decided(self, options: GenerationOptions | None, given: Mapping[str, Any]) -> tuple[GenerationOptions, str]:
+        options = given_options(options, given, self._options)
+        if options.num_samples > 1 or options.logprobs is not None or "stop" in given:
+            name = "stop" if "stop" in given else "num_samples" if options.num_samples > 1 else "logprobs"
+            raise UserError(
+                f"a session yields the tokens of one answer, without {name}\n"
+                f"allowed: the other options\nfix: leave {name} out, or Generator.generate"
+            )
+        if self._batch.logits is None:
+            raise UserError("the text ends with an answer\nfix: append a prompt first, session.prefill(ids)")
+        self._batch.cache.require_room(0, options.max_new_tokens)
+        return options, f"session.generate\noptions {options}\ntext {contents(torch.tensor(self._tokens))}"
 
     def _generate(self, options: GenerationOptions, answer: object) -> Iterator[int]:
         self._require_newest(answer)
@@ -349,6 +370,11 @@ class Session:
 
     def _checked(self, ids: Ids) -> tuple[list[int], str]:
         """Return the tokens to prefill: those of the text that are not yet cached, then the given ones."""
+        if self._batch.cache.lengths[0] > len(self._tokens):
+            raise UserError(
+                "an exception has interrupted this session, and its cache holds tokens that are not in its text\n"
+                "fix: a new session, generator.session(max_tokens), that begins with session.tokens"
+            )
         new = self._encoder.ids(ids, "prefill").tokens
         pending = self._tokens[self._batch.cache.lengths[0] :]
         self._batch.cache.require_room(0, len(pending) + len(new))

@@ -98,11 +98,13 @@ class Part:
                 )
             require_splittable(model, self.ends)
             require_rows(model, self.largest)
-            return None, f"{type(model).__name__} on a split sequence"
+            return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
 
         self.mesh.world.decided(decide)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
-        found: Tensor = model(input_ids=self.input_ids, **(ours | inputs)).logits
+        found: Tensor | None = getattr(model(input_ids=self.input_ids, **(ours | inputs)), "logits", None)
+        if found is None:
+            raise UserError(f"{type(model).__name__} returns no logits\nfix: give a causal LM, AutoModelForCausalLM")
         return found
 
     def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:

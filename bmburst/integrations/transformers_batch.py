@@ -159,13 +159,19 @@ def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tup
             "fix: bmburst.Documents(lengths) of all samples, or one for each"
         )
     masks = (documents,) if isinstance(documents, Documents) else tuple(documents)
+    wrong = [mask for mask in masks if not isinstance(mask, Documents)]
+    if wrong:
+        raise UserError(
+            f"documents must be causal bmburst.Documents, or a list of them, got a list with {wrong[0]}\n"
+            "fix: bmburst.Documents(lengths) of all samples, or one for each"
+        )
     if len(masks) not in (1, batch):
         raise UserError(
             f"got documents of {len(masks)} samples for a batch of {batch}\n"
             "fix: give one for all samples, or one for each"
         )
     for mask in masks:
-        if not isinstance(mask, Documents) or not mask.causal:
+        if not mask.causal:
             raise UserError(
                 f"documents must be causal bmburst.Documents, got {mask}\n"
                 "fix: bmburst.Documents(lengths), without causal=False"

@@ -5,13 +5,15 @@ tokens. Prompts and further turns are split in the same way (layout "striped"), 
 caches. New tokens attend to each other as in training, and to the cache by passing queries from rank to rank.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from bmburst.amounts import whole_number
 from bmburst.attention.call import AttentionCall
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
@@ -25,6 +27,7 @@ from bmburst_ops.decode import decode_attention, merge_decode
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype
 
+_REFUSED = ("use_cache", "inputs_embeds", "assistant_model", "prompt_lookup_num_tokens")
 _ROOM = 64
 """Least number of a rank's tokens by which the memory grows."""
 
@@ -166,22 +169,46 @@ class SplitCache(Cache):  # type: ignore[misc]
         mesh: The ranks. `bmburst.Mesh.over_process_group()`.
 
     Raises:
-        UserError: `mesh` is not a mesh, or it has tensor parallelism.
+        UserError: `config` is no configuration, or `mesh` is not a mesh or has tensor parallelism.
     """
 
     def __init__(self, config: Any, mesh: Mesh) -> None:
         require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
+        if not hasattr(config, "get_text_config"):
+            got = type(config).__name__
+            raise UserError(f"config must be a model's config, got {got}\nfix: SplitCache(model.config, mesh)")
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         self.mesh = mesh
         split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, heads, kv_heads)
         super().__init__(layers=[SplitLayer(mesh, split) for _ in range(text.num_hidden_layers)])
+        self.text: Tensor | None = None
+        """The cached tokens of the last `generate`, `[batch, tokens]`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+
+    def require_behind(self, input_ids: Tensor) -> None:
+        """Check that `input_ids`, `[batch, tokens]`, is the cached text with new tokens behind it.
+
+        Raises:
+            UserError: It is shorter, of another number of texts, or of another text.
+        """
+        length = self.get_seq_length()
+        whole = "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
+        if length >= input_ids.shape[1]:
+            raise UserError(f"the cache holds {length} tokens, but input_ids has {input_ids.shape[1]}\n{whole}")
+        batch = len(self.layers[0].keys) if length else len(input_ids)
+        if batch != len(input_ids):
+            raise UserError(f"the cache holds {batch} texts, but input_ids has {len(input_ids)}\n{whole}")
+        if self.text is None or self.text.shape[1] != length:  # filled otherwise than by `generate`
+            return
+        differing = (self.text != input_ids[:, :length].to(self.text.device)).any(0).nonzero()
+        if len(differing):
+            raise UserError(f"input_ids differs from the cached text at token {int(differing[0])}\n{whole}")
 
     @torch.no_grad()
     def prefill(self, model: PreTrainedModel, input_ids: Tensor) -> None:
@@ -254,34 +281,30 @@ def generate(
         The result of `model.generate`, the same on every rank.
 
     Raises:
-        UserError: The prompt is padded, or the options ask for beam search or several samples per prompt.
+        UserError: The model or an argument is not supported, the prompt is padded, it does not begin with the cached
+            text, the options ask for beam search or several samples per prompt, or ranks have different arguments.
     """
-    cache = SplitCache(model.config, mesh) if past_key_values is None else past_key_values
+    require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
 
-    def decide() -> tuple[None, str]:
+    def decide() -> tuple[SplitCache, str]:
+        _require_ids(model, input_ids)
+        cache = SplitCache(model.config, mesh) if past_key_values is None else past_key_values
         if not isinstance(cache, SplitCache):
             raise UserError(f"past_key_values is a {type(cache).__name__}\nfix: SplitCache(model.config, mesh)")
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
-            got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise UserError(
-                f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
-                'fix: tokenizer(text, return_tensors="pt").input_ids'
-            )
-        if cache.get_seq_length() >= input_ids.shape[1]:
-            raise UserError(
-                f"the cache holds {cache.get_seq_length()} tokens, but input_ids has {input_ids.shape[1]}\n"
-                "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
-            )
+        cache.require_behind(input_ids)
+        if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
+            shape = list(input_ids.shape)
+            raise UserError(f"attention_mask must be a tensor {shape} as input_ids is\nfix: leave it out")
         if attention_mask is not None and not bool((attention_mask == 1).all()):
             raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
-        config = options.get("generation_config") or model.generation_config
-        for name in ("num_beams", "num_return_sequences"):
-            if (options.get(name) or getattr(config, name, None) or 1) > 1:
-                raise _no_beams()
-        return None, f"generate\nseed {seed}\ninput_ids {describe_tensors(input_ids)} {contents(input_ids)}"
+        _require_options(model, options)
+        told = [f"{name} {_plain(value)}" for name, value in sorted(options.items()) if name != "streamer"]
+        seeded = f"seed {whole_number('seed', seed, 0)}"
+        ids = f"input_ids {describe_tensors(input_ids)} {contents(input_ids)}"
+        return cache, "\n".join(("generate", seeded, ids, f"cached {cache.get_seq_length()}", *told))
 
     with mesh.sequence.checking():
-        mesh.sequence.decided(decide)
+        cache = mesh.sequence.decided(decide)
     input_ids = input_ids.to(mesh.sequence.device)
     most = input_ids.shape[1] - 1  # generate itself computes the last token
     if cache.get_seq_length() < most:
@@ -289,7 +312,53 @@ def generate(
     devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache, **options)
+        given: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(input_ids)} | options
+        found = model.generate(input_ids, past_key_values=cache, **given)
+    text = found if isinstance(found, Tensor) else found.sequences
+    cache.text = text[:, : cache.get_seq_length()].clone()
+    return found
+
+
+def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
+        got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise UserError(
+            f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
+            'fix: tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32) or int(input_ids.min()) < 0:
+        raise UserError(
+            f"input_ids must be token ids, int64 of at least 0, got {input_ids.dtype} from {input_ids.min()}\n"
+            'fix: tokenizer(text, return_tensors="pt").input_ids'
+        )
+    require_splittable(model, lambda: (input_ids.shape[1],))
+    if getattr(model, "generation_config", None) is None:
+        raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
+    require_rows(model, int(input_ids.max()))
+
+
+def _require_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    config = options.get("generation_config") or model.generation_config
+    if not isinstance(config, GenerationConfig):
+        raise UserError(
+            f"generation_config must be transformers' GenerationConfig, got {type(config).__name__}\n"
+            "fix: leave it out, or GenerationConfig(...)"
+        )
+    for name in ("num_beams", "num_return_sequences"):
+        if (options.get(name) or getattr(config, name, None) or 1) != 1:
+            raise _no_beams()
+    for name in _REFUSED:
+        if options.get(name) is not None and options[name] is not True:
+            raise UserError(
+                f"{name} is not possible with a split cache\n"
+                'fix: leave it out, or model.set_attn_implementation("sdpa") and model.generate'
+            )
+
+
+def _plain(value: object) -> str:
+    """Return a value as text if that is equal on all ranks, else its type."""
+    is_plain = isinstance(value, int | float | str | GenerationConfig | None)
+    return repr(value) if is_plain else type(value).__name__
 
 
 def _no_beams() -> UserError:

@@ -100,12 +100,12 @@ def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -
         name: Name of the option, for the message.
 
     Raises:
-        UserError: `chunk_tokens` is below 1.
+        UserError: `chunk_tokens` is not a whole number above 0.
     """
     if chunk_tokens is None:
         return TOKENS_OF_RANK * ranks
-    if isinstance(chunk_tokens, bool) or chunk_tokens < 1:
-        raise UserError(f"{name} {chunk_tokens}\nallowed: at least 1 token\nfix: for example 65536")
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise UserError(f"{name} {chunk_tokens!r}\nallowed: at least 1 token\nfix: for example 65536")
     return chunk_tokens
 
 

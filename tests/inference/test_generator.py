@@ -20,7 +20,7 @@ from bmburst.inference.answering import Progress
 from bmburst.inference.generator import Generator
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import Answer
-from bmburst.inference.session import Engine, GenerationBatch
+from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import NORM
 from bmburst.mesh import Mesh
 from bmburst.schedule.parallelism import MeshShape
@@ -47,6 +47,12 @@ def over(comm: CheckedCommunicator, family: str = "llama", **options: Any) -> Ge
 
 def without_eos(found: Sequence[Answer]) -> list[list[int]]:
     return [list(answer.tokens) for answer in found]
+
+
+def prefilled(generator: Generator, tokens: Sequence[int] = (1, 2, 3)) -> Session:
+    session = generator.session(40)
+    session.prefill(tokens)
+    return session
 
 
 def test_answers_are_in_order_and_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +190,22 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
         (lambda g: g.session(9).generate(), ("prefill",)),
         (lambda g: g.session(9).prefill([]), ("at least one",)),
         (lambda g: g.session(9).prefill([-1]), ("-1",)),
+        (lambda g: g.generate(None), ("NoneType", "list of prompts")),
+        (lambda g: g.generate(3), ("int", "list of prompts")),
+        (lambda g: g.generate([1] for _ in range(2)), ("generator", "list of prompts")),
+        (lambda g: g.generate(b"ab"), ("bytes", "list of prompts")),
+        (lambda g: g.generate([[1]], {"top_k": 3}), ("options", "dict", "generator.options")),
+        (lambda g: g.generate([[1]], g.options(), top_k=3), ("options and top_k", "one of both")),
+        (lambda g: g.generate([[1]], progress=print), ("progress", "Progress")),
+        (lambda g: g.generate([[1]], do_sample=True), ("do_sample", "temperature")),
+        (lambda g: g.options(max_tokens=3), ("max_tokens", "max_new_tokens")),
+        (lambda g: g.session("9"), ("max_tokens '9'", "at least 1")),
+        (lambda g: g.session(None), ("max_tokens None", "at least 1")),
+        (lambda g: prefilled(g).generate(3), ("options", "int")),
+        (lambda g: prefilled(g).generate(g.options(), top_k=3), ("options and top_k", "one of both")),
+        (lambda g: prefilled(g).generate(stop="x"), ("stop", "Generator.generate")),
+        (lambda g: prefilled(g).generate(num_samples=2, temperature=1.0), ("num_samples", "Generator.generate")),
+        (lambda g: prefilled(g).generate(logprobs=1), ("logprobs", "Generator.generate")),
     ],
 )
 def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) -> None:
@@ -238,6 +260,10 @@ def test_a_prompt_whose_logits_are_no_numbers_does_not_stop_the_others(monkeypat
         ({"cache": "rows"}, ("cache", "rows", "tokens")),
         ({"dtype": "int8"}, ("dtype", "int8", "bfloat16")),
         ({"chunk_tokens": 0}, ("chunk_tokens 0", "at least 1")),
+        ({"chunk_tokens": "8"}, ("chunk_tokens '8'", "at least 1")),
+        ({"chunk_tokens": 1.5}, ("chunk_tokens 1.5", "at least 1")),
+        ({"kernel": "fast"}, ("kernel", "fast", "auto")),
+        ({"mesh": "all"}, ("mesh", "bmburst.Mesh", "str")),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -261,13 +287,58 @@ def test_a_chunk_without_tokens_is_refused_before_weights_are_read(monkeypatch: 
     refuse(lambda: alone(chunk_tokens=0), "chunk_tokens 0", "at least 1")
 
 
-def test_ranks_that_differ_are_told() -> None:
+@pytest.mark.parametrize("model", [None, 3, [], torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    refuse(lambda: Generator(model), type(model).__name__, "directory")
+
+
+def on_rank_1(comm: CheckedCommunicator, wrong: object, right: object) -> Any:
+    return wrong if comm.rank == 1 else right
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g, comm: g.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), ("prompts", "rank")),
+        (lambda g, comm: g.generate(on_rank_1(comm, "x", [[1]]), max_new_tokens=2), ("one text",)),
+        (lambda g, comm: g.generate([[1]], max_new_tokens=on_rank_1(comm, 0, 2)), ("max_new_tokens", "0")),
+        (lambda g, comm: g.generate([[1]], stop=on_rank_1(comm, "x", ())), ("stop", "tokenizer")),
+        (lambda g, comm: g.session(on_rank_1(comm, 0, 9)), ("max_tokens 0",)),
+        (lambda g, comm: g.session(9 + comm.rank), ("max_tokens", "rank")),
+        (lambda g, comm: g.session(20).prefill(prompt(5, seed=comm.rank)), ("ids", "rank")),
+        (lambda g, comm: prefilled(g).generate(max_new_tokens=on_rank_1(comm, 99, 2)), ("at most 37",)),
+        (lambda g, comm: prefilled(g).generate(temperature=1.0, seed=comm.rank), ("options", "seed=1")),
+        (lambda g, comm: (prefilled(g), prefilled(g, [4, 5]))[comm.rank].generate(), ("text", "rank")),
+        (lambda _, comm: over(comm, cache=on_rank_1(comm, "tokens", "heads")), ("cache tokens", "cache heads")),
+        (lambda _, comm: over(comm, chunk_tokens=4 + comm.rank), ("chunk_tokens 4", "chunk_tokens 5")),
+        (lambda _, comm: over(comm, on_rank_1(comm, "qwen2", "llama")), ("rank 0", "rank 1")),
+    ],
+)
+def test_ranks_that_differ_are_told(call: Callable[[Generator, CheckedCommunicator], object], words: Any) -> None:
     def body(comm: CheckedCommunicator) -> None:
         made = over(comm)
-        refuse(lambda: made.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), "prompts", "rank")
-        refuse(lambda: made.session(20).prefill(prompt(5, seed=comm.rank)), "ids", "rank")
+        refuse(lambda: call(made, comm), *words)
 
     run_ranks(2, body)
+
+
+def test_a_directory_that_one_rank_lacks_is_told_on_all() -> None:
+    def body(comm: CheckedCommunicator) -> None:
+        mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+        refuse(lambda: Generator(on_rank_1(comm, "/nowhere", directory("llama")), mesh=mesh), "no directory /nowhere")
+
+    run_ranks(2, body)
+
+
+def test_an_interrupted_session_does_not_go_on_with_tokens_that_its_text_lacks() -> None:
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    session = prefilled(alone())
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill([4, 5], stop)
+    refuse(lambda: session.generate(max_new_tokens=2), "prefill")
+    refuse(lambda: session.prefill([4, 5]), "interrupted", "new session")
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

@@ -55,6 +55,11 @@ def test_tokens_equal_transformers(ranks: int, expected: dict[str, torch.Tensor]
     assert all(each["refused"] == seen[0]["refused"] for each in seen)
     for words, text in zip(program.REFUSED, seen[0]["refused"], strict=True):
         assert says(text, words), text
+    for each in seen:
+        says(each["other models"][0], "sdpa")
+        says(each["other models"][1], "no head | AutoModelForCausalLM")
+        if ranks > 1:
+            says(each["differing"], "max_new_tokens 2 | max_new_tokens 3 | rank 1")
 
 
 class WithoutWindows(CpuKernel):

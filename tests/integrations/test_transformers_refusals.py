@@ -44,6 +44,24 @@ def _rope(kind: str) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}}
 
 
+def test_a_model_without_a_head() -> None:
+    model = _model("llama").eval().model
+    for call in (_part().loss, _part().logits):
+        with refused("LlamaModel returns no logits | AutoModelForCausalLM"):
+            call(model)
+
+
+def test_ranks_with_different_inputs_of_the_model() -> None:
+    model = _model("llama").eval()
+
+    def body(world: CheckedCommunicator) -> None:
+        part = SplitSequences(_mesh(world)).part(IDS)
+        with refused("inputs | foo | rank 1"):
+            part.loss(model, **({"foo": 1} if world.rank == 1 else {}))
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
@@ -181,6 +199,7 @@ def test_a_model_that_makes_its_masks_itself() -> None:
         ({"documents": [Documents((4,))] * 3}, "3 samples | batch of 2"),
         ({"documents": Documents((4, 7), causal=False)}, "must be causal bmburst.Documents"),
         ({"documents": [Full(), Full()]}, "must be causal bmburst.Documents"),
+        ({"documents": [4, 4, 3]}, "documents | bmburst.Documents(lengths) | 4"),
         ({"documents": 5}, "documents | bmburst.Documents, or a list of them | int | fix: "),
     ],
 )

@@ -44,6 +44,10 @@ def run(output: Path) -> None:
     long.prefill(model, prompt(1000))
     found["nbytes"] = long.nbytes
     found["refused"] = [_refusal(model, mesh, **given) for given in BAD]
+    found["differing"] = _refusal(model, mesh, **DIFFER[dist.get_rank() % 2])
+    found["other models"] = [
+        _refusal(other, mesh) for other in (make_model("llama", "sdpa", torch.float32), model.model)
+    ]
     torch.save(found, output / f"{dist.get_rank()}.pt")
 
 
@@ -55,6 +59,17 @@ BAD: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "num_return_sequences": 2},
     {"past_key_values": DynamicCache()},
     {"past_key_values": "filled"},
+    {"past_key_values": "filled", "input_ids": prompt(5)[:1]},
+    {"past_key_values": "filled", "input_ids": prompt(5)},
+    {"input_ids": torch.tensor([[1, 999]])},
+    {"input_ids": torch.tensor([[1, -1]])},
+    {"input_ids": torch.tensor([[1.0, 2.0]])},
+    {"attention_mask": [[1, 1, 1]] * 2},
+    {"use_cache": False},
+    {"prompt_lookup_num_tokens": 2},
+    {"generation_config": 3},
+    {"seed": "one"},
+    {"mesh": "all"},
 )
 REFUSED = (
     "input_ids | list",
@@ -64,17 +79,30 @@ REFUSED = (
     "num_return_sequences=1",
     "DynamicCache | SplitCache",
     "holds 3 tokens | input_ids has 3",
+    "holds 2 texts | input_ids has 1",
+    "differs | at token 0 | new cache",
+    "999 | 0 to 60",
+    "at least 0 | -1",
+    "int64 | float32",
+    "attention_mask | [2, 3]",
+    "use_cache | leave it out",
+    "prompt_lookup_num_tokens | leave it out",
+    "GenerationConfig | int",
+    "seed | 'one'",
+    "bmburst.Mesh | str",
 )
+DIFFER: tuple[dict[str, Any], ...] = ({"max_new_tokens": 2}, {"max_new_tokens": 3})
+"""Of even and odd ranks."""
 
 
-def _refusal(model: Any, mesh: Mesh, **given: Any) -> str:
+def _refusal(model: Any, own: Mesh, **given: Any) -> str:
     """Return what `generate` says of arguments that it refuses."""
     if given.get("past_key_values") == "filled":
-        given["past_key_values"] = SplitCache(model.config, mesh)
-        generate(model, prompt(3)[:, :2], mesh=mesh, past_key_values=given["past_key_values"], max_new_tokens=2)
-    arguments: dict[str, Any] = {"input_ids": prompt(3), "max_new_tokens": 2} | given
+        given["past_key_values"] = SplitCache(model.config, own)
+        generate(model, prompt(3)[:, :2], mesh=own, past_key_values=given["past_key_values"], max_new_tokens=2)
+    arguments: dict[str, Any] = {"input_ids": prompt(3), "max_new_tokens": 2, "mesh": own} | given
     try:
-        generate(model, mesh=mesh, **arguments)
+        generate(model, **arguments)
     except UserError as error:
         return str(error)
     return "nothing"
