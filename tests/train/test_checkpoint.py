@@ -140,7 +140,7 @@ def test_runs_at_the_edges(tmp_path):
 
 def _edges(folder):
     # A gradient that is not finite changes neither weights nor moments.
-    diverged = trainer(folder, "diverged", sample_tokens=3, eval_every=2)
+    diverged = trainer(folder, "diverged", sample_tokens=3, eval_every=2, max_skipped_steps=0)
     diverged.step()
     parameters = [p for group in diverged.optimizer.param_groups for p in group["params"]]
     before = [p.clone() for p in parameters]
