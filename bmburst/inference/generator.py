@@ -326,8 +326,7 @@ def available_memory(comm: CheckedCommunicator, device: torch.device) -> float:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         mine = usable(free + kept, whole)
     else:
-        host = available_bytes() or 2**40
-        mine = usable(host / comm.size, 0)
+        mine = usable((available_bytes() or 2**40) / comm.size, 0)
     return float(min(gather_objects(comm, mine)))
 
 
@@ -345,9 +344,7 @@ def require_room(
     Args:
         source: The model.
         comm: The ranks that share a sequence.
-        cache: See `Generator`.
-        dtype: See `Generator`.
-        chunk_tokens: See `Generator`.
+        cache, dtype, chunk_tokens: See `Generator`.
         prompt: Tokens of the prompt.
         options: Generation options of its answers.
 

@@ -5,6 +5,8 @@
 
 import copy
 import dataclasses
+import hashlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -279,6 +281,7 @@ class Session:
         require_tokens("max_tokens", max_tokens)
         self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
+        self._digest = hashlib.blake2b(digest_size=8)  # of the tokens; comparing these would take longer at each turn
         self._answer: object = None  # the latest; older iterators raise, since their tokens would be appended after it
         self._encoder = PromptEncoder(None, engine.weights.config.vocab_size)
 
@@ -307,7 +310,7 @@ class Session:
             turn = comm.decided(lambda: self._checked(ids))
         self._answer = self._batch.logits = None
         self._batch.prefill([turn], on_tokens)
-        self._tokens += turn[len(turn) - len(ids) :]
+        self._append(turn[len(turn) - len(ids) :])
 
     def generate(self, options: GenerationOptions | None = None, **given: Any) -> Iterator[int]:
         """Yield new tokens until one of `eos_ids`, which is yielded too, or until there are `max_new_tokens`.
@@ -341,7 +344,7 @@ class Session:
         if self._batch.logits is None:
             raise UserError("the text ends with an answer\nfix: append a prompt first, session.prefill(ids)")
         self._batch.cache.require_room(0, options.max_new_tokens)
-        return options, f"session.generate\noptions {options}\ntext {contents(torch.tensor(self._tokens))}"
+        return options, f"session.generate\noptions {options}\ntext {self._digest.hexdigest()}"
 
     def _generate(self, options: GenerationOptions, answer: object) -> Iterator[int]:
         self._require_newest(answer)
@@ -352,11 +355,15 @@ class Session:
         sampler = Sampler(options, [row], weights.config.vocab_size, weights.device)
         for chosen in self._batch.decode(sampler, options.max_new_tokens):
             token = int(chosen.tokens[0])
-            self._tokens.append(token)
+            self._append([token])
             yield token
             if token in options.eos_ids:
                 return
             self._require_newest(answer)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+        self._digest.update(array("q", tokens).tobytes())
 
     def _require_newest(self, answer: object) -> None:
         if answer is not self._answer:
@@ -365,7 +372,7 @@ class Session:
     def fork(self) -> "Session":
         """Return an independent session with a copy of the text and its cache."""
         other = copy.copy(self)
-        other._batch, other._tokens = self._batch.copies(1), list(self._tokens)
+        other._batch, other._tokens, other._digest = self._batch.copies(1), list(self._tokens), self._digest.copy()
         return other
 
     def _checked(self, ids: Ids) -> tuple[list[int], str]:
