@@ -180,11 +180,10 @@ class BlockSparse(Mask):
 
     def __init__(self, block_map: Any, block_size: int, causal: bool = False) -> None:
         given = array_of("block_map", block_map)
-        if (
-            given.dtype != bool and not np.isin(given, (0, 1)).all()
-        ):  # such as 0 and -inf, which would mean the opposite
+        # An additive mask of 0 and -inf would mean the opposite.
+        if given.dtype.kind not in "biuf" or not ((given >= 0) & (given < np.inf)).all():
             raise UserError(
-                f"block_map has values other than True and False, {given.dtype}\nallowed: bool, or 0 and 1\n"
+                f"block_map has values that are neither true nor false, {given.dtype}\nallowed: bool, or 0 and 1\n"
                 "fix: True where a block of queries sees a block of keys"
             )
         cells = np.array(given, dtype=bool)
