@@ -196,7 +196,7 @@ def _never_slower(records: Recorded) -> Verdict:
 
 
 def _twice_at_32k(records: Recorded) -> Verdict:
-    ours, theirs = (records.measured(TRAIN, f"step/llama-2-7b/32768/{m}@2") for m in ("ours", "tensor-v3"))
+    ours, theirs = (records.measured(TRAIN, step_key("llama-2-7b", 32 * KIB, m)) for m in ("ours", "tensor-v3"))
     found = [curve.gain(8, 32 * KIB, pcie=pcie) for pcie in (False, True)]
     predicted = f"8 GPUs, predicted with {curve.way(8, 32 * KIB)}: {found[0]:.2f} times with NVLink"
     predicted += f", {found[1]:.2f} with PCIe"
@@ -222,14 +222,14 @@ def _fastest(records: Recorded, model: str, zero: int) -> Verdict:
 
 
 def _ring_out_of_memory(records: Recorded) -> Verdict:
-    rows = {n: records.row(TRAIN, f"step/llama-2-7b/{n}/ring-li@2") for n in LENGTHS}
+    rows = {n: records.row(TRAIN, step_key("llama-2-7b", n, "ring-li")) for n in LENGTHS}
     known = {n: row for n, row in rows.items() if row is not None}
     if not known:
         return UNKNOWN
     failed = [n for n, row in known.items() if "memory" in row.get("reason", "")]
     if not failed:
         return judged(False, f"it runs up to {max(known) // KIB}K")
-    ours = records.measured(TRAIN, f"step/llama-2-7b/{failed[0]}/ours@2")
+    ours = records.measured(TRAIN, step_key("llama-2-7b", failed[0], "ours"))
     reason, way = known[failed[0]]["reason"], "" if ours is None else way_of(ours)
     return judged(ours is not None, f"{failed[0] // KIB}K: {reason}; ours runs there{way}")
 
@@ -343,7 +343,7 @@ def _higher_throughput(records: Recorded) -> Verdict:
 def _memory_as_tensor(records: Recorded) -> Verdict:
     parts, holds, way = [], True, ""
     for tokens in (32 * KIB, 128 * KIB):
-        ours, theirs = (records.measured(TRAIN, f"step/llama-2-7b/{tokens}/{m}@2") for m in ("ours", "tensor-v3"))
+        ours, theirs = (records.measured(TRAIN, step_key("llama-2-7b", tokens, m)) for m in ("ours", "tensor-v3"))
         if ours is None or theirs is None or not (ours["peak_memory_gib"] and theirs["peak_memory_gib"]):
             return UNKNOWN
         ratio = ours["peak_memory_gib"] / theirs["peak_memory_gib"]

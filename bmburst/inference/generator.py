@@ -22,10 +22,10 @@ from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
 from bmburst.inference.sampling import GenerationOptions, generation_options, given_options
-from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session, require_tokens
+from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
-from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, usable
+from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, require_tokens, usable
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.train.machine import available_bytes
 from bmburst_ops.flash import NAMES
@@ -177,7 +177,7 @@ class Generator:
         """
 
         def decide() -> tuple[None, str]:
-            require_tokens("max_tokens", max_tokens)
+            require_tokens("max_tokens", max_tokens, 4096)
             if problem := too_long(self.memory, self._available, max_tokens):
                 raise UserError(problem)
             return None, f"session\nmax_tokens {max_tokens}"

@@ -23,7 +23,7 @@ from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, given_options
 from bmburst.inference.weights import ModelWeights
-from bmburst.plan.inference import chunk_of
+from bmburst.plan.inference import chunk_of, require_tokens
 from bmburst.schedule.cache_split import CacheSplit
 
 MOST_SEQUENCES = 64
@@ -252,16 +252,6 @@ class _Steps:
         return self._logits
 
 
-def require_tokens(name: str, value: object) -> None:
-    """Check a number of tokens.
-
-    Raises:
-        UserError: It is not a whole number above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} {value!r}\nallowed: at least 1 token\nfix: for example 4096")
-
-
 class Session:
     """One text that grows in turns: `prefill` appends prompts, `generate` answers. Every rank calls the same methods.
 
@@ -278,7 +268,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, max_tokens: int, options: Callable[..., GenerationOptions]) -> None:
-        require_tokens("max_tokens", max_tokens)
+        require_tokens("max_tokens", max_tokens, 4096)
         self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
         self._digest = hashlib.blake2b(digest_size=8)  # of the tokens; comparing these would take longer at each turn

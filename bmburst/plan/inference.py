@@ -104,9 +104,23 @@ def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -
     """
     if chunk_tokens is None:
         return TOKENS_OF_RANK * ranks
-    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-        raise UserError(f"{name} {chunk_tokens!r}\nallowed: at least 1 token\nfix: for example 65536")
+    require_tokens(name, chunk_tokens, 65536)
     return chunk_tokens
+
+
+def require_tokens(name: str, value: object, example: int) -> None:
+    """Check a number of tokens.
+
+    Args:
+        name: Name of the option, for the message.
+        value: The number.
+        example: A possible number, for the message.
+
+    Raises:
+        UserError: It is not a whole number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} {value!r}\nallowed: at least 1 token\nfix: for example {example}")
 
 
 def usable(free: float, device: float) -> float:
