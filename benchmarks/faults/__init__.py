@@ -261,14 +261,14 @@ class TwoNodeRun(DisturbedRun):
         return base_of(self.run.rename(folder), timing)
 
     def start(self, *, fresh: bool) -> Program:
-        """Start a launcher on each node."""
-        words = ["--", "-m", "bmburst", *self.bench.words(self.run, fresh=fresh)]
-        meet = ["--nproc=1", "--nnodes=2", f"--master-addr={self._network.address(0)}", "--master-port=29500"]
+        """Start torchrun on each node."""
+        words = ["-m", "bmburst", *self.bench.words(self.run, fresh=fresh)]
+        meet = ["--nproc-per-node=1", "--nnodes=2", f"--master-addr={self._network.address(0)}", "--master-port=29500"]
         named = ["env", f"GLOO_SOCKET_IFNAME={netns.DEVICE}"]
         hang = f"--hang-timeout={self._patience}"
         return self.bench.program(
             *(
-                ([*self._network.within(n), *named], ["launch", *meet, f"--node-rank={n}", hang, *words])
+                ([*self._network.within(n), *named], ["torchrun", *meet, f"--node-rank={n}", *words, hang])
                 for n in range(2)
             )
         )

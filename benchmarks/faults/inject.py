@@ -14,6 +14,7 @@ from threading import Lock
 
 from benchmarks.faults import programs
 from benchmarks.faults.programs import JOB, STEPS, Fault, Program, RunWatch, UndisturbedRun, base_of, wait_for
+from bmburst.runtime.rank import STOPPED
 
 _DISK_MIB = 64
 LIMIT = 90.0  # seconds until all processes of a killed run are gone; added to the expected time of other runs
@@ -313,7 +314,7 @@ class TerminatedRun(DisturbedRun):
     def judge(self, fault: Fault, program: Program) -> list[str]:
         """See `DisturbedRun.judge`: during training the run saves a checkpoint and stops; before that it ends."""
         (status,) = program.statuses
-        allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
+        allowed = {0, STOPPED, 128 + signal.SIGTERM if fault.target == "launcher" else 1}
         if fault.target == "launcher" and fault.moment == "start":
             allowed.add(-signal.SIGTERM)  # its signal handler may not be installed yet
         if fault.target == "launcher" and programs.newest(self.run) == STEPS:

@@ -64,7 +64,7 @@ class Program:
     """One start of a run: its launchers and all their processes.
 
     Args:
-        commands: For each launcher, a command prefix and the arguments of `bmburst`.
+        commands: For each launcher, a command prefix and the arguments of `bmburst`, or `torchrun` and its arguments.
         place: Folder for output and temporary files of this start; it is deleted and created.
         mark: A unique name of this start.
     """
@@ -83,7 +83,8 @@ class Program:
         self.launchers = []
         for (before, words), errors in zip(commands, self._errors, strict=True):
             with errors.open("wb") as file:
-                command = [*tied, *before, sys.executable, "-m", "bmburst", *words]
+                program = ["torch.distributed.run", *words[1:]] if words[0] == "torchrun" else ["bmburst", *words]
+                command = [*tied, *before, sys.executable, "-m", *program]
                 nothing = subprocess.DEVNULL
                 begun = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=file, cwd=place, env=environ)
                 self.launchers.append(begun)

@@ -1,6 +1,7 @@
 """`bmburst check`: runs a few steps of a configuration on its ranks and on one rank, and compares every tensor."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,16 +9,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, finite
-from bmburst.cli import train
-from bmburst.config import given_options, read_json, to_dict
+from bmburst.cli import training
+from bmburst.config import build_config, given_options, read_json, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
+from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.runtime.launch.spec import LaunchSpec
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import check_run, resolve, write_run_config
+from bmburst.train.resolve import check_run, resolve
 
 if TYPE_CHECKING:
     from bmburst.train.check import CheckReport, Deviation, StepReport, TensorReport
@@ -32,7 +36,7 @@ _EPILOG = (
     "--model.num_layers 2 (with --preset instead of --init-from), or a shorter --sequence-length. Results are kept in "
     "a temporary folder ($TMPDIR), about 12 bytes a parameter for each run. No run folder is written: --output, "
     "checkpoints, evaluations and the sample are ignored. --resume takes the configuration of the run in --output, not "
-    "its weights. All ranks run on this machine. Rounding errors grow with the steps, so a few steps tell the most."
+    "its weights. Rounding errors grow with the steps, so a few steps tell the most."
 )
 _SHOWN = 20
 # Exit statuses: 2 is bad input, already explained; 128 and above means that a signal ended the run.
@@ -54,7 +58,7 @@ class _CheckRun:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst train` and --check-steps, --all and --json."""
-    train.configure(parser)
+    training.configure(parser)
     parser.usage = "bmburst check [--check-steps N] [--all] [--json FILE] [--config FILE] [--FIELD VALUE ...]"
     parser.epilog = _EPILOG
     add = parser.add_argument
@@ -69,25 +73,78 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: The configuration cannot work.
     """
+    if is_rank():
+        return run_joined_rank(__name__, partial(settle, args))
+    with settle(args) as (request, spec):
+        return run_on_ranks(__name__, request, spec)
+
+
+@contextlib.contextmanager
+def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
+    """Check the runs, and run those on one rank.
+
+    Args:
+        args: The options.
+        world_size: Number of ranks, if another launcher has started them; this is rank 0 then.
+
+    Yields:
+        The request to the ranks, and how they are started and watched.
+
+    Raises:
+        UserError: The configuration cannot work.
+        SystemExit: A run on one rank failed, with its status.
+    """
     config = resolve_options(args)
-    runs = runs_to_compare(config, train.ranks_of(config))
+    ranks, *others = runs_to_compare(config, world_size or training.ranks_of(config))
     with tempfile.TemporaryDirectory(prefix="bmburst-check-") as name:
         folder = Path(name)
-        _require_space(folder, runs)
-        for number, each in enumerate(runs, start=1):
-            _print_progress(f"[{number}/{len(runs) + 1}] {each}: {args.check_steps} steps of {_tokens(config)}")
-            status = _launch(each, folder / each.name, args.check_steps)
-            if status:
-                return status
-        _print_progress(f"[{len(runs) + 1}/{len(runs) + 1}] comparing")
+        _require_space(folder, (ranks, *others))
+        for each in (ranks, *others):
+            (folder / each.name).mkdir()
+        titles = [f"{each}: {args.check_steps} steps of {_tokens(config)}" for each in (*others, ranks)]
+        for number, (each, title) in enumerate(zip(others, titles, strict=False), start=1):
+            _print_progress(f"[{number}/{len(titles)}] {title}")
+            if status := run_on_ranks(__name__, _request(each, folder, args), _spec(each)):
+                if status != _BAD_INPUT and status < _SIGNALS:
+                    _print_progress(
+                        "if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length"
+                    )
+                raise SystemExit(status)
+        _print_progress(f"[{len(titles)}/{len(titles)}] {titles[-1]}")
+        compared = ["ranks", *(each.name for each in others)]
+        yield _request(ranks, folder, args) | {"compared": compared}, _spec(ranks, world_size)
 
-        from bmburst.train.check import compare_runs
 
-        ranks, *single, exact = (folder / each.name for each in runs)
-        report = compare_runs(ranks, exact, *single)
-    print(to_text(report, runs[0].nproc, shown=None if args.all else _SHOWN))
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(report, config, runs[0].nproc), indent=2) + "\n", encoding="utf-8")
+def _request(run: _CheckRun, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "config": to_dict(run.config.replace(output=folder / run.name)),
+        "steps": args.check_steps,
+        "compared": [],
+        "shown": None if args.all else _SHOWN,
+        "json": None if args.json is None else str(args.json),
+    }
+
+
+def _spec(run: _CheckRun, world_size: int | None = None) -> LaunchSpec:
+    limits = {"hang_timeout": run.config.hang_timeout, "start_timeout": run.config.start_timeout}
+    return LaunchSpec(nproc=run.nproc if world_size is None else 1, **limits)
+
+
+def run_rank(request: Request) -> int:
+    """Run one rank of one run. Rank 0 of the last run compares all, and returns 1 if they do not agree, else 0."""
+    from bmburst.train.check import compare_runs, record_steps
+
+    config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], "request"))
+    record_steps(config, request["steps"])
+    if not request["compared"] or os.environ["RANK"] != "0":
+        return 0
+    assert config.output is not None  # `_request` sets it
+    ranks, *single, exact = (config.output.with_name(name) for name in request["compared"])
+    report, nproc = compare_runs(ranks, exact, *single), int(os.environ["WORLD_SIZE"])
+    print(to_text(report, nproc, shown=request["shown"]))
+    if request["json"] is not None:
+        text = json.dumps(to_json(report, config.replace(output=None), nproc), indent=2) + "\n"
+        Path(request["json"]).write_text(text, encoding="utf-8")
     return 0 if report.ok else 1
 
 
@@ -95,17 +152,15 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     """Return the configuration that `bmburst train` would use, without a run folder.
 
     Raises:
-        UserError: A value is wrong, or this process is a rank.
+        UserError: A value is wrong.
     """
-    if "RANK" in os.environ:
-        raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1\nfix: --check-steps 2, or leave it out")
     if args.json is not None:
         require_file("--json", args.json, "a report of bmburst check", _is_report)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
-        config = train.resolve_options(args)
+        config = training.resolve_options(args)
     if config.dtype == "float16":
         raise UserError(
             "dtype float16: a gradient that overflows on one number of ranks may not overflow on another\n"
@@ -207,21 +262,6 @@ def to_json(report: "CheckReport", config: TrainConfig, nproc: int) -> dict[str,
 
 def _is_report(path: Path) -> bool:
     return {"verdict", "tolerances", "tensors"} <= read_json(path).keys()
-
-
-def _launch(run: _CheckRun, folder: Path, steps: int) -> int:
-    from bmburst.runtime.launch import LaunchSpec, launch
-
-    folder.mkdir()
-    write_run_config(run.config, folder)
-    config = run.config
-    spec = LaunchSpec(nproc=run.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
-    status = launch(spec, ["-m", "bmburst.train.check", str(folder), str(steps)])
-    if status and run.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
-        _print_progress(
-            "if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length"
-        )
-    return status
 
 
 def _require_space(folder: Path, runs: Sequence[_CheckRun]) -> None:

@@ -1,19 +1,19 @@
 """`bmburst eval`: resolves the options, starts the ranks, and evaluates in each of them, on text or with --passkey."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import short, tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
-from bmburst.cli.generate import in_group, note_length, progress_bar
-from bmburst.cli.train import set_environment
+from bmburst.cli import ranks_to_start
+from bmburst.cli.progress import note_length, progress_bar
 from bmburst.config import (
     add_options,
     build_config,
@@ -26,6 +26,8 @@ from bmburst.config import (
 )
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file
+from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.runtime.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import check_sources, hold_records
 
@@ -56,51 +58,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, and return the exit status.
+    """Evaluate, and return the exit status: 2 if a length of --passkey does not fit into memory.
+
+    Raises:
+        UserError: An option cannot work.
+    """
+    if is_rank():
+        return run_joined_rank(__name__, partial(settle, args))
+    with settle(args) as (request, spec):
+        if args.passkey and spec.nproc == 1:  # needs neither BMTrain nor a group
+            return _measure_passkeys(request)
+        return run_on_ranks(__name__, request, spec)
+
+
+@contextlib.contextmanager
+def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
+    """Decide and check the whole evaluation, once.
+
+    Args:
+        args: The options.
+        world_size: Number of ranks, if another launcher has started them.
+
+    Yields:
+        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option cannot work.
     """
     if args.passkey:
-        return _run_passkey(args)
-    try:
+        config, _ = _shared(args)
+        request = _passkey_request(args, world_size or ranks_to_start(config.nproc))
+    else:
         _refuse_passkey_options(args)
-        config = resolve_options(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
-    except UserError:
-        if leaves_errors_to_rank_0():
-            return 2
-        raise
-    if "RANK" in os.environ:
-        from bmburst.train.evaluate import evaluate_checkpoint
+        config = resolve_options(args, world_size)
+        # Imported here because it imports torch, which the help does not need.
+        from bmburst.train.evaluate import check_inputs
 
-        measured, bins = evaluate_checkpoint(config)
-        if os.environ["RANK"] == "0":
-            print(
-                f"loss           {measured.loss:.4f} nats per token\n"
-                f"bits per byte  {measured.bits_per_byte:.4f}\n"
-                f"perplexity     {measured.perplexity:.4f}\n"
-                f"tokens         {measured.tokens:,}"
-            )
-            if config.by_position:
-                _write_positions(config, measured, bins)
-        return 0
+        request = {"config": to_dict(config), "verified": str(check_inputs(config))}
+    nproc = (config.nproc or ranks_to_start(None)) if world_size is None else 1
+    yield (
+        request,
+        LaunchSpec(
+            nproc=nproc,
+            host_runtime=not args.passkey,
+            hang_timeout=config.hang_timeout,
+            start_timeout=config.start_timeout,
+        ),
+    )
 
-    # Imported here because it imports torch, which the help does not need.
-    from bmburst.train.evaluate import check_inputs
 
-    directory = check_inputs(config)
+def run_rank(request: Request) -> int:
+    """Evaluate in one rank, as `settle` has decided, and return the exit status."""
+    os.environ[VERIFIED] = request["verified"]
+    if "test" in request:
+        from bmburst.comm.groups import in_group
 
-    from bmburst.runtime.launch import LaunchSpec, launch
+        return in_group(partial(_measure_passkeys, request))
+    from bmburst.train.evaluate import evaluate_checkpoint
 
-    options = [
-        word
-        for name, value in to_dict(config).items()
-        if value is not None
-        for word in (option_name(name, _SHORT), str(value))
-    ]
-    spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
-    with set_environment({VERIFIED: str(directory)}):
-        return launch(spec, ["-m", "bmburst", "eval", *options])
+    config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
+    measured, bins = evaluate_checkpoint(config)
+    if os.environ["RANK"] == "0":
+        print(
+            f"loss           {measured.loss:.4f} nats per token\n"
+            f"bits per byte  {measured.bits_per_byte:.4f}\n"
+            f"perplexity     {measured.perplexity:.4f}\n"
+            f"tokens         {measured.tokens:,}"
+        )
+        if config.by_position:
+            _write_positions(config, measured, bins)
+    return 0
 
 
 def _write_positions(config: EvalConfig, measured: "Measurement", bins: "list[PositionBin]") -> None:
@@ -185,28 +212,6 @@ def _refuse_passkey_options(args: argparse.Namespace) -> None:
             raise UserError(f"{option} is an option of --passkey\nfix: add --passkey, or leave {option} out")
 
 
-def _run_passkey(args: argparse.Namespace) -> int:
-    """Measure, and return the exit status: 2 if a length does not fit into memory.
-
-    Raises:
-        UserError: An option cannot work.
-    """
-    if "RANK" in os.environ:
-        return in_group(partial(_measure_passkeys, args))
-    config, _ = _shared(args)
-    nproc = ranks_to_start(config.nproc)
-    if nproc == 1:
-        return _measure_passkeys(args)
-    request = _Request.of(args, nproc)  # refuse bad input before ranks start
-    from bmburst.runtime.launch import LaunchSpec, launch
-
-    spec = LaunchSpec(
-        nproc=nproc, host_runtime=False, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout
-    )
-    with set_environment({VERIFIED: str(request.source.directory)}):
-        return launch(spec, ["-m", "bmburst", "eval", *_words(args)])
-
-
 def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
     """Return the configuration of the options that --passkey shares with evaluation on text, and the given ones.
 
@@ -222,65 +227,62 @@ def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
     return build_config(EvalConfig, {"data": "none", **values}), values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A parsed and checked command line. No weights are read yet."""
+def _passkey_request(args: argparse.Namespace, ranks: int) -> Request:
+    """Read and check the model directory and the options of --passkey. No weights are read yet.
 
-    checkpoint: Path
-    source: "Source"
-    test: "PasskeyTest"
-    prompts: "PasskeyPrompts"
-    dtype: str
-    cache: str
-    chunk_tokens: int | None
-    output: Path
+    Raises:
+        UserError: An option cannot work.
+    """
+    config, values = _shared(args)
+    from bmburst.inference.passkey import PasskeyTest, read_depths, read_lengths
+    from bmburst.plan.inference import chunk_of
 
-    @classmethod
-    def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
-        """Read and check the model directory and the options.
+    if args.lengths is None:
+        raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
+    choices: dict[str, Any] = {"lengths": read_lengths(args.lengths)}
+    if args.depths is not None:
+        choices["depths"] = read_depths(args.depths)
+    choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
+    test = PasskeyTest(**choices, with_key=not args.without_key)
+    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
+    output, _ = _require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
 
-        Raises:
-            UserError: An option cannot work.
-        """
-        config, values = _shared(args)
-        from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
-        from bmburst.plan.inference import chunk_of
+    from bmburst.schedule.cache_split import CacheSplit
 
-        if args.lengths is None:
-            raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
-        choices: dict[str, Any] = {"lengths": read_lengths(args.lengths)}
-        if args.depths is not None:
-            choices["depths"] = read_depths(args.depths)
-        choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
-        test = PasskeyTest(**choices, with_key=not args.without_key)
-        chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-        output, _ = _require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
+    source, _ = _open_passkeys(config, test)
+    model = source.weights.config
+    cache = args.cache or "auto"
+    CacheSplit.choose(cache, ranks, 0, model.num_heads, model.num_kv_heads)
+    return {
+        "config": to_dict(config),
+        "verified": str(source.directory),
+        "test": dataclasses.asdict(test),
+        "dtype": config.dtype if "dtype" in values else "auto",
+        "cache": cache,
+        "chunk_tokens": args.chunk_tokens,
+        "output": str(output),
+    }
 
-        from bmburst.inference.generator import Source
-        from bmburst.inference.prompts import PromptEncoder
-        from bmburst.schedule.cache_split import CacheSplit
 
-        source = Source.open(config.checkpoint, config.adapter, config.tokenizer)
-        if source.tokenizer is None:
-            raise UserError(
-                f"{config.checkpoint} comes without a tokenizer, and --passkey needs text\n"
-                "allowed: a directory with tokenizer.json, or --tokenizer\n"
-                "fix: --tokenizer bytes if the model was trained on bytes, else --tokenizer DIR"
-            )
-        model = source.weights.config
-        cache = args.cache or "auto"
-        CacheSplit.choose(cache, ranks, 0, model.num_heads, model.num_kv_heads)
-        encoder = PromptEncoder(source.tokenizer, model.vocab_size)
-        return cls(
-            checkpoint=config.checkpoint,
-            source=source,
-            test=test,
-            prompts=PasskeyPrompts(source.tokenizer, test, encoder),
-            dtype=config.dtype if "dtype" in values else "auto",
-            cache=cache,
-            chunk_tokens=args.chunk_tokens,
-            output=output,
+def _open_passkeys(config: EvalConfig, test: "PasskeyTest") -> "tuple[Source, PasskeyPrompts]":
+    """Open the model, and return it with the prompts of the test.
+
+    Raises:
+        UserError: There is no model or no tokenizer.
+    """
+    from bmburst.inference.generator import Source
+    from bmburst.inference.passkey import PasskeyPrompts
+    from bmburst.inference.prompts import PromptEncoder
+
+    source = Source.open(config.checkpoint, config.adapter, config.tokenizer)
+    if source.tokenizer is None:
+        raise UserError(
+            f"{config.checkpoint} comes without a tokenizer, and --passkey needs text\n"
+            "allowed: a directory with tokenizer.json, or --tokenizer\n"
+            "fix: --tokenizer bytes if the model was trained on bytes, else --tokenizer DIR"
         )
+    encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size)
+    return source, PasskeyPrompts(source.tokenizer, test, encoder)
 
 
 def _require_outputs(given: Path | None, default: str, what: str, marked: str) -> tuple[Path, Path]:
@@ -304,58 +306,43 @@ def _require_outputs(given: Path | None, default: str, what: str, marked: str) -
     return path, picture
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """Return the options that repeat this request, for the command of the ranks."""
-    words = ["--passkey"]
-    for name, value in given_options(args, EvalConfig).items():
-        words.append(f"{option_name(name, {})}={value}")
-    for name in _PASSKEY_OPTIONS:
-        value = getattr(args, name)
-        if value is not None:
-            words.append(option_name(name, {}) + ("" if value is True else f"={value}"))
-    return words
-
-
-def _measure_passkeys(args: argparse.Namespace) -> int:
+def _measure_passkeys(request: Request) -> int:
     from bmburst.comm.groups import communicator
     from bmburst.inference.generator import Generator
-    from bmburst.inference.passkey import draw_passkeys, measure_passkeys, to_json
+    from bmburst.inference.passkey import PasskeyTest, draw_passkeys, measure_passkeys, to_json
 
     comm = communicator(None)
     is_main = comm.rank == 0
-    request = _Request.of(args, comm.size)
-    test = request.test
+    config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
+    choices = {name: tuple(value) if isinstance(value, list) else value for name, value in request["test"].items()}
+    test = PasskeyTest(**choices)
+    source, prompts = _open_passkeys(config, test)
+    dtype, cache, output = request["dtype"], request["cache"], Path(request["output"])
     if is_main:
-        note_length(max(test.lengths), request.source.weights.config.max_position_embeddings)
-    with progress_bar("reading weights", request.source.nbytes(request.dtype), "B", is_main=is_main) as read:
-        generator = Generator(
-            request.source,
-            cache=request.cache,
-            dtype=request.dtype,
-            chunk_tokens=request.chunk_tokens,
-            on_bytes=read,
-        )
-    name = "" if request.source.tokenizer is None else request.source.tokenizer.name
-    settings = {"ranks": comm.size, "dtype": request.dtype, "cache": request.cache, "tokenizer": name}
+        note_length(max(test.lengths), source.weights.config.max_position_embeddings)
+    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
+        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=request["chunk_tokens"], on_bytes=read)
+    name = "" if source.tokenizer is None else source.tokenizer.name
+    settings = {"ranks": comm.size, "dtype": dtype, "cache": cache, "tokenizer": name}
     cells: list[PasskeyCell] = []
 
     def measured(found: "Sequence[PasskeyCell]") -> None:
         """Write the results so far, because the longest lengths take hours."""
         cells.extend(found)
         if is_main:
-            _write_evaluation(request.output, to_json(str(request.checkpoint), settings, test, cells))
+            _write_evaluation(output, to_json(str(config.checkpoint), settings, test, cells))
 
     total = sum(test.lengths) * len(test.depths) * test.samples
     with progress_bar("passkey", total, " tokens", is_main=is_main) as computed:
-        measure_passkeys(generator, request.prompts, test, on_tokens=computed, on_length=measured)
+        measure_passkeys(generator, prompts, test, on_tokens=computed, on_length=measured)
     if is_main:
-        picture = request.output.with_suffix(".png")
-        draw_passkeys(cells, str(request.checkpoint), picture)
+        picture = output.with_suffix(".png")
+        draw_passkeys(cells, str(config.checkpoint), picture)
         print(_passkey_table(cells))
         reasons = {cell.length: cell.refused for cell in cells if cell.refused is not None}
         for length, reason in reasons.items():
             print(f"{short(length)} refused: {reason}", file=sys.stderr)
-        print(f"{request.output}, {picture}", file=sys.stderr)
+        print(f"{output}, {picture}", file=sys.stderr)
     return 2 if any(cell.refused is not None for cell in cells) else 0
 
 

@@ -276,12 +276,12 @@ def write_recipe(path: Path, best: "Prediction") -> None:
 
 def settings_of(candidate: "Candidate") -> dict[str, Any]:
     """Return the fields of `TrainConfig` that a planned command sets, as the parser of `bmburst train` reads them."""
-    from bmburst.cli import train as train_command
+    from bmburst.cli import training
     from bmburst.plan.presentation import options
     from bmburst.train.config import TrainConfig
 
     parser = CommandParser(prog="bmburst train", description="")
-    train_command.configure(parser)
+    training.configure(parser)
     settings = read_layer(TrainConfig, given_options(parser.read(options(candidate)), TrainConfig), "")
     return settings if candidate.task.nodes > 1 else {**settings, "nproc": candidate.task.gpus}
 
@@ -302,8 +302,8 @@ def _command(best: "Prediction", settings: Mapping[str, Any], path: str) -> str:
         words += more if str(data.get(name, "")).startswith(PLACEHOLDER) else []
     if task.nodes == 1:
         return shlex.join(["bmburst", *words])
-    launch = f"bmburst launch --nproc {task.gpus_per_node} --nnodes {task.nodes}"
-    rest = shlex.join(["--", "-m", "bmburst", *words, "--output", "runs/planned"])
+    launch = f"torchrun --nnodes {task.nodes} --nproc-per-node {task.gpus_per_node}"
+    rest = shlex.join(["-m", "bmburst", *words, "--output", "runs/planned", "--resume", "auto"])
     return f"{launch} --node-rank $RANK_OF_NODE --master-addr $FIRST_NODE {rest}"
 
 

@@ -1,10 +1,11 @@
 """`bmburst generate`: answers prompts with a model, on one rank or on several ranks that share every prompt."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,16 @@ from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
-from bmburst.cli import any_text, leaves_errors_to_rank_0, ranks_to_start
+from bmburst.checkpoint.files import VERIFIED
+from bmburst.cli import any_text, ranks_to_start
+from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
+from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.runtime.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from bmburst.inference.generator import Generator, Source
+    from bmburst.inference.generator import Generator
     from bmburst.inference.prompts import Answer, Prompt
     from bmburst.inference.sampling import GenerationOptions
 
@@ -118,76 +123,92 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option or a prompt cannot work.
     """
-    if "RANK" in os.environ:
-        return in_group(partial(_answer, args))
+    if is_rank():
+        return run_joined_rank(__name__, partial(settle, args))
+    with settle(args) as (request, spec):
+        if spec.nproc == 1:  # needs no group
+            return _answer(request)
+        return run_on_ranks(__name__, request, spec)
+
+
+def run_rank(request: Request) -> int:
+    """Answer the prompts in one rank, as `settle` has decided, and return the exit status."""
+    os.environ[VERIFIED] = request["verified"]
+    from bmburst.comm.groups import in_group
+
+    return in_group(partial(_answer, request))
+
+
+@contextmanager
+def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
+    """Read and check model, prompts and options, once. No weights are read yet.
+
+    Args:
+        args: The options.
+        world_size: Number of ranks, if another launcher has started them.
+
+    Yields:
+        The request to the ranks, and how they are started and watched.
+
+    Raises:
+        UserError: An option or a prompt cannot work.
+    """
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
-    from bmburst.checkpoint.files import VERIFIED
-    from bmburst.cli.train import set_environment
-    from bmburst.runtime.launch import LaunchSpec, launch
+    ranks = world_size or ranks_to_start(args.nproc, fewest=1)
+    spec = LaunchSpec(
+        nproc=ranks if world_size is None else 1,
+        host_runtime=False,
+        hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
+    )
+    from bmburst.inference.answering import TextStream
+    from bmburst.inference.generator import Source
+    from bmburst.inference.prompts import PromptEncoder, read_prompts
+    from bmburst.inference.sampling import convert_option, generation_options
+    from bmburst.plan.inference import chunk_of
+    from bmburst.schedule.cache_split import CacheSplit
 
-    nproc = ranks_to_start(args.nproc, fewest=1)
-    limits = {"hang_timeout": args.hang_timeout, "start_timeout": args.start_timeout}
-    spec = LaunchSpec(nproc=nproc, host_runtime=False, **limits)
-    if nproc == 1:
-        return _answer(args)
-    request = _Request.of(args, nproc)  # refuse bad input before ranks start
-    with set_environment({VERIFIED: str(request.source.directory)}):
-        return launch(spec, ["-m", "bmburst", "generate", *_words(args)])
-
-
-class _Request:
-    """A parsed and checked command line: model, prompts and options. No weights are read yet."""
-
-    def __init__(self, source: "Source", prompts: "list[Prompt]", options: "GenerationOptions") -> None:
-        self.source, self.prompts, self.options = source, prompts, options
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
-        """Read and check the model directory, the prompts and the options.
-
-        Raises:
-            UserError: An option or a prompt cannot work.
-        """
-        from bmburst.inference.answering import TextStream
-        from bmburst.inference.generator import Source
-        from bmburst.inference.prompts import PromptEncoder, read_prompts
-        from bmburst.inference.sampling import convert_option, generation_options
-        from bmburst.plan.inference import chunk_of
-        from bmburst.schedule.cache_split import CacheSplit
-
-        source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
-        config = source.weights.config
-        source.dtype(args.dtype)
-        CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
-        given = {}
-        for option in ("--stop", *(option for option, *_ in _SAMPLING)):
-            name = option.removeprefix("--").replace("-", "_")
-            if (value := getattr(args, name)) is not None:
-                given[name] = convert_option(option, name, value)
-        options = generation_options(source.directory, **given)
-        TextStream(source.tokenizer, options.stop)
-        encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
-        texts = args.prompt or [None]
-        if len(texts) > 1:
-            raise UserError(
-                f"--prompt is given {len(texts)} times\nallowed: one prompt\nfix: --prompts FILE.jsonl, a line for each"
-            )
-        prompts = read_prompts(encoder, prompt=texts[0], prompt_file=args.prompt_file, prompts=args.prompts)
-        if args.output is not None:
-            require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
-        if args.logprobs is not None and args.output is None and args.prompts is None:
-            raise UserError(
-                "--logprobs with an answer that is printed as text alone\n"
-                "allowed: --output or --prompts, which write lines with them\nfix: --output FILE.jsonl too"
-            )
-        if args.stream and (len(prompts) > 1 or options.num_samples > 1):
-            raise UserError(
-                f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
-                "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
-            )
-        chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-        return cls(source, prompts, options)
+    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
+    config = source.weights.config
+    source.dtype(args.dtype)
+    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
+    given = {}
+    for option in ("--stop", *(option for option, *_ in _SAMPLING)):
+        name = option.removeprefix("--").replace("-", "_")
+        if (value := getattr(args, name)) is not None:
+            given[name] = convert_option(option, name, value)
+    options = generation_options(source.directory, **given)
+    TextStream(source.tokenizer, options.stop)
+    encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
+    texts = args.prompt or [None]
+    if len(texts) > 1:
+        raise UserError(
+            f"--prompt is given {len(texts)} times\nallowed: one prompt\nfix: --prompts FILE.jsonl, a line for each"
+        )
+    prompts = read_prompts(encoder, prompt=texts[0], prompt_file=args.prompt_file, prompts=args.prompts)
+    if args.output is not None:
+        require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
+    if args.logprobs is not None and args.output is None and args.prompts is None:
+        raise UserError(
+            "--logprobs with an answer that is printed as text alone\n"
+            "allowed: --output or --prompts, which write lines with them\nfix: --output FILE.jsonl too"
+        )
+    if args.stream and (len(prompts) > 1 or options.num_samples > 1):
+        raise UserError(
+            f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
+            "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
+        )
+    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
+    names = ("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens", "output", "stream")
+    request = {
+        **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
+        "verified": str(source.directory),
+        "prompts": [{"tokens": prompt.tokens.tolist(), "source": prompt.source} for prompt in prompts],
+        "are_lines": args.prompts is not None,
+        "options": dataclasses.asdict(options),
+    }
+    yield request, spec
 
 
 def _holds_answers(path: Path) -> bool:
@@ -200,75 +221,32 @@ def _holds_answers(path: Path) -> bool:
         return False
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """Return the options that repeat this request, for the command of the ranks."""
-    words: list[str] = []
-    for name, value in vars(args).items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words += [option] * value
-        elif value is not None:
-            for each in value if isinstance(value, list) else (value,):
-                words.append(f"{option}={each}")
-    return words
+def _answer(request: Request) -> int:
+    import numpy as np
 
-
-def in_group(work: Callable[[], int]) -> int:
-    """Run `work` with torch.distributed initialized, and return its exit status.
-
-    If `work` raises a UserError that rank 0 prints, this returns 2 on the other ranks.
-
-    Raises:
-        UserError: `work` raised it, and this rank prints it.
-    """
-    import torch
-    import torch.distributed as dist
-
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
-    try:
-        return work()
-    except UserError:
-        if leaves_errors_to_rank_0():
-            return 2
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
-def _answer(args: argparse.Namespace) -> int:
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator, require_room
+    from bmburst.inference.generator import Generator, Source, require_room
+    from bmburst.inference.prompts import Prompt
+    from bmburst.inference.sampling import GenerationOptions
 
     comm = communicator(None)
-    request = _Request.of(args, comm.size)
-    if len(request.prompts) == 1:
-        length = len(request.prompts[0])
-        require_room(request.source, comm, args.cache, args.dtype, args.chunk_tokens, length, request.options)
-    screen = _Screen(args, request, is_main=comm.rank == 0)
-    if comm.rank == 0:
-        length = max(map(len, request.prompts)) + request.options.max_new_tokens
-        note_length(length, request.source.weights.config.max_position_embeddings)
-        _note_ignored(request.source.directory)
-    with progress_bar("reading weights", request.source.nbytes(args.dtype), "B", is_main=comm.rank == 0) as read:
-        generator = Generator(
-            request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
-        )
+    is_main = comm.rank == 0
+    adapter = None if request["adapter"] is None else Path(request["adapter"])
+    source = Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
+    prompts = [Prompt(np.array(prompt["tokens"], dtype=np.int64), prompt["source"]) for prompt in request["prompts"]]
+    options = GenerationOptions(**request["options"])
+    cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
+    if len(prompts) == 1:
+        require_room(source, comm, cache, dtype, chunk_tokens, len(prompts[0]), options)
+    screen = _Screen(request, prompts, options, is_main=is_main)
+    if is_main:
+        length = max(map(len, prompts)) + options.max_new_tokens
+        note_length(length, source.weights.config.max_position_embeddings)
+        _note_ignored(source.directory)
+    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
+        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
-
-
-def note_length(length: int, most: int) -> None:
-    """Print a note on standard error if a text of `length` tokens is longer than the model's limit `most`."""
-    if length > most:
-        print(
-            f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
-            "answers beyond that may be useless",
-            file=sys.stderr,
-        )
 
 
 def _note_ignored(directory: Path) -> None:
@@ -284,23 +262,16 @@ def _note_ignored(directory: Path) -> None:
         )
 
 
-@contextmanager
-def progress_bar(title: str, total: int, unit: str, *, is_main: bool) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on rank 0's terminal while the block runs, and yield the function that advances it."""
-    from tqdm import tqdm
-
-    with tqdm(
-        desc=title, total=total, unit=unit, unit_scale=True, disable=None if is_main else True, leave=False
-    ) as bar:
-        yield bar.update
-
-
 class _Screen:
     """Prints and writes the answers on rank 0. The other ranks print nothing."""
 
-    def __init__(self, args: argparse.Namespace, request: _Request, *, is_main: bool) -> None:
-        self._args, self._request, self._is_main = args, request, is_main
-        self._streams = args.stream and is_main
+    def __init__(
+        self, request: Request, prompts: "list[Prompt]", options: "GenerationOptions", *, is_main: bool
+    ) -> None:
+        self._prompts, self._options, self._is_main = prompts, options, is_main
+        self._output = None if request["output"] is None else Path(request["output"])
+        self._are_lines = request["are_lines"]
+        self._streams = request["stream"] and is_main
         self._answers: dict[int, list[Answer]] = {}
         self._written = 0
         self._file: TextIO | None = None
@@ -309,14 +280,13 @@ class _Screen:
         """Answer the prompts and show the answers."""
         from bmburst.inference.answering import Progress
 
-        request, output = self._request, self._args.output
-        total = sum(map(len, request.prompts))
+        total = sum(map(len, self._prompts))
         with ExitStack() as stack:
-            if output is not None and self._is_main:
-                self._file = stack.enter_context(output.open("w", encoding="utf-8"))
+            if self._output is not None and self._is_main:
+                self._file = stack.enter_context(self._output.open("w", encoding="utf-8"))
             computed = stack.enter_context(progress_bar("prefill", total, " tokens", is_main=self._is_main))
             progress = Progress(tokens=computed, text=self._text, answer=self._answer)
-            answers = generator.generate(request.prompts, request.options, progress=progress)
+            answers = generator.generate(self._prompts, self._options, progress=progress)
         if self._streams:
             print(flush=True)
         if self._is_main:
@@ -335,7 +305,7 @@ class _Screen:
         if not self._is_main:
             return
         while found := self._answers.get(self._written):
-            if found[0].finish != "refused" and len(found) < self._request.options.num_samples:
+            if found[0].finish != "refused" and len(found) < self._options.num_samples:
                 return
             for each in found:
                 self._show(each)
@@ -346,7 +316,7 @@ class _Screen:
             self._file.write(answer.to_json() + "\n")
             self._file.flush()
         elif not self._streams:
-            is_text = self._args.prompts is None and answer.text is not None
+            is_text = not self._are_lines and answer.text is not None
             print(answer.text if is_text else answer.to_json(), flush=True)
 
 

@@ -7,11 +7,9 @@ runs one rank of the benchmark job in FOLDER.
 import argparse
 import importlib
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from bmburst import __version__
 from bmburst.cli import Command, ranks_to_start
@@ -34,10 +32,9 @@ _LAUNCH_HELP = (
 )
 _LAUNCH_USAGE = "bmburst launch [OPTIONS] -- SCRIPT ARGS\n       bmburst launch [OPTIONS] -- -m MODULE ARGS"
 _LAUNCH_EPILOG = (
-    "In a SLURM step on several nodes, --nnodes, --node-rank, --master-addr and --master-port are read from SLURM's "
-    "variables: srun --ntasks-per-node=1 bmburst launch --nproc 8 -- SCRIPT. "
     "OMP_NUM_THREADS and NCCL variables keep values that are already set. "
     "Without CUDA, an installed BMTrain runs on the CPU (host runtime). "
+    "Several nodes: torchrun. "
     "Exit status: the script's own; 1 after an error in a rank, 2 for bad input, 130 after Ctrl-C."
 )
 _BENCH_HELP = (
@@ -129,20 +126,11 @@ def run_build(args: argparse.Namespace) -> int:
 
 def configure_launch(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst launch`, and the script to run."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_PORT, DEFAULT_START_TIMEOUT
+    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
 
     parser.usage, parser.epilog = _LAUNCH_USAGE, _LAUNCH_EPILOG
     add = parser.add_argument
-    add("--nproc", type=int, metavar="N", help="ranks on this node (default: one a GPU, or 1 without CUDA)")
-    add("--nnodes", type=int, metavar="N", help="number of nodes; start this command on each of them (default: 1)")
-    add("--node-rank", type=int, metavar="R", help="rank of this node, from 0 (default: 0)")
-    add("--master-addr", metavar="HOST", help="host name or address of node 0")
-    add(
-        "--master-port",
-        type=int,
-        metavar="P",
-        help=f"port on node 0 (default: a free port; {DEFAULT_PORT} with several nodes)",
-    )
+    add("--nproc", type=int, metavar="N", help="ranks on this machine (default: one a GPU, or 1 without CUDA)")
     add(
         "--hang-timeout",
         type=float,
@@ -175,7 +163,6 @@ def run_launch(args: argparse.Namespace) -> int:
         hang_timeout=args.hang_timeout,
         start_timeout=args.start_timeout,
         host_runtime=not args.no_host_runtime,
-        **_placement(args),
     )
     if args.dry_run:
         print(check_launch(spec, command))
@@ -195,18 +182,6 @@ def _script_command(words: list[str]) -> list[str]:
             f"fix: bmburst launch --nproc 2 -- {words[0]} ..."
         )
     return words[1:]
-
-
-def _placement(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of LaunchSpec about nodes: the given ones, or else SLURM's."""
-    from bmburst.runtime.launch.spec import read_step
-
-    names = ("nnodes", "node_rank", "master_addr", "master_port")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    step = None if "nnodes" in given else read_step(os.environ)
-    if step is None:
-        return given
-    return {name: getattr(step, name) for name in (*names, "job")} | given
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:

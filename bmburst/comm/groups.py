@@ -3,6 +3,7 @@
 A single rank has a `LocalCommunicator`, which needs no library. Ranks that are threads, as in tests, have one each.
 """
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -278,3 +279,16 @@ class LocalCommunicator(MessageMover):
         for queue, part in zip(self._to, parts, strict=True):
             queue.put(call, (part,))
         return _Received(call, self._from, lambda messages: (join([message[0] for message in messages]),))
+
+
+def in_group(work: Callable[[], int]) -> int:
+    """Run `work` with torch.distributed initialized, and return its exit status."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
+    try:
+        return work()
+    finally:
+        dist.destroy_process_group()

@@ -25,6 +25,7 @@ from bmburst.config.fields import (
     number_text,
     optional_part,
     spec_of,
+    union_parts,
 )
 from bmburst.config.files import parse_json, read_config_file, read_json, write_json
 from bmburst.errors import UserError
@@ -239,7 +240,7 @@ def add_options(
         if leaf.section not in groups:
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)
-        flag: dict[str, Any] = {"nargs": "?", "const": "true"} if inner is bool else {}
+        flag: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in union_parts(inner) else {}
         groups[leaf.section].add_argument(
             *_spellings(leaf, short.get(leaf.name)),
             dest=leaf.name,
@@ -286,6 +287,8 @@ def _spellings(leaf: Leaf, short: str | None) -> list[str]:
 
 
 def _metavar(annotation: Any) -> str:
+    if len(parts := union_parts(annotation)) > 1:
+        return "|".join(_metavar(part) for part in parts)
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:

@@ -7,6 +7,7 @@ nearest_name("learning-rate", fields)    # "optimizer.lr"
 nearest_name("training.seq_len", fields) # "sequence_length"
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -132,6 +133,12 @@ def optional_part(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
+def union_parts(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
 def is_none(value: object) -> bool:
     """Return whether a given value is None or a text for None."""
     return value is None or (isinstance(value, str) and value.lower() in _NONE)
@@ -158,7 +165,9 @@ def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
     """Return the allowed values in words, for example "an integer at least 1, or none"."""
     inner, none_allowed = optional_part(annotation)
     bounds = f" {spec.bounds()}" if spec.bounds() else ""
-    if typing.get_origin(inner) is typing.Literal:
+    if len(parts := union_parts(inner)) > 1:
+        words = " or ".join(describe_allowed(part, spec) for part in parts)
+    elif typing.get_origin(inner) is typing.Literal:
         words = ", ".join(str(choice) for choice in typing.get_args(inner))
     elif typing.get_origin(inner) is tuple:
         words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
@@ -191,8 +200,8 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
     Args:
         name: Dotted name, for messages.
         value: The given value.
-        annotation: Type of the field: bool, int, float, str, Path, Literal of strings or integers, a tuple of these,
-            or one of these or None.
+        annotation: Type of the field: bool, int, float, str, Path, Literal of strings or integers, a tuple or union
+            of these, or one of these or None.
         spec: Declaration of the field.
 
     Raises:
@@ -201,7 +210,11 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
     inner, none_allowed = optional_part(annotation)
     if none_allowed and (is_none(value) or (isinstance(value, str) and value.lower() == spec.none_text)):
         return None
-    if isinstance(value, int) and abs(value) > MOST:
+    parts = union_parts(inner)
+    for part in parts if len(parts) > 1 else ():
+        with contextlib.suppress(UserError):
+            return convert_value(name, value, part, spec)
+    if len(parts) > 1 or (isinstance(value, int) and abs(value) > MOST):
         raise misfit(name, value, describe_allowed(annotation, spec))
     if typing.get_origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)

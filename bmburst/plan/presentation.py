@@ -63,9 +63,9 @@ def command(candidate: Candidate) -> str:
     task = candidate.task
     if task.nodes == 1:
         return shlex.join(["bmburst", "train", "--nproc", str(task.gpus), *options(candidate)])
-    launch = ["bmburst", "launch", "--nproc", str(task.gpus_per_node), "--nnodes", str(task.nodes)]
+    launch = ["torchrun", "--nnodes", str(task.nodes), "--nproc-per-node", str(task.gpus_per_node)]
     places = ["--node-rank", "$RANK_OF_NODE", "--master-addr", "$FIRST_NODE"]
-    train = ["--", "-m", "bmburst", "train", *options(candidate), "--output", "runs/planned"]
+    train = ["-m", "bmburst", "train", *options(candidate), "--output", "runs/planned", "--resume", "auto"]
     return f"{shlex.join(launch)} {' '.join(places)} {shlex.join(train)}"
 
 

@@ -20,6 +20,7 @@ _LOG = logging.getLogger("bmburst.runtime")
 _FOUND_PORT = "BMBURST_FOUND_PORT"
 _TIMEOUT = 1800.0  # seconds, as in BMTrain
 _store: Any = None  # the store that this process serves for its job; it ends with the process
+_has_joined = False  # whether the environment of this process is complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UserError(f"seed {seed!r}\nallowed: a whole number from 0 to {2**32 - 1}\nfix: bmburst.start(seed=0)")
     if not _bmtrain_has_started():
-        _complete_environment()
+        join()
         if not torch.cuda.is_available():
             host.install()
         _start_bmtrain(seed, 1 if tensor is None else tensor)
@@ -80,6 +81,29 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
         device=torch.device("cpu") if on_host else torch.device("cuda", local_rank),
         on_host=on_host,
     )
+
+
+def join() -> Any:
+    """Complete this rank's environment, and return a client of the ranks' store, a `torch.distributed.Store`.
+
+    `start` calls it. Call it before, to exchange values before BMTrain starts.
+
+    Raises:
+        UserError: The environment does not define a rank, or MASTER_PORT is taken.
+    """
+    global _has_joined
+    if not _has_joined:
+        _complete_environment()
+        _has_joined = True
+    import torch.distributed as dist
+
+    stores: Any = dist  # torch does not list its stores among the names it exports
+    if os.environ["WORLD_SIZE"] == "1":
+        return stores.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = stores.TCPStore(address, port, None, False, timedelta(seconds=_TIMEOUT), wait_for_workers=False)
+    # Ranks that torchrun restarts find the keys of the ranks before in the store.
+    return stores.PrefixStore(f"bmburst/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _bmtrain_has_started() -> bool:

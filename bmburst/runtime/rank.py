@@ -33,9 +33,13 @@ LAUNCHER = "BMBURST_LAUNCHER_PID"
 HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
 START_TIMEOUT = "BMBURST_START_TIMEOUT"
 HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
+REQUEST = "request.json"
+"""File of the launcher's folder with the request to all ranks (`bmburst.runtime.handover`)."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TEARDOWN = 10.0  # seconds that a failed rank gets to run its exit handlers; a lost peer can block them for ever
 _INTERRUPTED = 128 + signal.SIGINT
+STOPPED = 75
+"""Exit status of a run that a signal stopped and that has saved its state (EX_TEMPFAIL of sysexits.h: try again)."""
 _GUARD = "--guard"
 
 
@@ -45,7 +49,9 @@ def main() -> int:
     local_rank = int(os.environ["LOCAL_RANK"])
     try:
         die_with(int(os.environ[LAUNCHER]))
-        _sign_in(folder, local_rank)
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        sign_in(folder, local_rank)
         _print_lines_at_once()
         watchdog = _neighbour("watchdog")
         limit = float(os.environ.get(HANG_TIMEOUT, "0"))
@@ -54,21 +60,21 @@ def main() -> int:
         _run(sys.argv[1:])
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        if status:
+        if status not in (0, STOPPED):
             _leave_error(folder, local_rank, "exit", status, "" if isinstance(exit_.code, int) else str(exit_.code))
-            _limit_teardown(folder)
+            limit_teardown(folder)
         else:
             _sign_off(folder, local_rank)
         return status
     except KeyboardInterrupt:
-        _limit_teardown(folder)
+        limit_teardown(folder)
         return _INTERRUPTED
     except BaseException as error:
         user_error = _is_user_error(error)
         text = str(error) if user_error else _own_traceback(error)
         status = 2 if user_error else 1
         _leave_error(folder, local_rank, "user" if user_error else "error", status, text)
-        _limit_teardown(folder)
+        limit_teardown(folder)
         return status
     _sign_off(folder, local_rank)
     return 0
@@ -144,10 +150,8 @@ def _stat(pid: int, field: int) -> str:
         return ""
 
 
-def _sign_in(folder: Path, local_rank: int) -> None:
-    """Become the leader of a process group, and register this rank with launcher and guard."""
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
+def sign_in(folder: Path, local_rank: int) -> None:
+    """Register this rank with launcher and guard."""
     part = folder / f"part.{local_rank}"
     part.write_text(f"{os.getpid()} {start_time(os.getpid())}")
     part.rename(folder / f"pid.{local_rank}")
@@ -204,7 +208,7 @@ def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: st
         os.link(part, folder / "error")
 
 
-def _limit_teardown(folder: Path) -> None:
+def limit_teardown(folder: Path) -> None:
     """End this process after a limited time, even if its exit handlers wait for a rank that is gone."""
     with contextlib.suppress(OSError):  # the launcher and its folder are gone, and this process ends with them
         teardown = os.open(folder / "teardown", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)

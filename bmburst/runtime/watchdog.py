@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 _VARIABLE = "BMBURST_WATCHDOG"  # "PID FD SECONDS FD" of the process that armed it
+_STOOD = "BMBURST_STOOD"  # "PID FILE" of the process that armed it
 _OPTIMIZERS = "torch.optim.optimizer"
 _FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
@@ -33,6 +34,7 @@ def arm(seconds: float, folder: Path, local_rank: int, start: float | None = Non
         start: Longest time until the first `beat`; by default `seconds`.
     """
     stood = os.open(folder / f"stood.{local_rank}", _FLAGS, 0o600)
+    os.environ[_STOOD] = f"{os.getpid()} {folder / f'stood.{local_rank}'}"
     faulthandler.enable(file=stood)
     faulthandler.register(signal.SIGTERM, file=stood, chain=True)
     if seconds > 0:
@@ -70,7 +72,8 @@ def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType 
     still written. Use it only in the main thread.
     """
     folder, local_rank = os.environ.get("BMBURST_LAUNCH_FOLDER"), os.environ.get("LOCAL_RANK")
-    stood = None if folder is None else os.open(Path(folder) / f"stood.{local_rank}", _FLAGS, 0o600)
+    pid, _, path = os.environ.get(_STOOD, "").partition(" ")
+    stood = os.open(path, _FLAGS, 0o600) if pid == str(os.getpid()) else None
     sign = None if folder is None else Path(folder) / f"polite.{local_rank}"
     with _held_back(signal.SIGTERM):  # a signal in between would leave no stacks
         faulthandler.unregister(signal.SIGTERM)

@@ -1,8 +1,7 @@
 """Compares a training run on N ranks with one on a single rank, tensor by tensor: the work of `bmburst check`.
 
-Each rank runs `python -m bmburst.train.check FOLDER STEPS`, where FOLDER contains the configuration: it trains a few
-steps and writes gradients and parameters. Tensors are gathered to rank 0 and written one at a time, so that no process
-holds the whole model. `compare_runs` then compares the files of the runs.
+Each rank calls `record_steps`: it trains some steps and writes gradients and parameters. Rank 0 gathers and writes one
+tensor at a time, so that no process holds the whole model. `compare_runs` then compares the files of the runs.
 
 In float32, N ranks are compared with one rank. In bfloat16, rounding depends on how the work is split, so N ranks and
 one rank are both compared with one rank in float32, and the error of N ranks may be twice that of one rank.
@@ -10,7 +9,6 @@ one rank are both compared with one rank in float32, and the error of N ranks ma
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -23,7 +21,6 @@ from torch import Tensor
 
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, open_tensors
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, resolve
 
 if TYPE_CHECKING:
     from bmburst.zero import NamedShard, ShardData
@@ -90,16 +87,6 @@ def record_steps(config: TrainConfig, steps: int) -> None:
         _save(path, shards, lambda shard: trainer.optimizer.state_of(shard, MASTER), torch.float32)
     if trainer.is_main:
         Steps(losses=tuple(losses), grad_norms=tuple(norms)).write(trainer.folder)
-
-
-def main(argv: list[str]) -> None:
-    """Run one rank.
-
-    Args:
-        argv: The run's folder, which contains its configuration, and the number of steps.
-    """
-    folder = Path(argv[0])
-    record_steps(resolve((folder / CONFIG_FILE,)).replace(output=folder), int(argv[1]))
 
 
 def _save(
@@ -338,7 +325,3 @@ def _ratio(distance: float, size: float) -> float:
     if size == 0:
         return 0.0 if distance == 0 else math.inf if distance > 0 else math.nan
     return distance / size
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

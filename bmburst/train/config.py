@@ -97,7 +97,10 @@ class TrainConfig:
     eval_sequences: int = field(
         "Maximum number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
-    resume: bool = field("Continue from the newest complete checkpoint in the run folder.", default=False)
+    resume: bool | Literal["auto"] = field(
+        "Continue from the newest complete checkpoint in the run folder; auto: begin where there is none.",
+        default=False,
+    )
     init_from: Path | None = field(  # noqa: RUF009
         "Hugging Face model directory whose weights and shape the run starts from.", default=None
     )

@@ -99,7 +99,7 @@ def check_paths(config: TrainConfig) -> None:
             f"data.tokenizer {tokenizer}: no such file\n"
             "allowed: 'bytes', a tokenizer.json, or a directory with one\nfix: correct the path"
         )
-    if config.init_from is not None and (config.lora.is_on or not config.resume):
+    if config.init_from is not None and (config.lora.is_on or config.resume is not True):
         there = read_hugging_face_config(config.init_from)
         if key := _different(there, config.model):
             raise UserError(
@@ -110,7 +110,7 @@ def check_paths(config: TrainConfig) -> None:
         from bmburst.checkpoint import adapter, hugging_face
 
         hugging_face.check_weights(config.init_from, config.model)
-        if config.resume and config.output is not None:
+        if config.resume is True and config.output is not None:
             adapter.check_resumed(config.output, adapter.Base.open(config.init_from, config.model))
     if config.reference is not None:
         _check_reference(config, config.reference)

@@ -51,8 +51,11 @@ SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
 
-def run(config: TrainConfig) -> None:
+def run(config: TrainConfig) -> str:
     """Train according to `config`. Every rank of the job calls it; `bmburst train` starts the ranks.
+
+    Returns:
+        Why the run was stopped before its last step; empty if it was not.
 
     Raises:
         UserError: The configuration is not possible.
@@ -62,7 +65,7 @@ def run(config: TrainConfig) -> None:
         trainer = Trainer(config)
     with explained(trainer.config):
         trainer.restore()
-        trainer.train()
+        return trainer.train()
 
 
 class Trainer:
@@ -175,27 +178,34 @@ class Trainer:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
-            UserError: There is no checkpoint, all are damaged, or it has another model or corpus.
+            UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model or
+                corpus.
         """
-        base = self.config.init_from
-        if base is not None and (self.config.lora.is_on or not self.config.resume):
+        base, newest = self.config.init_from, self.folder
+        if self.config.resume:
+            newest = checkpoint.verified_together(self.folder)
+        is_resumed = newest != self.folder
+        if self.config.resume is True and not is_resumed:
+            raise UserError(
+                f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
+            )
+        if base is not None and (self.config.lora.is_on or not is_resumed):
             base = checkpoint.verified_together(base)
             hugging_face.load(self.model, base)
             if self.config.lora.is_on:
                 self._base = Base.open(base, self.config.model)
-        if self.config.resume:
-            newest = checkpoint.verified_together(self.folder)
-            if newest == self.folder:
-                raise UserError(
-                    f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
-                )
+        if is_resumed:
             progress = checkpoint.load(newest, self.model, self.optimizer, base=self._base)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
             self._loss_scale.restore(progress.loss_scale)
 
-    def train(self) -> None:
-        """Train up to the last step, with evaluations and checkpoints, and write the results to the run folder."""
+    def train(self) -> str:
+        """Train up to the last step, with evaluations and checkpoints, and write the results to the run folder.
+
+        Returns:
+            Why the run was stopped before its last step; empty if it was not.
+        """
         config, total, every = self.config, self.config.steps, self.config.checkpoint_every
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
@@ -240,6 +250,7 @@ class Trainer:
                 if self.is_main:
                     (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
             report.finish()
+        return stopped
 
     def step(self) -> StepMetrics:
         """Run one optimizer step on the next batch and return its metrics; times are those of this rank."""

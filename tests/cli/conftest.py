@@ -1,54 +1,53 @@
 """Stand-ins for the launcher, the trainer and the place of a rank."""
 
+import importlib
 import json
-import os
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import train
-
-VARIABLES = (train.RUN_CONFIG, VERIFIED)
 
 
 class Launches(list):
     """The calls of the launcher's stand-in."""
 
     @property
-    def command(self):
-        return self[-1][1]
-
-    @property
-    def variables(self):
-        """What the ranks inherit."""
-        return self[-1][2]
-
-    @property
     def spec(self):
         return self[-1][0]
 
+    @property
+    def request(self):
+        """What the ranks get."""
+        return self[-1][2]
+
     def config(self):
-        """Return what the ranks settle on."""
-        assert self.command[:3] == ["-m", "bmburst", "train"]
-        return json.loads(self.variables[train.RUN_CONFIG])
+        """Return what the ranks train, as JSON."""
+        assert self[-1][1] == "bmburst.cli.train"
+        return self.request["config"]
 
     def output(self):
-        return Path(self.command[self.command.index("--output") + 1])
+        return Path(self.config()["output"])
+
+    def run_rank(self):
+        """Run the newest launch in this process, as a rank does."""
+        return importlib.import_module(self[-1][1]).run_rank(self.request)
 
 
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", train.RUN_CONFIG, VERIFIED):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", VERIFIED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     calls = Launches()
 
-    def launch(spec, command):
-        calls.append((spec, command, {name: os.environ[name] for name in VARIABLES if name in os.environ}))
+    def launch(spec, command, request=""):
+        assert command[:2] == ["-m", "bmburst.runtime.handover"]
+        calls.append((spec, command[2], json.loads(request)))
         return 0
 
     monkeypatch.setattr("bmburst.runtime.launch.launch", launch)
@@ -60,19 +59,23 @@ def trained(monkeypatch):
     """Stand in for the trainer and return the configurations it is given."""
     seen = []
     module = types.ModuleType("bmburst.train.trainer")
-    module.run = seen.append
+    module.run = lambda config: seen.append(config) or ""
     monkeypatch.setitem(sys.modules, "bmburst.train.trainer", module)
     return seen
 
 
 @pytest.fixture
 def as_rank(monkeypatch, launches):
+    """Become a rank of our launcher, or of another one, where ranks share a store and nobody watches this process."""
+    store = HashStore()
+    monkeypatch.setattr("bmburst.runtime.join", lambda: store)
+    monkeypatch.setattr("bmburst.runtime.launch.joined.watch", lambda *_: None)
+    monkeypatch.setattr("bmburst.runtime.handover._FAREWELL", 0.0)
+
     def enter(rank, size, launched=False):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)):
+            monkeypatch.setenv(name, str(value))
         if launched:
             monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
-            for name, value in launches.variables.items() if launches else ():
-                monkeypatch.setenv(name, value)
 
     return enter

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
+from bmburst.cli.train import run_rank
+from bmburst.config import to_dict
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec
@@ -30,11 +32,9 @@ def test_ranks_train_what_was_settled_before(launches, trained, as_rank, tmp_pat
     shapes = expected_shapes(PRESETS["llama-tiny"])
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "hf" / "model.safetensors")
     assert main(["train", *argv]) == 0
-    words = launches.command[2:]
-    (launches.output() / "rank0.log").touch()
     for rank in range(2):
         as_rank(rank, 2, launched=True)
-        assert main(words) == 0
+        assert launches.run_rank() == 0
     expected = resolve((launches.output() / "config.json",)).replace(output=launches.output())
     assert trained == [expected, expected]
     assert len(launches) == 1
@@ -46,7 +46,7 @@ def test_resumed_ranks_get_resume(launches, trained, as_rank, tmp_path):
     (run / "metrics.jsonl").touch()
     assert main(["train", "--resume", "--output", "run", "--steps", "200"]) == 0
     as_rank(0, 2, launched=True)
-    assert main(launches.command[2:]) == 0
+    assert launches.run_rank() == 0
     assert (trained[0].resume, trained[0].steps, trained[0].output) == (True, 200, Path("run"))
 
 
@@ -54,7 +54,8 @@ def test_under_torchrun_the_folder_must_be_named(trained, as_rank, capsys, tmp_p
     as_rank(0, 4)
     assert "--output DIR" in refused(capsys, "train")
     assert main(["train", "--output", "out", "--steps", "3"]) == 0
-    assert not list((tmp_path / "out").iterdir()), "the trainer writes when it begins"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    (tmp_path / "out" / "rank0.log").touch()  # as torchrun writes with --log-dir
     as_rank(3, 4)
     assert main(["train", "--output", "out", "--steps", "3"]) == 0
     assert trained[0] == trained[1]
@@ -83,7 +84,7 @@ def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, mo
     words = ("output out", "cannot be written", "No space left")
     if launched:  # the launcher shows it
         with pytest.raises(UserError) as caught:
-            main(["train", "--output", "out"])
+            run_rank({"config": to_dict(resolve((), {"output": "out"})), "verified": None})
         says(caught, *words)
     else:
         says(refused(capsys, "train", "--output", "out"), *words)
@@ -113,7 +114,7 @@ def held_out(tmp_path):
 
 def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
     argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: None)  # there are no weights in it
+    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: held_out)  # there are no weights in it
     assert main([*argv, "--max-sequences", "5"]) == 0
     assert launches.spec.nproc == 2
     seen = []
@@ -124,7 +125,7 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
     printed = []
     for rank in range(2):
         as_rank(rank, 2, launched=True)
-        assert main(launches.command[2:]) == 0
+        assert launches.run_rank() == 0
         printed.append(capsys.readouterr().out)
     expected = EvalConfig(checkpoint=held_out, data="held.txt", sequence_length=64, max_sequences=5, nproc=2)
     assert seen == [expected, expected]

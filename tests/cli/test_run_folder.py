@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bmburst.cli import main, train
+from bmburst.cli import main, run_folder
 from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, held
 from bmburst.train.resolve import resolve
 from tests import refusals
@@ -24,9 +24,9 @@ def launcher(argv, offset, seconds, queue):
     import contextlib
     import io
 
-    def launch(spec, command):
+    def launch(spec, command, request):
         time.sleep(seconds)
-        launched.append(json.loads(os.environ[train.RUN_CONFIG])["seed"])
+        launched.append(json.loads(request)["config"]["seed"])
         return 0
 
     launched, said = [], io.StringIO()
@@ -74,10 +74,10 @@ def test_ranks_train_what_their_launcher_settled_whatever_the_folder_says(launch
     assert main(["train", "--output", "run", "--seed", "5"]) == 0
     (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 6}))
     as_rank(0, 2, launched=True)
-    assert main(launches.command[2:]) == 0
+    assert launches.run_rank() == 0
     (tmp_path / "run" / "config.json").unlink()
     as_rank(1, 2, launched=True)
-    assert main(launches.command[2:]) == 0
+    assert launches.run_rank() == 0
     assert [config.seed for config in trained] == [5, 5]
 
 
@@ -86,7 +86,9 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
     seen = []
     monkeypatch.setattr(
-        sys.modules["bmburst.train.trainer"], "run", lambda _: seen.append((tmp_path / "out" / LOCK_FILE).exists())
+        sys.modules["bmburst.train.trainer"],
+        "run",
+        lambda _: seen.append((tmp_path / "out" / LOCK_FILE).exists()) or "",
     )
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0
@@ -97,7 +99,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
 
 def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_path, monkeypatch):
-    hold, run = train.held, tmp_path / "run"
+    hold, run = run_folder.held, tmp_path / "run"
     checkpoint(started(tmp_path, steps="9"), 4)
 
     def later(change):
@@ -108,7 +110,7 @@ def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_pat
                 pending.pop()()
             return hold(*args, **options)
 
-        monkeypatch.setattr(train, "held", held_late)
+        monkeypatch.setattr(run_folder, "held", held_late)
 
     later(lambda: started(tmp_path, steps="20"))
     assert main(["train", "--output", "run", "--resume"]) == 0

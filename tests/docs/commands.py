@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from torch.distributed.run import get_args_parser
+
 from bmburst.cli import CommandParser, find_command, main
 from bmburst.runtime.install_bmtrain import REQUIREMENT
 
@@ -15,6 +17,11 @@ def exists(words: list[str]) -> bool:
     if words[0] == "srun":
         words = words[words.index("bmburst") :]
     program, *rest = words
+    if program == "torchrun":
+        parsed = get_args_parser().parse_args(rest)
+        return (
+            parsed.module and parsed.training_script == "bmburst" and exists(["bmburst", *parsed.training_script_args])
+        )
     if words[:2] == ["git", "clone"]:
         return rest[-1] == "https://github.com/OpenBMB/BMTrain" and f"v{REQUIREMENT.split('==')[1]}" in rest
     if words[:2] == ["python", "-m"]:

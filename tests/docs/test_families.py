@@ -12,7 +12,7 @@ from benchmarks import families
 from bmburst.blocks.families import FAMILIES, SCALES
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
-from bmburst.cli.train import configure, resolve_options
+from bmburst.cli.training import configure, resolve_options
 from tests.checkpoint.test_convert import assert_same, weights_of
 from tests.checkpoint.test_families import THERE, published
 from tests.docs.blocks import read_blocks

@@ -1,4 +1,4 @@
-"""docs/multi_node.md: its batch files start two nodes, here of one rank each on one host, and its options exist."""
+"""docs/multi_node.md: its batch file starts two nodes, here of one rank each on one host, and its options exist."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from bmburst.cli import COMMANDS, CommandParser, main, train
+from bmburst.cli import COMMANDS, CommandParser, main, training
 from bmburst.runtime.doctor import CHECKS
 from tests.docs.blocks import PATHS, read_blocks
 
@@ -21,13 +21,24 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = read_blocks(PATHS["multi_node.md"])
 FILES = {found[1]: block for block in BLOCKS if (found := re.search(r"^# (\S+\.sbatch)$", block.text, re.M))}
 SBATCH = {  # options of SLURM's sbatch, from its manual
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time", "output"),
+    *(
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "gpus-per-node",
+        "cpus-per-task",
+        "exclusive",
+        "requeue",
+        "time",
+        "output",
+    ),
 }
 # In place of SLURM's srun: the command once for each of two nodes, at the same time.
 SRUN = """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=1 ] || exit 64
 for node in 0 1; do
     SLURM_NODEID=$node SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=0 \\
-        SLURM_STEP_NODELIST="$SLURM_JOB_NODELIST" "$@" & pids+=($!)
+        SLURM_STEP_NODELIST="$SLURM_JOB_NODELIST" "${@:2}" & pids+=($!)
 done
 status=0
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
@@ -61,11 +72,9 @@ def options(name: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", FILES[name].text, re.M))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) for name in ("torchrun.sbatch", "launch.sbatch")]
-)
-def test_a_batch_file_trains_on_two_nodes(name: str, tmp_path: Path) -> None:
-    programs = {"srun": SRUN, "scontrol": SCONTROL, "openssl": "#!/bin/bash\necho 0123456789abcdef\n"}
+@pytest.mark.long
+def test_the_batch_file_trains_on_two_nodes(tmp_path: Path) -> None:
+    name, programs = "torchrun.sbatch", {"srun": SRUN, "scontrol": SCONTROL}
     programs |= {
         program: f'#!/bin/bash\nexec {sys.executable} -m {module} "$@"\n'
         for program, module in (("bmburst", "bmburst"), ("torchrun", "torch.distributed.run"))
@@ -98,14 +107,12 @@ def test_a_batch_file_trains_on_two_nodes(name: str, tmp_path: Path) -> None:
     assert json.loads((run / "config.json").read_text())["sequence_length"] == 128
 
 
-def test_both_files_ask_for_the_same_nodes_and_name_options_that_exist() -> None:
-    assert [*FILES] == ["launch.sbatch", "torchrun.sbatch"]
-    assert options("launch.sbatch") == options("torchrun.sbatch")
-    for name, block in FILES.items():
-        assert block.text.startswith("#!/bin/bash\n"), "sbatch wants it in the first line"
-        assert options(name).keys() <= SBATCH and options(name)["ntasks-per-node"] == "1"
-        assert block.text.count("#SBATCH") == len(options(name))
-        subprocess.run(["bash", "-n", "-c", block.text], check=True)
+def test_the_batch_file_names_options_that_exist() -> None:
+    (block,) = FILES.values()
+    assert block.text.startswith("#!/bin/bash\n"), "sbatch wants it in the first line"
+    assert options("torchrun.sbatch").keys() <= SBATCH and options("torchrun.sbatch")["ntasks-per-node"] == "1"
+    assert block.text.count("#SBATCH") == len(options("torchrun.sbatch"))
+    subprocess.run(["bash", "-n", "-c", block.text], check=True)
     words = FILES["torchrun.sbatch"].text.replace("\\\n", " ").split("torchrun ", 1)[1]
     given = words.split(" -m bmburst train ")[0].replace('"$MASTER_ADDR"', "node0")
     parsed = get_args_parser().parse_args([*re.sub(r'"\$\w+"', "1", given).split(), "script.py"])
@@ -116,18 +123,19 @@ def test_commands_and_the_configuration_are_as_bmburst_takes_them(tmp_path: Path
     (block,) = (block for block in BLOCKS if block.language == "yaml")
     (tmp_path / "run.yaml").write_text(block.text)
     parser = CommandParser(prog="bmburst train", description="")
-    train.configure(parser)
-    config = train.resolve_options(parser.read(["--config", str(tmp_path / "run.yaml")]))
+    training.configure(parser)
+    config = training.resolve_options(parser.read(["--config", str(tmp_path / "run.yaml")]))
     assert (config.sequence_length, config.model.num_layers) == (1 << 20, 32)
-    (first,) = (block for block in BLOCKS if block.language == "bash" and block not in FILES.values())
+    first, *starts = (block for block in BLOCKS if block.language == "bash" and block not in FILES.values())
     planned, doctor = first.commands()
+    assert [block.commands()[-1].split()[0] for block in starts] == ["torchrun"] * 2
     assert main(planned.split()[1:]) == 0 and "2 nodes" in capsys.readouterr().out
     assert doctor.split("--ntasks-per-node=1 ")[1] == "bmburst doctor" and "doctor" in COMMANDS
 
 
 def test_every_block_is_one_of_these_or_shown() -> None:
     assert {block.language for block in BLOCKS} == {"bash", "yaml", "text"}
-    assert [block.needs for block in BLOCKS if block.language == "bash"] == ["gpus"] * 3
+    assert [block.needs for block in BLOCKS if block.language == "bash"] == ["gpus"] * 4
 
 
 def test_what_doctor_is_said_to_look_at_it_looks_at() -> None:

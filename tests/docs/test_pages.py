@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.cli import CommandParser
-from bmburst.cli.train import configure, resolve_options
+from bmburst.cli.training import configure, resolve_options
 from tests.docs.blocks import PATHS, read_blocks
 from tests.docs.scripts import Page, run_script
 

@@ -11,7 +11,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
 from bmburst.cli import CommandParser
-from bmburst.cli.train import configure, resolve_options
+from bmburst.cli.training import configure, resolve_options
 from bmburst.train.resolve import resolve
 from model_center_ext import LlamaConfig, config_files
 from tests.refusals import refused

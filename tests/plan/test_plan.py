@@ -9,7 +9,7 @@ import pytest
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
-from bmburst.cli import train as train_command
+from bmburst.cli import training as train_command
 from bmburst.config import given_options
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
@@ -265,7 +265,7 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
     for each in found["ways"]:
         assert each["seconds"] == pytest.approx(sum(each["parts"].values()))
         assert each["memory"]["allocated"] == pytest.approx(sum(each["memory"]["lines"].values()))
-        assert each["command"].startswith(f"bmburst launch --nproc 8 --nnodes {nodes}")
+        assert each["command"].startswith(f"torchrun --nnodes {nodes} --nproc-per-node 8")
         assert "--sequence-length 1048576 " in each["command"]
 
 

@@ -125,7 +125,7 @@ def test_several_nodes_are_launched(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     planned(capsys, "--model", "llama-3-8b", "--seq", "1M", "--gpus", "16", "--nodes", "2", "--write", str(path))
     text = path.read_text()
-    assert "#   bmburst launch --nproc 8 --nnodes 2 " in text and "on 2 nodes:" in text
+    assert "#   torchrun --nnodes 2 --nproc-per-node 8 " in text and "on 2 nodes:" in text
     assert "nproc" not in yaml.safe_load(text)
 
 

@@ -1,19 +1,18 @@
-"""What a run opens to others: sockets on loopback alone, ports that are told when taken, and launchers of one run."""
+"""What a run opens to others: sockets on loopback alone, and ports that are told when taken."""
 
 import os
 import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.runtime.stores import Relay, address_of, dial, listen, owner_of, serve, tcp_sockets, to_store
+from bmburst.runtime.stores import address_of, listen, owner_of, tcp_sockets
 from tests.distributed.ports import held_port
 from tests.refusals import says
-from tests.runtime.launcher import ended, lines_of, start, wait_until
+from tests.runtime.launcher import ended, lines_of, start
 
 __all__ = ["start"]  # the fixture
 
@@ -131,68 +130,6 @@ def test_ranks_that_no_launcher_of_ours_started_listen_on_loopback_too(size, tmp
                 process.communicate()
 
 
-def test_several_nodes_listen_at_the_masters_address_and_on_loopback(start):
-    with held_port() as port:
-        address = ("--nnodes=2", "--master-addr=127.0.0.2", f"--master-port={port}")
-        nodes = [start(MEETING, f"--node-rank={node}", *address, nproc=1) for node in range(2)]
-        for process in nodes:
-            lines_of(process, 1)
-        found = [listening_ports(process.pid) for process in nodes]
-        ports = set().union(*(ports for node in found for ports in node.values()))
-        assert port in found[0][nodes[0].pid]
-        assert answers("127.0.0.2", port) and not answers("127.0.0.1", port)
-        outside = [(a, p) for p in ports for a in other_addresses() if a != "127.0.0.2" and answers(a, p)]
-        assert not outside
-        # A store's client that has no token gets no answer of the store.
-        with closing(socket.create_connection(("127.0.0.2", port), timeout=30)) as stranger:
-            stranger.sendall(bytes(200))
-            received = b""
-            while more := stranger.recv(1000):
-                received += more
-        assert received.startswith(b"bmburst") and received.endswith(bytes(32))
-
-
-@pytest.mark.parametrize("theirs", ["another token", "another shape", "the same node", "no launcher"])
-def test_a_launcher_of_another_run_is_refused(start, theirs):
-    sleep = "import time; time.sleep(600)"
-    with held_port() as port:
-        address = ("--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={port}")
-        shape = address if theirs != "another shape" else ("--nnodes=2", *address[1:])
-        token = "import os; os.environ['BMBURST_TOKEN'] = 'x'" if theirs == "another token" else ""
-        if theirs == "no launcher":
-            with socket.create_server(("127.0.0.1", port)) as server:
-                process = start(sleep, "--node-rank=1", *shape)
-                with server.accept()[0] as line:
-                    line.sendall(b"HTTP/1.1 400 Bad Request" * 10)
-                    status, _, err = ended(process)
-        else:
-            start(sleep, "--node-rank=0", *address)
-            first = start(sleep, "--node-rank=1", *address) if theirs == "the same node" else None
-            if first is not None:
-                wait_until(lambda: first.pid in listening_ports(first.pid))  # its relay's: it has reached node 0
-            second = start(sleep, "--node-rank=1", *shape, first=token)
-            status, _, err = ended(second)
-    words = {
-        "another token": "BMBURST_TOKEN",
-        "another shape": "--nnodes 2 --nproc 2",
-        "the same node": "another launcher | node 1",
-        "no launcher": "bmburst launcher",
-    }
-    assert status == 2
-    says(err, words[theirs])
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_taken_port_is_told_with_who_has_it(start, nodes):
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        several = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1")
-        process = start("print('ran')", f"--master-port={port}", *(several if nodes > 1 else ()))
-        status, out, err = ended(process)
-    assert (status, out) == (2, "")
-    says(err, f"port {port}", f"process {os.getpid()} (", "--master-port")
-
-
 def test_a_taken_master_port_is_told_by_start_too():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -242,23 +179,6 @@ def test_an_address_of_another_host_is_refused():
         listen("192.0.2.9", 0)
     with pytest.raises(UserError, match="65536"):
         listen("127.0.0.1", 65536)
-
-
-def test_a_relay_carries_the_store_for_those_who_know_the_secret():
-    from datetime import timedelta
-
-    store = serve("127.0.0.1", 0, timedelta(seconds=30))
-    relay = Relay(listen("127.0.0.1", 0), to_store(store.port, b"ours"))
-    relay.start()
-    with dial(("127.0.0.1", relay.port), b"ours"):
-        pass
-    with pytest.raises(UserError, match="another run"):
-        dial(("127.0.0.1", relay.port), b"theirs")
-    # Strangers that say nothing keep nobody out.
-    silent = [socket.create_connection(("127.0.0.1", relay.port)) for _ in range(20)]
-    dial(("127.0.0.1", relay.port), b"ours").close()
-    for line in silent:
-        line.close()
 
 
 def test_few_open_files_are_one_message(tmp_path):
@@ -318,16 +238,6 @@ def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
     status, _, err = ended(start(text, "--hang-timeout", "1"))
     assert status == 1
     says(err, "rank 1", socket.gethostname(), "stopped", "1 s", "--hang-timeout", lines=2)
-
-
-@pytest.mark.long
-def test_a_stopped_rank_of_another_node_is_named(start):
-    with held_port() as port:
-        address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--hang-timeout=4")
-        nodes = [start(TRAINING, f"--node-rank={node}", *address, nproc=1) for node in range(2)]
-        errors = [ended(process)[2] for process in nodes]
-    says(errors[0], "bmburst: rank 1", socket.gethostname(), "stopped", lines=9)
-    says(errors[1], "node 0", "status 1", lines=9)
 
 
 @pytest.mark.long

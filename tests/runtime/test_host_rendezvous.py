@@ -2,13 +2,11 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 
 from bmburst.errors import UserError
 from bmburst.runtime.host.nccl import UNIQUE_ID_BYTES, Rendezvous, _reachable_address
-from bmburst.runtime.stores import serve
 
 
 def address(unique_id: bytes) -> list[str]:
@@ -72,16 +70,3 @@ def test_foreign_ids_are_refused() -> None:
 def test_a_time_limit_is_a_number_of_seconds(value: str) -> None:
     with pytest.raises(UserError, match=rf"BMBURST_TIMEOUT is '{value}'"):
         Rendezvous({"BMBURST_TIMEOUT": value})
-
-
-def test_ranks_of_launchers_of_several_nodes_open_no_store_of_their_own() -> None:
-    launcher = serve("127.0.0.1", 0, timedelta(seconds=60))
-    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "BMBURST_NODE_0": "192.0.2.1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port)}
-    made = Rendezvous(environment)
-    unique_id = made.unique_id()
-    made.open(unique_id).set("key", "value")
-    assert Rendezvous(environment).open(unique_id).get("key") == b"value"
-    assert launcher.num_keys() >= 1
-    with pytest.raises(RuntimeError, match="launcher"):
-        Rendezvous({}).open(unique_id)

@@ -16,33 +16,16 @@ from bmburst.errors import UserError
 from bmburst.runtime import launch
 from bmburst.runtime.launch import LaunchSpec
 from bmburst.runtime.launch.agent import Outcome, RankEnd
-from bmburst.runtime.launch.result import launch_result
-from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
-from bmburst.runtime.rank import rank_pids
+from bmburst.runtime.launch.result import launch_result, report_of
+from bmburst.runtime.launch.spec import require_command, require_devices
+from bmburst.runtime.rank import STOPPED, rank_pids
 from tests.refusals import refused, says
-
-STEP = {
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NODELIST": "gpu[007-008],login1",
-    "SLURM_NODEID": "2",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "4",
-}
-TWO_NODES = {"nnodes": 2, "master_addr": "a"}
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"nproc": 0}, "--nproc 0"),
-        ({"nnodes": 0}, "--nnodes 0"),
-        ({"node_rank": -1}, "--node-rank -1"),
-        ({"node_rank": 1}, "--node-rank 1"),
-        ({**TWO_NODES, "node_rank": 2}, "--node-rank 2"),
-        ({"nnodes": 2}, "--master-addr"),
-        ({"master_port": 65536}, "--master-port 65536"),
-        ({"master_port": -1}, "--master-port -1"),
         ({"hang_timeout": -0.5}, "--hang-timeout -0.5"),
         ({"hang_timeout": float("nan")}, "--hang-timeout nan"),
         ({"hang_timeout": float("inf")}, "--hang-timeout inf"),
@@ -51,12 +34,6 @@ TWO_NODES = {"nnodes": 2, "master_addr": "a"}
 def test_a_spec_outside_its_range_is_refused(options, word):
     with refused(word):
         LaunchSpec(**options)
-
-
-def test_one_node_takes_a_free_port_and_several_the_usual_one():
-    assert LaunchSpec(nproc=3).endpoint == ("127.0.0.1", 0)
-    assert LaunchSpec(**TWO_NODES).endpoint == ("a", 29500)
-    assert LaunchSpec(**TWO_NODES, master_port=7, nproc=3).world_size == 6
 
 
 def test_more_ranks_than_gpus_is_refused_and_any_number_without_gpus_is_not(monkeypatch):
@@ -129,7 +106,7 @@ def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
     )
     out = capsys.readouterr().out
     assert "OMP_NUM_THREADS=2\n" in out and "BMBURST_HANG_TIMEOUT=60\n" in out
-    assert "torchrun --nproc-per-node=3 --nnodes=1" in out
+    assert "torchrun --standalone --nproc-per-node=3" in out
     assert out.rstrip().endswith(f"'{script}' --dry-run -x")
 
 
@@ -141,7 +118,6 @@ def test_settings_leave_the_users_alone():
     on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     on_gpus |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert launch.defaults({}, 3, 8, cuda=True) == on_gpus | loopback
-    assert launch.defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
     assert launch.defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
     assert not [name for name in launch.defaults({}, 1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
@@ -177,55 +153,6 @@ def test_a_containers_quota_counts(text, cores, tmp_path, monkeypatch):
     assert launch.usable_cores(tmp_path / "none") == 64
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[07-09,12],login1", "gpu07"),
-        ("gpu[12,07-09]", "gpu12"),
-        ("rack[1-2]node[3,5]", "rack1node3"),
-        ("solo", "solo"),
-        ("a1,a2", "a1"),
-        ("n[1-2].cluster,m", "n1.cluster"),
-        ("gpu-a[003]", "gpu-a003"),
-    ],
-)
-def test_the_first_host_of_slurms_list(nodes, first):
-    assert first_host(nodes) == first
-
-
-def test_a_slurm_step():
-    step = read_step(STEP)
-    assert (step.nnodes, step.node_rank, step.master_addr, step.job) == (3, 2, "gpu007", "123456.4")
-    assert step == read_step(STEP | {"SLURM_JOB_NODELIST": "other"})
-    assert 1024 < step.master_port < 32768
-    assert step.master_port != read_step(STEP | {"SLURM_JOB_ID": "123457"}).master_port
-
-
-def test_outside_a_step_of_several_nodes_slurm_says_nothing():
-    assert read_step({}) is None
-    assert read_step({"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-4]"}) is None
-    assert read_step(STEP | {"SLURM_STEP_NUM_NODES": "1"}) is None
-
-
-def test_several_slurm_tasks_on_a_node_are_refused():
-    with refused("24", "--ntasks-per-node=1"):
-        read_step(STEP | {"SLURM_STEP_NUM_TASKS": "24"})
-    with refused("--master-addr"):
-        read_step(STEP | {"SLURM_STEP_NODELIST": ""})
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_options_go_before_slurm(monkeypatch, tmp_path, capsys):
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
-    script = tmp_path / "s.py"
-    script.touch()
-    assert main(["launch", "--nproc", "2", "--master-port", "7", "--dry-run", "--", str(script)]) == 0
-    assert "--nnodes=3 --max-restarts=0 --node-rank=2 --master-addr=gpu007 --master-port=7" in capsys.readouterr().out
-    assert main(["launch", "--nproc", "2", "--nnodes", "1", "--dry-run", "--", str(script)]) == 0
-    assert "--nnodes=1 " in capsys.readouterr().out
-
-
 def test_only_processes_that_still_are_the_ranks_count(tmp_path):
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -236,17 +163,17 @@ def test_only_processes_that_still_are_the_ranks_count(tmp_path):
     process.communicate(b"\n")
 
 
-SPEC = LaunchSpec(nproc=4, **TWO_NODES, node_rank=1, hang_timeout=20.0)
+SPEC = LaunchSpec(nproc=4, hang_timeout=20.0)
 STOOD = 'Current thread 0x1 (most recent call first):\n  File "/a/wait.py", line 3 in wait\n'
 CRASHED = 'Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n  File "/a/b.py", line 9 in f\n'
 
 
-def end(local_rank, status):
-    return RankEnd(rank=4 + local_rank, local_rank=local_rank, status=status)
+def end(rank, status):
+    return RankEnd(rank=rank, status=status)
 
 
 def leave_error(folder, **content):
-    content = {"rank": 5, "local_rank": 1, "kind": "error", "status": 1, "text": "Traceback: it"} | content
+    content = {"rank": 1, "local_rank": 1, "kind": "error", "status": 1, "text": "Traceback: it"} | content
     (folder / "error").write_text(json.dumps(content))
 
 
@@ -263,7 +190,7 @@ def test_ranks_that_torchrun_ended_beside_a_failed_one_are_not_mentioned(tmp_pat
     (tmp_path / "stood.3").write_text(STOOD)  # ignored SIGTERM until SIGKILL
     outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL)])
     result = launch_result(SPEC, outcome, tmp_path)
-    assert (result.status, result.message) == (1, "bmburst: rank 5 failed\nTraceback: it")
+    assert (result.status, result.message) == (1, "bmburst: rank 1 failed\nTraceback: it")
 
 
 def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
@@ -273,8 +200,8 @@ def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
     result = launch_result(SPEC, outcome, tmp_path)
     assert result.status == 1
     killed, aborted, told = result.message.splitlines()
-    says(killed, "bmburst: rank 4", "SIGKILL", "memory")
-    says(aborted, "bmburst: rank 6", "SIGABRT", "/a/b.py:9 in f")
+    says(killed, "bmburst: rank 0", "SIGKILL", "memory")
+    says(aborted, "bmburst: rank 2", "SIGABRT", "/a/b.py:9 in f")
     assert told == "bmburst: peer gone"
 
 
@@ -293,10 +220,10 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
     result = launch_result(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
     assert result.status == 1
     first, whose, stack, other_rank, fix = result.message.splitlines()
-    says(first, "bmburst: rank 6", socket.gethostname(), "no progress", "20 s")
-    says(whose, "rank 6 stood at")
+    says(first, "bmburst: rank 2", socket.gethostname(), "no progress", "20 s")
+    says(whose, "rank 2 stood at")
     assert stack == '  File "/u/s.py", line 1 in /u/s.py'
-    says(other_rank, "rank 4", "/a/wait.py:3 in wait")
+    says(other_rank, "rank 0", "/a/wait.py:3 in wait")
     says(fix, "--hang-timeout", "0")
 
 
@@ -307,17 +234,39 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
             UserError("port 29500 is taken by process 7 (other)\ngive another"),
             "port 29500 is taken by process 7 (other)",
         ),
-        (TimeoutError("timed out after 900000ms"), "a:29500"),
+        (OSError("no room\nfor a process"), "OSError: no room for a process"),
     ],
 )
 def test_ranks_that_never_started(error, word, tmp_path):
     result = launch_result(SPEC, Outcome(error=error), tmp_path)
     assert result.status == (2 if isinstance(error, UserError) else 1)
-    assert word in result.message and "\n" in result.message
+    assert word in result.message
+
+
+def test_ranks_that_saved_and_stopped_are_no_failure(tmp_path):
+    assert launch_result(SPEC, Outcome(is_to_continue=True), tmp_path).status == STOPPED == 75
+
+
+def test_a_report_of_some_ranks_of_a_run_names_them_as_the_run_does(tmp_path):
+    waiting = 'Thread 0x1 (most recent call first):\n  File "/p/bmtrain/nccl/__init__.py", line 1 in allReduce\n'
+    waiting += '  File "/u/train.py", line 7 in step\n'
+    (tmp_path / "hang.1").write_text(f"Timeout (0:00:20)!\n{waiting}")
+    told = report_of(SPEC, tmp_path, [], 8, 16)
+    says(told, "rank 9 waited 20 s in allReduce", "another node", "/u/train.py", "log", lines=5)
+    (tmp_path / "stood.3").write_text(STOOD)
+    says(report_of(SPEC, tmp_path, [], 8, 16), "rank 11 on", "no progress", "rank 9 waited in allReduce", lines=5)
+    says(report_of(SPEC, tmp_path, [2], 8, 16), "rank 10 on", "is stopped")
+
+
+def test_a_report_tells_a_crash_and_is_silent_about_ranks_that_ended(tmp_path):
+    (tmp_path / "stood.0").write_text(STOOD)
+    assert report_of(SPEC, tmp_path, [], 8, 16) == ""
+    (tmp_path / "stood.2").write_text(CRASHED)
+    says(report_of(SPEC, tmp_path, [], 8, 16), "bmburst: rank 10 on", "Aborted", "/a/b.py:9 in f", lines=1)
 
 
 def test_ranks_ended_from_outside(tmp_path):
     (tmp_path / "stood.0").write_text(STOOD)
     result = launch_result(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
     assert result.status == 1
-    says(result.message, "bmburst: rank 4, 5", "SIGTERM", "outside", lines=1)
+    says(result.message, "bmburst: rank 0, 1", "SIGTERM", "outside", lines=1)

@@ -7,7 +7,7 @@ import pytest
 
 from bmburst.blocks.families import RopeScaling
 from bmburst.cli import eval as eval_command
-from bmburst.cli import train as train_command
+from bmburst.cli import training as train_command
 from bmburst.config import given_options
 from bmburst.data.packing import PACKS
 from bmburst.train.config import EvalConfig, ParallelConfig, TrainConfig

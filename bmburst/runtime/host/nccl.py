@@ -27,7 +27,6 @@ from bmburst.runtime.stores import LOOPBACK, address_of, is_loopback, serve
 
 UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES in nccl.h
 _C10D: Any = dist  # torch gives its C++ classes no types
-_LAUNCHER = "launcher 0"  # in a unique id: the store of this rank's launcher
 _DEFAULT_TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
 
@@ -42,11 +41,7 @@ class Rendezvous:
         self._stores: dict[str, Any] = {}  # torch.distributed TCPStores, by "host port"
         self._numbers = itertools.count()
         self.timeout = _timeout(environment)
-        # The launchers of several nodes give their ranks one store, which each rank finds on its loopback. So no rank
-        # opens a port, and torch does no reverse DNS query for the address of another host.
-        named = bool(environment.get("BMBURST_NODE_0")) and not self._on_one_host()
-        self._launcher = (environment["MASTER_ADDR"], environment["MASTER_PORT"]) if named else None
-        self._address = _LAUNCHER if named else ""  # of the store for new ids; empty: not served yet
+        self._address = ""  # of the store for new ids; empty: not served yet
 
     def unique_id(self) -> bytes:
         """Return 128 bytes that name a new key prefix in a store: `address port number token`."""
@@ -63,8 +58,7 @@ class Rendezvous:
         """Return the store that `unique_id` names, a `torch.distributed.Store`.
 
         Raises:
-            RuntimeError: `unique_id` did not make these bytes, or they name a launcher's store and this rank has no
-                launcher.
+            RuntimeError: `unique_id` did not make these bytes.
         """
         parts = unique_id.rstrip(b"\0").decode(errors="replace").split(" ")
         if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
@@ -72,12 +66,6 @@ class Rendezvous:
         host, port, number, token = parts
         address = f"{host} {port}"
         if address not in self._stores:
-            if address == _LAUNCHER:
-                if self._launcher is None:
-                    raise RuntimeError(
-                        "ncclCommInitRank: the rank that made this unique id has a launcher, this one has none"
-                    )
-                host, port = self._launcher
             client = _C10D.TCPStore(host, int(port), None, False, self.timeout, wait_for_workers=False)
             self._stores[address] = client
         return _C10D.PrefixStore(f"communicator/{number}/{token}", self._stores[address])
@@ -101,7 +89,7 @@ class Rendezvous:
         ranks, here = self._environment.get("WORLD_SIZE", "1"), self._environment.get("LOCAL_WORLD_SIZE")
         if here is not None:
             return here == ranks
-        return ranks == "1" or is_loopback(_node_0(self._environment))
+        return ranks == "1" or is_loopback(self._environment.get("MASTER_ADDR", "localhost"))
 
 
 def _timeout(environment: Mapping[str, str]) -> timedelta:
@@ -118,18 +106,13 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _node_0(environment: Mapping[str, str]) -> str:
-    """Return the name of rank 0's host on other hosts: MASTER_ADDR, unless a launcher relays the store."""
-    return environment.get("BMBURST_NODE_0") or environment.get("MASTER_ADDR", "localhost")
-
-
 def _reachable_address(environment: Mapping[str, str]) -> str:
     """Return an address of this host that the hosts of the other ranks can reach.
 
     It is the source address of packets to node 0. If that is a loopback address, this host is node 0, and the result is
     the address of node 0's name.
     """
-    master = _node_0(environment)
+    master = environment.get("MASTER_ADDR", "localhost")
     port = int(environment.get("MASTER_PORT", "0")) or 9  # discard; nothing is sent
     for family, kind, protocol, _, address in socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:

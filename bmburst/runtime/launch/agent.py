@@ -1,4 +1,4 @@
-"""Starts the ranks of this node in a thread, and ends them when one fails or the run is stopped.
+"""Starts the ranks in a thread, and ends them when one fails or the run is stopped.
 
 Ranks ask Linux to kill them when their parent dies (PR_SET_PDEATHSIG), and the parent is the thread that started them.
 So the ranks have a thread of their own. The main thread handles signals and may end the ranks too. The thread then sees
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
-from bmburst.runtime.rank import guard_command, is_stopped, kill_groups, rank_pids, start_time
+from bmburst.runtime.rank import STOPPED, guard_command, is_stopped, kill_groups, rank_pids, start_time
+from bmburst.runtime.stores import LOOPBACK
 
 GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank that waits for a dead one never ends
 
@@ -88,14 +88,12 @@ class RankEnd:
     """The end of a rank that failed.
 
     Attributes:
-        rank: Its number in the run.
-        local_rank: Its number on this node.
+        rank: Its number.
         status: Its exit status; -N when signal N ended it.
         enforced: Whether the launcher ended it by SIGKILL.
     """
 
     rank: int
-    local_rank: int
     status: int
     enforced: bool = False
 
@@ -107,14 +105,16 @@ class Outcome:
     Attributes:
         failed: The failed ranks.
         error: The exception that kept ranks from starting.
-        stopped: Local ranks that were stopped (as by SIGSTOP) when a rank failed or the launcher ended the run.
+        stopped: Ranks that were stopped (as by SIGSTOP) when a rank failed or the launcher ended the run.
         stood_still: Whether the launcher ended the run because a rank stayed stopped.
+        is_to_continue: Whether a rank ended with `STOPPED`: a signal ended the run, which has saved its state.
     """
 
     failed: list[RankEnd] = field(default_factory=list)
     error: Exception | None = None
     stopped: list[int] = field(default_factory=list)
     stood_still: bool = False
+    is_to_continue: bool = False
 
 
 def rank_command(command: Sequence[str]) -> list[str]:
@@ -124,27 +124,21 @@ def rank_command(command: Sequence[str]) -> list[str]:
 
 def torchrun_arguments(spec: LaunchSpec) -> list[str]:
     """Return the options with which torchrun would start the same ranks."""
-    host, port = spec.endpoint
-    return [
-        *(f"--nproc-per-node={spec.nproc}", f"--nnodes={spec.nnodes}", "--max-restarts=0"),
-        *(f"--node-rank={spec.node_rank}", f"--master-addr={host}", f"--master-port={port}"),
-    ]
+    return ["--standalone", f"--nproc-per-node={spec.nproc}"]
 
 
-def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -> dict[str, str]:
+def rank_environment(spec: LaunchSpec, rank: int, address: StoreAddress) -> dict[str, str]:
     """Return the environment variables of a rank, with the names that torchrun uses.
 
     Args:
         spec: The run.
-        local_rank: The rank's number on this node.
-        address: Where the ranks of this node find the run's store.
+        rank: The rank's number.
+        address: Where the ranks find the run's store.
     """
-    rank = spec.first_rank + local_rank
     facts = {
-        "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
-        "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
-        "GROUP_WORLD_SIZE": spec.nnodes, "ROLE_WORLD_SIZE": spec.world_size,
-        "MASTER_ADDR": address.host, "MASTER_PORT": address.port, "BMBURST_NODE_0": spec.endpoint[0],
+        "LOCAL_RANK": rank, "RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.nproc, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": spec.nproc,
+        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": address.port,
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": address.run,
         # The launcher serves the store: no rank opens a port of its own for it.
         "TORCHELASTIC_USE_AGENT_STORE": True,
@@ -154,15 +148,14 @@ def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -
 
 
 class AgentThread(threading.Thread):
-    """Runs the ranks of this node until they have ended, and holds the `Outcome`.
+    """Runs the ranks until they have ended, and holds the `Outcome`.
 
     Args:
         spec: How many ranks, where.
         command: What each rank runs.
         environment: Environment of all ranks, without the variables that differ between ranks.
         folder: The run's folder.
-        address: Where the ranks find the run's store. With several nodes, the connection to the other nodes, which
-            knows the address once all nodes have joined; ranks start then.
+        address: Where the ranks find the run's store.
     """
 
     def __init__(
@@ -171,7 +164,7 @@ class AgentThread(threading.Thread):
         command: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
-        address: StoreAddress | NodeWatch,
+        address: StoreAddress,
     ) -> None:
         super().__init__(name="bmburst-agent", daemon=True)
         self.outcome = Outcome()
@@ -181,14 +174,8 @@ class AgentThread(threading.Thread):
 
     def run(self) -> None:
         """Start the ranks and wait for them. Never raises."""
-        address = self._address
-        if isinstance(address, NodeWatch):
-            self.outcome.error = address.error_of_joining()
-            if address.store_address is None:
-                return
-            address = address.store_address
         try:
-            self._start(address)
+            self._start()
             self._wait()
         except Exception as error:  # a thread ends here: the main thread reports any error
             self.outcome.error = error
@@ -197,11 +184,11 @@ class AgentThread(threading.Thread):
                 process.kill()
                 process.wait()
 
-    def _start(self, address: StoreAddress) -> None:
-        for local_rank in range(self._spec.nproc):
+    def _start(self) -> None:
+        for rank in range(self._spec.nproc):
             if (self._folder / "stop").exists():
                 return
-            own = rank_environment(self._spec, local_rank, address)
+            own = rank_environment(self._spec, rank, self._address)
             # A session of its own: Ctrl-C in the terminal is for the launcher.
             process = subprocess.Popen(self._command, env={**self._environment, **own}, start_new_session=True)
             self._ranks.append(process)
@@ -212,10 +199,9 @@ class AgentThread(threading.Thread):
         watch = _StoppedRanks(self._spec.hang_timeout)
         while None in (statuses := [process.poll() for process in self._ranks]):
             living = [rank for rank, status in enumerate(statuses) if status is None]
-            if deadline == float("inf") and (
-                any(statuses) or watch.overdue([self._ranks[rank].pid for rank in living])
-            ):
-                self.outcome.stood_still = not any(statuses)
+            has_failed = any(status not in (None, 0, STOPPED) for status in statuses)
+            if deadline == float("inf") and (has_failed or watch.overdue([self._ranks[rank].pid for rank in living])):
+                self.outcome.stood_still = not has_failed
                 self.outcome.stopped = [rank for rank in living if is_stopped(self._ranks[rank].pid)]
                 deadline = time.monotonic() + GRACE
                 for rank in living:
@@ -225,15 +211,15 @@ class AgentThread(threading.Thread):
                     enforced.append(rank)
                     self._ranks[rank].kill()
             time.sleep(_POLL)
+        self.outcome.is_to_continue = any(process.returncode == STOPPED for process in self._ranks)
         self.outcome.failed = [
             RankEnd(
-                rank=self._spec.first_rank + rank,
-                local_rank=rank,
+                rank=rank,
                 status=process.returncode,
                 enforced=rank in enforced and process.returncode == -signal.SIGKILL,
             )
             for rank, process in enumerate(self._ranks)
-            if process.returncode
+            if process.returncode not in (0, STOPPED)
         ]
 
 

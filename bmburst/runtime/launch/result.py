@@ -1,18 +1,22 @@
-"""Turns the ends of all ranks into one message and one exit status: the cause, without its consequences."""
+"""Turns the ends of the ranks of this host into one message and one exit status: the cause, without its consequences.
+
+`launch_result` is for a launcher, which knows how its ranks ended. `report_of` has only the files that ranks left: it
+is for ranks that torchrun started, perhaps on several hosts.
+"""
 
 import json
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from bmburst.errors import UserError
 from bmburst.runtime.launch.agent import Outcome, RankEnd
 from bmburst.runtime.launch.spec import LaunchSpec
+from bmburst.runtime.rank import STOPPED
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\S+) in (?P<name>.*)$')
 _TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
@@ -20,7 +24,6 @@ _TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
 _COMMUNICATION = ("/bmtrain/nccl/", "/torch/distributed/", "/bmburst/runtime/host/", "/bmburst/comm/")
 _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
-_PEER_LOST = re.compile(r"HostRuntimeError: .*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FRAMES = 30
 _BAD_INPUT, _FAILED = 2, 1
 _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
@@ -39,9 +42,7 @@ class LaunchResult:
     message: str = ""
 
 
-def launch_result(
-    spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str] = MappingProxyType({})
-) -> LaunchResult:
+def launch_result(spec: LaunchSpec, outcome: Outcome, folder: Path) -> LaunchResult:
     """Return the message and status, from the ends of the ranks and the files they wrote into the run's folder.
 
     A hang is reported before anything else: the ranks that waited for the stuck rank fail after it. A rank that a
@@ -49,18 +50,16 @@ def launch_result(
 
     Args:
         spec: The run.
-        outcome: How this node's ranks ended.
+        outcome: How the ranks ended.
         folder: The run's folder.
-        stopped_elsewhere: Ranks of other nodes that are stopped, with the names of their hosts.
     """
-    hung = _dumps(folder, "hang")
-    if hung:
-        return LaunchResult(status=_FAILED, message=_hang_message(spec, outcome, folder, stopped_elsewhere))
+    if _dumps(folder, "hang"):
+        return LaunchResult(status=_FAILED, message=_hang_message(spec, outcome.stopped, folder))
     if outcome.stood_still:
-        line = _stopped_line(_absent(spec, outcome, stopped_elsewhere), spec.hang_timeout)
+        line = _stopped_line(outcome.stopped, spec.hang_timeout)
         return LaunchResult(status=_FAILED, message=f"{line}\n{_STEP_ADVICE}")
     error = _first_error(folder)
-    failed = [end for end in outcome.failed if error is None or end.local_rank != error["local_rank"]]
+    failed = [end for end in outcome.failed if error is None or end.rank != error["local_rank"]]
     killed = [_killed_message(end, folder) for end in failed if _was_killed(end, folder)]
     if error is not None:
         if killed:
@@ -71,7 +70,7 @@ def launch_result(
     if isinstance(outcome.error, UserError):
         return LaunchResult(status=_BAD_INPUT, message=f"bmburst: {outcome.error}")
     if outcome.error is not None:
-        return LaunchResult(status=_FAILED, message=_start_message(spec, outcome.error))
+        return LaunchResult(status=_FAILED, message=_start_message(outcome.error))
     exits = [end for end in failed if end.status > 0]
     if exits:
         return LaunchResult(
@@ -79,14 +78,25 @@ def launch_result(
         )
     if failed:
         return LaunchResult(status=_FAILED, message=f"bmburst: {_ranks(failed)} was ended by SIGTERM from outside")
-    return LaunchResult(status=0)
+    return LaunchResult(status=STOPPED if outcome.is_to_continue else 0)
 
 
-def only_lost_a_peer(folder: Path) -> bool:
-    """Return whether the ranks failed only because a peer closed its connection."""
-    error = _first_error(folder)
-    return (
-        error is not None and error["kind"] == "error" and bool(_PEER_LOST.search(str(error["text"]).splitlines()[-1]))
+def report_of(spec: LaunchSpec, folder: Path, stopped: Sequence[int], first: int, world: int) -> str:
+    """Return a message about a hang or a crash of the ranks of this host; empty if there was none.
+
+    Args:
+        spec: The ranks of this host.
+        folder: The folder that they share.
+        stopped: Those that are stopped, by local rank.
+        first: Rank of local rank 0 in the run.
+        world: Ranks of the run.
+    """
+    if _dumps(folder, "hang"):
+        return _hang_message(spec, stopped, folder, first, is_whole=world == spec.nproc)
+    crashed = {rank: text for rank, text in _dumps(folder, "stood").items() if _crashed(text)}
+    return "\n".join(
+        f"bmburst: rank {first + rank} on {socket.gethostname()}: {text.splitlines()[0]}; it stood at {_place(text)}"
+        for rank, text in crashed.items()
     )
 
 
@@ -118,7 +128,7 @@ def _was_killed(end: RankEnd, folder: Path) -> bool:
     """
     if end.status >= 0 or end.status == -signal.SIGTERM or end.enforced:
         return False
-    stood = _read(folder / f"stood.{end.local_rank}")
+    stood = _read(folder / f"stood.{end.rank}")
     return not stood or _crashed(stood)
 
 
@@ -132,60 +142,60 @@ def _killed_message(end: RankEnd, folder: Path) -> str:
     except ValueError:
         name = f"signal {-end.status}"
     hint = " (out of memory? the kernel's log, dmesg, says)" if end.status == -signal.SIGKILL else ""
-    stood = _read(folder / f"stood.{end.local_rank}")
+    stood = _read(folder / f"stood.{end.rank}")
     place = f"; it stood at {_place(stood)}" if _crashed(stood) and _place(stood) else ""
     return f"bmburst: rank {end.rank} was killed by {name}{hint}{place}"
 
 
-def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str]) -> str:
+def _hang_message(
+    spec: LaunchSpec, stopped: Sequence[int], folder: Path, first: int = 0, *, is_whole: bool = True
+) -> str:
     """Return the message about a hang. It names the rank that others waited for, and where they waited.
 
     A stopped rank is named first: its own timer does not run, so the timer of a rank that waits for it fires. Otherwise
     it is a rank outside of a collective while others were in one, or the rank whose timer fired first.
+
+    Args:
+        spec: The ranks of this host.
+        stopped: Those that are stopped, by local rank.
+        folder: The folder that they share.
+        first: Rank of local rank 0 in the run.
+        is_whole: Whether the run has no other ranks.
     """
-    first = spec.first_rank
     hung = _dumps(folder, "hang")
-    dumps = {first + local_rank: text for local_rank, text in (_dumps(folder, "stood") | hung).items()}
-    absent = _absent(spec, outcome, stopped_elsewhere)
-    earliest = first + next(iter(hung))
-    limit, starting = spec.hang_timeout, _fired_in_start(hung[earliest - first], spec)
+    dumps = _dumps(folder, "stood") | hung
+    earliest = next(iter(hung))
+    limit, starting = spec.hang_timeout, _fired_in_start(hung[earliest], spec)
     if starting:
         limit = spec.start_limit
     advice = (
         "a start that takes longer is no hang: --start-timeout SECONDS changes the limit" if starting else _STEP_ADVICE
     )
     what = "did not take its first step within" if starting else "made no progress for"
-    if absent:
-        lines, shown = [_stopped_line(absent, limit)], None
+    shown: int | None = None
+    if stopped:
+        lines = [_stopped_line([first + rank for rank in stopped], limit)]
     else:
         waiting = {rank for rank, text in dumps.items() if _collective(text)}
         away = sorted(set(dumps) - waiting) if waiting else []
-        if not away and spec.nnodes > 1 and waiting:
-            shown = earliest
+        shown = away[0] if away else earliest
+        if not away and waiting and not is_whole:
             lines = [
-                f"bmburst: rank {earliest} waited {limit:g} s in {_collective(dumps[earliest])} for a rank of another "
-                "node, so the run was ended; the launcher there says more"
+                f"bmburst: rank {first + earliest} waited {limit:g} s in {_collective(dumps[earliest])} for a rank of "
+                "another node, so the run was ended; the log of that node says more"
             ]
         else:
-            late = away or [first + local_rank for local_rank in hung]
-            shown = late[0] if away else earliest
-            names = ", ".join(map(str, late))
+            names = ", ".join(str(first + rank) for rank in away or hung)
             lines = [f"bmburst: rank {names} on {socket.gethostname()} {what} {limit:g} s, so the run was ended"]
-        lines += [f"rank {shown} stood at (most recent call first):", *_frames(dumps[shown])[:_MOST_FRAMES]]
+        lines += [f"rank {first + shown} stood at (most recent call first):", *_frames(dumps[shown])[:_MOST_FRAMES]]
     for rank, text in sorted(dumps.items()):
-        if rank != shown and rank not in absent and _place(text):
-            lines.append(f"rank {rank} {_position(text)}{_steps(folder, rank - first)}")
+        if rank != shown and rank not in stopped and _place(text):
+            lines.append(f"rank {first + rank} {_position(text)}{_steps(folder, rank)}")
     return "\n".join([*lines, advice])
 
 
-def _absent(spec: LaunchSpec, outcome: Outcome, stopped_elsewhere: Mapping[int, str]) -> dict[int, str]:
-    """Return the stopped ranks of all nodes, with the names of their hosts."""
-    here = {spec.first_rank + local_rank: socket.gethostname() for local_rank in outcome.stopped}
-    return here | dict(stopped_elsewhere)
-
-
-def _stopped_line(absent: Mapping[int, str], limit: float) -> str:
-    names = ", ".join(f"{rank} on {host}" for rank, host in sorted(absent.items()))
+def _stopped_line(ranks: Sequence[int], limit: float) -> str:
+    names = ", ".join(f"{rank} on {socket.gethostname()}" for rank in sorted(ranks))
     return f"bmburst: rank {names} is stopped (SIGSTOP, or a debugger), so the run was ended after {limit:g} s"
 
 
@@ -226,14 +236,8 @@ def _steps(folder: Path, local_rank: int) -> str:
     return f", after {count} optimizer steps" if count else ""
 
 
-def _start_message(spec: LaunchSpec, error: Exception) -> str:
+def _start_message(error: Exception) -> str:
     text = " ".join(str(error).split())
-    host, port = spec.endpoint
-    if spec.nnodes > 1:
-        return (
-            f"bmburst: the {spec.nnodes} nodes did not come together at {host}:{port}: {text[:200]}\n"
-            "fix: start one launcher on each node, with the same --nnodes, --master-addr and --master-port"
-        )
     return f"bmburst: the ranks could not be started: {type(error).__name__}: {text[:400]}"
 
 

@@ -1,0 +1,152 @@
+"""The folder of a training run, before its ranks start: its name, its lock, its disk space, and what is in it."""
+
+import contextlib
+import errno
+import itertools
+import time
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, warn
+from bmburst.errors import UserError
+from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_space
+from bmburst.train.config import TrainConfig
+from bmburst.train.resolve import CONFIG_FILE, resolve
+
+# Files that only a run that has trained leaves. Other files, such as the launcher's, may exist before.
+RUN_TRACES = ("metrics.jsonl", "checkpoints")
+# Errors when writing metrics, plot and sample. Data, weights and checkpoints have their own messages.
+_CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+_LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
+
+
+def checkpoint_to_resume(folder: Path) -> Path:
+    """Return the newest checkpoint of a run folder with correct checksums.
+
+    Raises:
+        UserError: There is none.
+    """
+    newest = newest_whole(folder, warn)
+    if newest is None:
+        raise UserError(
+            f"--resume: {folder} has no complete checkpoint\n"
+            "fix: leave --resume out and give another --output to begin again"
+        )
+    return newest
+
+
+def lock(stack: contextlib.ExitStack, folder: Path) -> None:
+    """Lock a run folder until the stack is closed.
+
+    Raises:
+        UserError: Another run is using it.
+    """
+    with explaining_write_errors(folder):
+        stack.enter_context(held(folder))
+        # The writing rank may outlive a killed launcher by a few seconds.
+        with held(folder, TRAINING_LOCK, patience=_LEFTOVER):
+            pass
+
+
+def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
+    """Check that the disk has room for all files of the run.
+
+    Args:
+        config: Configuration of the run.
+        folder: The run folder.
+        tokens: Folder of the token cache, and the bytes that will be written there.
+
+    Raises:
+        UserError: There is not enough.
+    """
+    size, keep = amount(nbytes(config)), config.keep_checkpoints
+    needs = {
+        f"checkpoints of {size} (the newest {keep} are kept, and one more while it is written)": (
+            folder,
+            bytes_to_come(config, folder),
+        ),
+        "tokens of the text": tokens,
+    }
+    require_space(needs, "a smaller --keep-checkpoints, or --checkpoint-every never, which writes none")
+
+
+@contextlib.contextmanager
+def explaining_write_errors(folder: Path | None, config: TrainConfig | None = None) -> Iterator[None]:
+    """Turn an OSError of writing the run folder into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        fix = "change its permissions, or give another --output"
+        if error.errno in FULL:
+            fix = "make room" if folder is None else f"make room: {amount(free_bytes(folder))} are free"
+            if config is not None and config.checkpoint_every is not None:
+                fix += f", and a checkpoint needs {amount(nbytes(config))}"
+        raise UserError(
+            f"output {folder}: cannot be written: {error.strerror}\n"
+            f"fix: {fix}; --resume goes on from the newest checkpoint, if there is one"
+        ) from error
+
+
+def name_folder(config: TrainConfig) -> Path:
+    """Return the folder of a run, or a new name if the configuration has none."""
+    name = config.preset or (config.init_from.resolve().name if config.init_from else "model")
+    return config.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+
+
+def make_folder(config: TrainConfig, base: Path) -> Path:
+    """Create the folder of a run, and return it: another one if another run has just taken a new name."""
+    folder = base
+    if config.output is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    base.parent.mkdir(exist_ok=True)
+    # Runs that start in the same second get different names: only one of them can create a folder.
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
+    """Check that a folder holds no run.
+
+    Args:
+        folder: The run folder.
+        traces: Names of files that only a run writes; None for all names but those that a refused run leaves.
+
+    Raises:
+        UserError: It holds a run.
+    """
+    require_no_file(folder)
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_FILE, TRAINING_LOCK))
+        found = [name for name in names if traces is None or name in traces]
+        if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
+            raise _occupied(folder, found[0])
+
+
+def require_no_file(folder: Path) -> None:
+    """Refuse a file in place of a run folder."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder}: is a file\nfix: give --output with a new or empty folder")
+
+
+def _is_run_config(path: Path) -> bool:
+    # If the ranks refused a run, for example because of a malformed JSONL line, this is its only file.
+    try:
+        resolve((path,))
+    except UserError:
+        return False
+    return True
+
+
+def _occupied(folder: Path, name: str) -> UserError:
+    return UserError(
+        f"output {folder}: not empty, it holds {name}\n"
+        "fix: give --resume to continue the run in it, or another --output"
+    )

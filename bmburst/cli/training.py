@@ -1,0 +1,111 @@
+"""The options that `bmburst train` and `bmburst check` share, and the configuration that they give."""
+
+import argparse
+from pathlib import Path
+from typing import Literal
+
+from bmburst.checkpoint.files import newest_complete
+from bmburst.cli import ranks_to_start
+from bmburst.cli.run_folder import explaining_write_errors, require_no_file
+from bmburst.config import add_options, given_options
+from bmburst.errors import UserError
+from bmburst.train.config import TrainConfig
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, resolve
+
+SHORT = {"data.source": "--data"} | {
+    f"parallel.{name}": f"--{name.replace('_', '-')}"
+    for name in (
+        "data_parallel",
+        "sequence_parallel",
+        "tensor_parallel",
+        "head_parallel",
+        "layout",
+        "strategy",
+        "kernel",
+        "transport",
+    )
+}
+TITLES = {
+    "": "run",
+    "model": "model (defaults: the preset's; llama-tiny's are shown)",
+    "data": "data",
+    "optimizer": "optimizer",
+    "schedule": "learning rate",
+    "lora": "adapters instead of all weights",
+    "dpo": "training on pairs of a chosen and a rejected answer",
+    "parallel": "ranks",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add --config and an option for every field of TrainConfig."""
+    parser.usage = "bmburst train [--config FILE] [--FIELD VALUE ...]"
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration file, JSON or YAML, for example the config.json of a run"
+    )
+    add_options(parser, TrainConfig(), short=SHORT, titles=TITLES)
+
+
+def resolve_options(args: argparse.Namespace) -> TrainConfig:
+    """Build the configuration from the options. With --resume they override the run folder's, which becomes `output`.
+
+    `resume` of the result is True if the run continues. It stays "auto" if the folder has no complete checkpoint.
+
+    Raises:
+        UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
+    """
+    options = given_options(args, TrainConfig)
+    given = Path(args.config) if args.config is not None else None
+    files = () if given is None else (given,)
+    # The options of a resumed run are complete only together with the configuration in its folder.
+    which: dict[str, str] = {name: options[name] for name in ("resume", "output") if name in options}
+    config = resolve(files, which if "resume" in which else options)
+    resume: bool | Literal["auto"] = config.resume
+    if resume:
+        folder = _folder_to_resume(config, given)
+        if resume == "auto" and newest_complete(folder) is not None:
+            resume = True
+    if resume is not True:
+        config = resolve(files, options)
+        if resume:
+            config = config.replace(output=folder)
+            if (own := folder / CONFIG_FILE).is_file():
+                check_resumable(resolve((own,)), config, folder)
+        if config.output is not None:
+            with explaining_write_errors(config.output):
+                require_no_file(config.output)
+        return config
+    own = folder / CONFIG_FILE
+    if not own.is_file():
+        raise UserError(
+            f"--resume: {folder} is not a run folder: it has no {CONFIG_FILE}\n"
+            "fix: give --output with the folder of an earlier run, or leave --resume out to begin a new one"
+        )
+    files = (own,) if given is None or given.resolve() == own.resolve() else (own, given)
+    config = resolve(files, options | {"resume": "true", "output": str(folder)})
+    check_resumable(resolve((own,)), config, folder)
+    return config
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """Return the number of ranks on this machine: as configured, else one per GPU, else at least 2 processes.
+
+    Raises:
+        UserError: There are fewer GPUs than ranks.
+    """
+    parallel, nproc = config.parallel, config.nproc
+    if nproc is None and parallel.sequence_parallel is not None:
+        nproc = parallel.data_parallel * parallel.sequence_parallel * parallel.tensor_parallel
+    return ranks_to_start(nproc, max(2, parallel.data_parallel * parallel.tensor_parallel))
+
+
+def _folder_to_resume(config: TrainConfig, given: Path | None) -> Path:
+    if config.output is not None:
+        return config.output
+    if given is not None and given.name == CONFIG_FILE:
+        return given.parent
+    raise UserError(
+        "--resume does not say which run to resume\n"
+        "fix: give --output RUN_FOLDER, for example one under runs/, or --config "
+        f"RUN_FOLDER/{CONFIG_FILE}"
+    )
