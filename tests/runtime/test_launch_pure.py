@@ -255,7 +255,7 @@ def test_a_report_of_some_ranks_of_a_run_names_them_as_the_run_does(tmp_path):
     says(told, "rank 9 waited 20 s in allReduce", "another node", "/u/train.py", "log", lines=5)
     (tmp_path / "stood.3").write_text(STOOD)
     says(report_of(SPEC, tmp_path, [], 8, 16), "rank 11 on", "no progress", "rank 9 waited in allReduce", lines=5)
-    says(report_of(SPEC, tmp_path, [2], 8, 16), "rank 10 on", "is stopped")
+    says(report_of(SPEC, tmp_path, [2], 8, 16), "rank 10 on", "is stopped", lines=4)
 
 
 def test_a_report_tells_a_crash_and_is_silent_about_ranks_that_ended(tmp_path):
