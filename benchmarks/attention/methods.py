@@ -19,10 +19,9 @@ from benchmarks.attention.peers import AllGatherKV, RingLi, TensorParallelV1, Te
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.transports import TRANSPORTS
 from bmburst.schedule.gather_plan import Visibility, pulled
 from bmburst.schedule.layout import Balanced
-from bmburst.schedule.parallelism import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS
 from bmburst.schedule.ring_schedule import distances
 
 _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous", TREE: "balanced"}

@@ -21,10 +21,10 @@ from bmburst.attention.function import SequenceAttention
 from bmburst.attention.options import gradient_signature, require_numbers, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
-from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.mask import Full
+from bmburst.schedule.parallelism import TRANSPORTS
 from bmburst.schedule.ring_schedule import Step
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.biased import (

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from bmburst.amounts import brief, require_flag
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
-from bmburst.schedule.parallelism import STRATEGIES
+from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, Need, select_kernel
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
-from bmburst.config import FieldHelpFormatter, nearest_name
+from bmburst.config import FieldHelpFormatter, nearest_name, show_rare
 from bmburst.errors import UserError
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -79,8 +79,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(
-            prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=True
+            prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=False
         )
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", help="show this help and exit")
         self.register("type", int, whole)
         self.register("type", float, _number)
 
@@ -131,6 +132,20 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+class _Help(argparse.Action):
+    """Prints help and exits: `--help` the options that people use, `--help all` every option."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, values: object, _option: str | None = None
+    ) -> None:
+        if values not in (None, "all"):
+            raise UserError(f"--help {values}\nallowed: --help, or --help all\nfix: --help all lists every option")
+        if values == "all":
+            show_rare(parser)
+        parser.print_help()
+        parser.exit()
 
 
 def any_text(text: str) -> str:

@@ -25,6 +25,12 @@ SHORT = {"data.source": "--data"} | {
         "transport",
     )
 }
+COMMON = (
+    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "dtype"),
+    *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "recompute", "optimizer.offload", "nproc"),
+    *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
+)
+"""The twenty settings that `--help` shows; `--help all` shows all."""
 TITLES = {
     "": "run",
     "model": "model (defaults: the preset's; llama-tiny's are shown)",
@@ -39,11 +45,11 @@ TITLES = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add --config and an option for every field of TrainConfig."""
-    parser.usage = "bmburst train [--config FILE] [--FIELD VALUE ...]"
+    parser.usage = "bmburst train [--config FILE] [--FIELD VALUE ...]\n       bmburst train --help all"
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file, JSON or YAML, for example the config.json of a run"
     )
-    add_options(parser, TrainConfig(), short=SHORT, titles=TITLES)
+    add_options(parser, TrainConfig(), short=SHORT, titles=TITLES, common=COMMON)
 
 
 def resolve_options(args: argparse.Namespace) -> TrainConfig:

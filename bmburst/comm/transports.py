@@ -36,8 +36,6 @@ from bmburst.schedule.hardware import HOST
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.fused import triton_twin
 
-TRANSPORTS = ("auto", "peer", "nccl", "gloo")
-
 
 class PeerGroups:
     """The groups of this process for which transport "peer" was requested, with one communicator each."""

@@ -9,13 +9,14 @@ import argparse
 import dataclasses
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bmburst.config.fields import (
     FieldSpec,
     check_fields,
+    choices_of,
     convert_value,
     describe_allowed,
     field,
@@ -45,11 +46,13 @@ __all__ = [
     "read_config_file",
     "read_json",
     "read_layer",
+    "show_rare",
     "to_dict",
     "write_json",
 ]
 
 Config = TypeVar("Config")
+_RARE = "rare_help"  # attribute of an option that help hides: its text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,6 +226,7 @@ def add_options(
     *,
     short: Mapping[str, str],
     titles: Mapping[str, str],
+    common: Collection[str] = (),
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
 
@@ -234,6 +238,7 @@ def add_options(
         defaults: Configuration whose values are shown as defaults.
         short: Map from dotted name to a shorter option, for example {"data.source": "--data"}.
         titles: Title of each object's group of options; "" is the top level.
+        common: Names of the fields that `--help` shows; the others only in `--help all`. By default all are shown.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in leaves(defaults):
@@ -241,14 +246,25 @@ def add_options(
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)
         flag: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in union_parts(inner) else {}
-        groups[leaf.section].add_argument(
+        action = groups[leaf.section].add_argument(
             *_spellings(leaf, short.get(leaf.name)),
             dest=leaf.name,
             default=argparse.SUPPRESS,
-            metavar=_metavar(inner),
+            metavar=_metavar(inner, leaf.spec),
             help=_help(leaf).replace("%", "%%"),
             **flag,
         )
+        if common and leaf.name not in common:
+            setattr(action, _RARE, action.help)
+            action.help = argparse.SUPPRESS
+
+
+def show_rare(parser: argparse.ArgumentParser) -> bool:
+    """Let help show the options that `add_options` hides; return whether there are any."""
+    rare = [action for action in parser._actions if hasattr(action, _RARE)]
+    for action in rare:
+        action.help = getattr(action, _RARE)
+    return bool(rare)
 
 
 def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:
@@ -286,11 +302,11 @@ def _spellings(leaf: Leaf, short: str | None) -> list[str]:
     return list(dict.fromkeys(spellings))
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(annotation: Any, spec: FieldSpec) -> str:
     if len(parts := union_parts(annotation)) > 1:
-        return "|".join(_metavar(part) for part in parts)
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(str(choice) for choice in typing.get_args(annotation))
+        return "|".join(_metavar(part, spec) for part in parts)
+    if choices := choices_of(annotation, spec):
+        return "|".join(map(str, choices))
     if typing.get_origin(annotation) is tuple:
         return "A,B"
     if dataclasses.is_dataclass(annotation):

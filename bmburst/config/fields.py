@@ -40,6 +40,7 @@ class FieldSpec:
         maximum: Largest allowed value.
         below: Exclusive upper bound.
         none_text: Word for None in messages. "none" is also accepted.
+        choices: The allowed texts, from the table that owns them; empty for any.
     """
 
     help: str
@@ -50,6 +51,7 @@ class FieldSpec:
     maximum: float | None = None
     below: float | None = None
     none_text: str = "none"
+    choices: tuple[str, ...] = ()
 
     @property
     def counts_tokens(self) -> bool:
@@ -98,6 +100,7 @@ def field(
     maximum: float | None = None,
     below: float | None = None,
     none_text: str = "none",
+    choices: Iterable[str] = (),
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
@@ -112,6 +115,7 @@ def field(
         maximum=maximum,
         below=below,
         none_text=none_text,
+        choices=tuple(choices),
     )
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
@@ -137,6 +141,11 @@ def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
+    """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else spec.choices
 
 
 def is_none(value: object) -> bool:
@@ -167,8 +176,8 @@ def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
     bounds = f" {spec.bounds()}" if spec.bounds() else ""
     if len(parts := union_parts(inner)) > 1:
         words = " or ".join(describe_allowed(part, spec) for part in parts)
-    elif typing.get_origin(inner) is typing.Literal:
-        words = ", ".join(str(choice) for choice in typing.get_args(inner))
+    elif choices := choices_of(inner, spec):
+        words = ", ".join(map(str, choices))
     elif typing.get_origin(inner) is tuple:
         words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
     elif dataclasses.is_dataclass(inner):
@@ -218,8 +227,8 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
         raise misfit(name, value, describe_allowed(annotation, spec))
     if typing.get_origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
-    if typing.get_origin(inner) is typing.Literal:
-        return _convert_choice(name, value, typing.get_args(inner))
+    if choices := choices_of(inner, spec):
+        return _convert_choice(name, value, choices)
     converted = _converted(value, inner, spec)
     if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
         raise misfit(name, value, describe_allowed(annotation, spec))

@@ -8,7 +8,6 @@ from torch import Tensor
 from bmburst.attention.biased import BiasedSequence
 from bmburst.comm import broadcast_object
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
-from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.integrations.cpm_live_checks import (
     Data,
@@ -23,6 +22,7 @@ from bmburst.integrations.cpm_live_checks import (
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.layout import LAYOUTS
+from bmburst.schedule.parallelism import TRANSPORTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens
 

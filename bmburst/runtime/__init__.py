@@ -102,8 +102,10 @@ def join() -> Any:
         return stores.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = stores.TCPStore(address, port, None, False, timedelta(seconds=_TIMEOUT), wait_for_workers=False)
-    # Ranks that torchrun restarts find the keys of the ranks before in the store.
-    return stores.PrefixStore(f"bmburst/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun's own store has the keys of the ranks before a restart. A store that rank 0 serves is new; only there the
+    # counts of the nodes may differ.
+    is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return stores.PrefixStore(f"bmburst/{os.environ['TORCHELASTIC_RESTART_COUNT'] if is_old else 0}", store)
 
 
 def _bmtrain_has_started() -> bool:

@@ -248,6 +248,8 @@ class StrategySpec:
         return self.outer == (outer,)
 
 
+TRANSPORTS = ("auto", "peer", "nccl", "gloo")
+"""How attention may send blocks between ranks; `bmburst.comm.transports` has them."""
 STRATEGIES: Mapping[str, StrategySpec] = MappingProxyType(
     {
         "auto": StrategySpec(exchange="any", outer=("ring", "gather", "double-ring")),

@@ -13,7 +13,15 @@ from bmburst.errors import UserError
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
-from bmburst.train.sections import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, filled
+from bmburst.train.sections import (
+    DataConfig,
+    DPOConfig,
+    LayoutName,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    filled,
+)
 
 __all__ = [
     "BYTE_IDS",
@@ -331,9 +339,7 @@ class EvalConfig:
         "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens of a sequence.", default="zigzag"
-    )
+    layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")
     loss_chunk_tokens: int = field(
         "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
     )

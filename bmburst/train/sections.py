@@ -26,7 +26,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape, can_share, divisors
 
 STANDARD_LIBRARY = "stdlib"
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
@@ -208,6 +208,11 @@ class DPOConfig:
         return self.beta is not None
 
 
+# The tables with these names need numpy and torch, which --help does not: a test compares the names with them.
+LayoutName = Literal["contiguous", "zigzag", "striped", "balanced"]
+KernelName = Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the ranks share the work."""
@@ -228,20 +233,22 @@ class ParallelConfig:
         unit="ranks",
         minimum=1,
     )
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+    layout: LayoutName = field(
         "Which rank holds which tokens of a sequence; balanced: equal work per rank for packed documents.",
         default="zigzag",
     )
-    strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"] = (
-        field(
-            "How attention is split over the ranks of a sequence; auto: the cheapest by the cost model.", default="auto"
-        )
+    strategy: str = field(
+        "How attention is split over the ranks of a sequence; auto: the cheapest by the cost model.",
+        default="auto",
+        choices=STRATEGIES,
     )
-    kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
+    kernel: KernelName = field(
         "Attention kernel; auto: the fastest that is installed and supports the inputs.", default="auto"
     )
-    transport: Literal["auto", "peer", "nccl", "gloo"] = field(
-        "How attention sends blocks between ranks; auto: peer (copy-engine transfers) if possible.", default="auto"
+    transport: str = field(
+        "How attention sends blocks between ranks; auto: peer (copy-engine transfers) if possible.",
+        default="auto",
+        choices=TRANSPORTS,
     )
     zero_level: Literal[2, 3] = field(
         "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3

@@ -8,6 +8,7 @@ import pytest
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
+from bmburst.cli.training import COMMON
 from bmburst.config import leaves
 from bmburst.train.config import EvalConfig, TrainConfig
 from bmburst.train.resolve import resolve
@@ -19,7 +20,7 @@ from tests.refusals import says
 
 @pytest.mark.parametrize(("command", "config"), [("train", TrainConfig()), ("eval", EvalConfig)])
 def test_help_shows_every_field_with_unit_and_default(command, config, capsys):
-    main([command, "--help"])
+    main([command, "--help", "all"])
     text = capsys.readouterr().out
     # One entry from its option to the next option or group.
     entries = re.split(r"\n(?=  -|\S)", text)
@@ -39,8 +40,24 @@ def test_help_shows_every_field_with_unit_and_default(command, config, capsys):
     assert re.search(r"--sequence.length, --sequence.length", text) is None
 
 
+def test_help_shows_the_twenty_settings_that_people_use(capsys):
+    for command in ("train", "check"):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        shown = [leaf.name for leaf in leaves(TrainConfig()) if re.search(rf"  --{re.escape(option_of(leaf))}\s", text)]
+        assert sorted(shown) == sorted(COMMON) and len(COMMON) == 20
+        assert "--help all" in text
+    says(refused(capsys, "train", "--help", "everything"), "--help everything | all")
+
+
+def option_of(leaf):
+    return ("data, --" if leaf.name == "data.source" else "") + (
+        leaf.name if "." in leaf.name and not leaf.name.startswith("parallel.") else leaf.name.replace("_", "-")
+    ).removeprefix("parallel.").replace("sequence-parallel", "sequence-parallel, --parallel.sequence_parallel")
+
+
 def test_help_groups_fields_and_shows_short_names(capsys):
-    main(["train", "--help"])
+    main(["train", "--help", "all"])
     text = capsys.readouterr().out
     assert "\nrun:\n" in text
     assert text.index("\nrun:") < text.index("\nmodel") < text.index("\ndata:") < text.index("\nranks:")
@@ -60,7 +77,7 @@ def test_the_main_job_starts_two_ranks_in_a_new_folder(launches):
     assert launches.spec.nproc == 2
     assert re.fullmatch(r"runs/\d{8}-\d{6}-llama-tiny", str(launches.output()))
     assert resolve((launches.output() / "config.json",)) == TrainConfig()
-    assert "--resume" not in launches.command
+    assert launches.config()["resume"] is False
 
 
 def test_two_runs_of_the_same_second_get_folders_of_their_own(launches, monkeypatch):
@@ -240,10 +257,25 @@ def test_resume_takes_the_runs_own_configuration(launches, tmp_path):
     checkpoint(started(tmp_path, steps="9", seed="5"), 4)
     for argv in (["--output", "run"], ["--config", "run/config.json"], ["--config", "run/config.json", "--output=run"]):
         assert main(["train", "--resume", *argv]) == 0
-        assert launches.command[-1] == "--resume"
+        assert launches.config()["resume"] is True
         assert launches.output() == Path("run")
         assert (launches.config()["seed"], launches.config()["steps"]) == (5, 9)
     assert len(launches) == 3
+
+
+def test_resume_auto_begins_where_there_is_no_checkpoint_and_continues_where_there_is_one(launches, tmp_path, capsys):
+    for steps in ("9", "10"):  # the second start finds what a first one left that saved nothing
+        assert main(["train", "--resume", "auto", "--output", "run", "--steps", steps]) == 0
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+        assert (launches.config()["resume"], launches.config()["steps"]) == ("auto", int(steps))
+    assert resolve((tmp_path / "run" / "config.json",)).steps == 10
+    says(refused(capsys, "train", "--resume", "auto", "--output", "run", "--seed", "4"), "seed 4 | 0 | run")
+    checkpoint(tmp_path / "run", 4)
+    assert main(["train", "--resume", "auto", "--output", "run"]) == 0
+    assert (launches.config()["resume"], launches.config()["steps"]) == (True, 10)
+    assert "going on from run/checkpoints/step-000004" in capsys.readouterr().err
+    says(refused(capsys, "train", "--resume", "auto"), "--output")
+    says(refused(capsys, "train", "--resume", "maybe", "--output", "run"), "resume | 'maybe' | true or false | auto")
 
 
 def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, tmp_path, capsys):

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +17,8 @@ import yaml
 from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.cli import COMMANDS
+from bmburst.config import leaves
+from bmburst.config.fields import choices_of
 from bmburst.train.config import ParallelConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst_ops.flash import KERNELS
@@ -154,7 +156,8 @@ def test_the_tables_of_attention_are_the_codes() -> None:
         table = re.search(rf"^\| `{field}` \| .+\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
         assert table is not None
         names = [name for row in table[1].splitlines() for name in re.findall(r"`(\S+?)`", row.split("|")[1])]
-        known = set(get_args(get_type_hints(ParallelConfig)[field])) - {"auto"}
+        (leaf,) = (leaf for leaf in leaves(ParallelConfig) if leaf.name == field)
+        known = set(choices_of(leaf.annotation, leaf.spec)) - {"auto"}
         assert set(names) == known and len(names) == len(known), field
     kernels = [kernel.name for kernel in KERNELS]
     assert re.findall(r"^\| `(\w+)` \|", text[text.index("\n## Kernels") :], re.M)[1:9] == kernels

@@ -3,19 +3,18 @@
 import dataclasses
 import json
 import re
-import typing
 from pathlib import Path
 
 import pytest
 
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
-from bmburst.comm.transports import TRANSPORTS
-from bmburst.config import build_config, read_layer, to_dict
+from bmburst.config import build_config, leaves, read_layer, to_dict
+from bmburst.config.fields import choices_of
 from bmburst.data.sources import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
-from bmburst.schedule.parallelism import STRATEGIES, MeshShape
+from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape
 from bmburst.train.config import (
     BYTE_IDS,
     EvalConfig,
@@ -30,7 +29,8 @@ from tests.refusals import refusal_of, refused, says
 
 
 def choices(cls, name):
-    return set(typing.get_args(typing.get_type_hints(cls)[name]))
+    (leaf,) = (leaf for leaf in leaves(cls) if leaf.name == name)
+    return set(choices_of(leaf.annotation, leaf.spec))
 
 
 def write(path, values):
