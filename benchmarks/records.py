@@ -2,7 +2,7 @@
 
 - The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand and kept.
 - The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
-- The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
+- The output of `python -m benchmarks.accuracy`, below the line in `results/plan_accuracy_*.md`.
 
 It prints each file that changed. With `--check` it writes nothing, and exits with 1 if a file would change.
 """
@@ -18,12 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import hugging_face, logprobs, lora_peers, predictions, slow_links, sparse_cross
+from benchmarks import accuracy, hugging_face, logprobs, lora_peers, predictions, slow_links, sparse_cross
 from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
 from benchmarks.paper import perplexity
-from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"

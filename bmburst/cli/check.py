@@ -59,7 +59,10 @@ class _CheckRun:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst train` and --check-steps, --all and --json."""
     training.configure(parser)
-    parser.usage = "bmburst check [--check-steps N] [--all] [--json FILE] [--config FILE] [--FIELD VALUE ...]\n       bmburst check --help all"
+    parser.usage = (
+        "bmburst check [--check-steps N] [--all] [--json FILE] [--config FILE] [--FIELD VALUE ...]\n"
+        "       bmburst check --help all"
+    )
     parser.epilog = _EPILOG
     add = parser.add_argument
     add("--check-steps", type=int, default=2, metavar="N", help="number of steps, at least 1 [steps; default 2]")

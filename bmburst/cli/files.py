@@ -194,25 +194,23 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def named_model(name: str) -> "tuple[LlamaConfig, str, str | None]":
+def named_model(name: str | None, folder: Path | None) -> "tuple[LlamaConfig, str, str | None]":
     """Return a model's shape, its name, and its directory (None for a preset).
 
     Args:
-        name: A preset, or a Hugging Face directory.
+        name: A preset; None with a directory.
+        folder: A Hugging Face directory; None with a preset.
 
     Raises:
-        UserError: `name` is neither.
+        UserError: There is no such preset or directory.
     """
-    from bmburst.blocks.presets import PRESETS, preset
+    from bmburst.blocks.presets import preset
     from bmburst.train.resolve import read_hugging_face_config
 
-    path = Path(name)
-    if name in PRESETS or not (path.is_dir() or "/" in name):
-        return preset(name, "model"), name, None
-    try:
-        return read_hugging_face_config(path), path.resolve().name, name
-    except UserError as error:
-        raise UserError(str(error).replace("init_from ", "--model ", 1)) from None
+    if folder is not None:
+        return read_hugging_face_config(folder), folder.resolve().name, str(folder)
+    assert name is not None
+    return preset(name), name, None
 
 
 def recipe(best: "Prediction", settings: Mapping[str, Any], path: str, title: str | None = None) -> str:
@@ -268,7 +266,9 @@ def write_recipe(path: Path, best: "Prediction") -> None:
         UserError: The configuration does not fit into memory, or the file cannot be written.
     """
     if not best.memory.fits:
-        raise UserError(f"--write {path}: no configuration fits into memory\nfix: use more GPUs or a shorter --seq")
+        raise UserError(
+            f"--write {path}: no configuration fits into memory\nfix: use more GPUs or a shorter --sequence-length"
+        )
     text = recipe(best, settings_of(best.candidate), str(path))
     write_text("--write", path, text)
     print(f"{path}: written for bmburst train --config {path}", file=sys.stderr)

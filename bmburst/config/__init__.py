@@ -227,6 +227,7 @@ def add_options(
     short: Mapping[str, str],
     titles: Mapping[str, str],
     common: Collection[str] = (),
+    only: Mapping[str, str] | None = None,
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
 
@@ -238,10 +239,15 @@ def add_options(
         defaults: Configuration whose values are shown as defaults.
         short: Map from dotted name to a shorter option, for example {"data.source": "--data"}.
         titles: Title of each object's group of options; "" is the top level.
+        only: Names of the fields that get options, with the texts of their defaults; None for all fields.
         common: Names of the fields that `--help` shows; the others only in `--help all`. By default all are shown.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in leaves(defaults):
+        if only is not None:
+            if leaf.name not in only:
+                continue
+            leaf = dataclasses.replace(leaf, spec=dataclasses.replace(leaf.spec, default_text=only[leaf.name]))
         if leaf.section not in groups:
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)

@@ -341,16 +341,15 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.eps",): "adam_epsilon adam_eps epsilon",
         ("optimizer.weight_decay",): "wd decay",
         ("optimizer.clip_norm",): "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clipping",
-        ("optimizer.offload", "optimizer_offload"): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
+        ("optimizer.offload",): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
         ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps",
         ("schedule.final_lr_fraction",): "min_lr min_lr_ratio min_lr_factor lr_min",
         (
             "sequence_length",
-            "seq",
             "tokens",
-        ): "seq_len seq_length seqlen max_length max_seq_length max_seq_len "
+        ): "seq seq_len seq_length seqlen max_length max_seq_length max_seq_len "
         "block_size cutoff_len context_length model_max_length max_model_len ctx context sequence_length sequence_len",
         ("steps",): "epochs num_epochs num_train_epochs max_steps max_iters train_iters train_steps total_steps",
         ("batch_size", "batch"): "global_batch_size train_batch_size gradient_accumulation_steps gradient_accumulation "
@@ -360,7 +359,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("recompute",): "gradient_checkpointing activation_checkpoint activation_checkpointing recompute_granularity",
         ("init_from", "checkpoint"): "model_name model_name_or_path model_path base_model pretrained checkpoint model "
         "load initial_load_path",
-        ("model", "preset"): "model_name model_type arch flavor preset model_name_or_path model_path base_model",
+        ("preset",): "model_name model_type arch flavor preset model_name_or_path model_path base_model",
         ("output",): "output_dir output_path save save_dir save_path dump_folder",
         ("checkpoint_every",): "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_steps",
         ("keep_checkpoints",): "save_total_limit keep_latest_k",
@@ -379,7 +378,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("data_parallel", "parallel.data_parallel"): "dp data_parallel_size data_parallel_degree dp_size",
         ("sequence_parallel", "parallel.sequence_parallel"): "cp sp context_parallel context_parallel_size cp_size "
         "context_parallel_degree sequence_parallel_size sequence_parallel_degree sp_size ring_degree",
-        ("tensor_parallel", "parallel.tensor_parallel"): "tp tensor_parallel_size tensor_parallel_degree tp_size "
+        ("tensor_parallel", "parallel.tensor_parallel"): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size "
         "tensor_model_parallel_size",
         (
             "head_parallel",

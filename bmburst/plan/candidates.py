@@ -69,21 +69,18 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{_option(name)} {getattr(self, name)}\nfix: at least 1")
+                raise UserError(f"{_OPTIONS[name]} {getattr(self, name)}\nfix: at least 1")
         if self.mlp_chunk is not None and self.mlp_chunk < 0:
-            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")
-        if self.gpus > MOST_GPUS:
-            raise UserError(f"--gpus {self.gpus}\nallowed: 1 to {MOST_GPUS}")
-        if self.gpus % self.nodes:
-            near = [n for n in (self.gpus // self.nodes * self.nodes, -(-self.gpus // self.nodes) * self.nodes) if n]
+            raise UserError(f"--mlp-chunk-tokens {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")
+        if self.gpus > MOST_GPUS or self.gpus % self.nodes:
             raise UserError(
-                f"--gpus {self.gpus} is not divisible by --nodes {self.nodes}: every node has the same number of GPUs\n"
-                f"fix: --gpus {' or '.join(map(str, near))}, or another --nodes"
+                f"--nproc {self.gpus / self.nodes:g} with --nodes {self.nodes} is {self.gpus} GPUs\n"
+                f"allowed: 1 to {MOST_GPUS}, as many on each node\nfix: another --nproc or --nodes"
             )
         if self.batch % self.micro_batch:
             raise UserError(
-                f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
-                "fix: a divisor of --batch, for example 1"
+                f"--micro-batch-size {self.micro_batch} does not divide --batch-size {self.batch}\n"
+                "fix: a divisor of --batch-size, for example 1"
             )
         require_known("dtype", self.dtype, ITEMSIZE)
 
@@ -112,8 +109,15 @@ class Task:
         return ITEMSIZE[self.dtype]
 
 
-def _option(name: str) -> str:
-    return {"sequence": "seq"}.get(name, name.replace("_", "-"))
+# Options of `bmburst plan`, for messages.
+_OPTIONS = {
+    "sequence": "--sequence-length",
+    "gpus": "--nproc",
+    "nodes": "--nodes",
+    "batch": "--batch-size",
+    "micro_batch": "--micro-batch-size",
+    "loss_chunk": "--loss-chunk-tokens",
+}
 
 
 class Offload(Enum):

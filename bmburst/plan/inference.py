@@ -320,7 +320,7 @@ def predict_generation(task: GenerationTask, gpus: int, hardware: Hardware) -> G
         UserError: There are too few or too many GPUs.
     """
     if not 1 <= gpus <= MOST_GPUS:
-        raise UserError(f"--gpus {gpus}\nallowed: 1 to {MOST_GPUS}\nfix: for example --gpus 2")
+        raise UserError(f"--nproc {gpus}\nallowed: 1 to {MOST_GPUS}\nfix: for example --nproc 2")
     model, work = task.model, task.work
     split = CacheSplit.choose("auto", gpus, 0, model.num_heads, model.num_kv_heads)
     memory = InferenceMemory(

@@ -107,13 +107,13 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
         tensor = None
     if tensor is not None:
         return UserError(
-            f"--tensor {','.join(map(str, tensor))}: no such degree divides this model over "
+            f"--tensor-parallel {','.join(map(str, tensor))}: no such degree divides this model over "
             f"{task.gpus_per_node} GPUs a node\n"
             "fix: divisors of the GPUs a node that divide the attention heads and intermediate_size"
         )
     return UserError(
-        f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"
-        "fix: a longer --seq, a larger --batch or fewer --gpus"
+        f"--sequence-length {task.sequence} with --batch-size {task.batch} leaves some of {task.gpus} GPUs without a token\n"
+        "fix: a longer --sequence-length, a larger --batch-size, or a smaller --nproc"
     )
 
 

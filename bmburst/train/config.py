@@ -339,7 +339,7 @@ class EvalConfig:
         "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
-    layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")
+    layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")  # noqa: RUF009
     loss_chunk_tokens: int = field(
         "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
     )

@@ -233,7 +233,7 @@ class ParallelConfig:
         unit="ranks",
         minimum=1,
     )
-    layout: LayoutName = field(
+    layout: LayoutName = field(  # noqa: RUF009
         "Which rank holds which tokens of a sequence; balanced: equal work per rank for packed documents.",
         default="zigzag",
     )
@@ -242,7 +242,7 @@ class ParallelConfig:
         default="auto",
         choices=STRATEGIES,
     )
-    kernel: KernelName = field(
+    kernel: KernelName = field(  # noqa: RUF009
         "Attention kernel; auto: the fastest that is installed and supports the inputs.", default="auto"
     )
     transport: str = field(

@@ -135,7 +135,7 @@ def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
     assert f"--trace {file.with_suffix('.png')}" in message and "picture" in message
 
 
-PLAN = ("--model", "llama-tiny", "--seq", "1024")
+PLAN = ("--preset", "llama-tiny", "--sequence-length", "1024")
 
 
 @pytest.mark.parametrize(
@@ -144,28 +144,23 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("plan", *PLAN, "--output", "folder"), "--output folder | .png"),
         (("plan", *PLAN, "--output", "/proc/none.png"), "--output /proc/none.png | cannot be written | fix: "),
         (("plan", "--calibrate", "--output", "folder"), "--output folder | cannot be written | Is a directory | fix: "),
-        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 | --calibrate | fix: give --gpus"),
-        (("plan", "--check", *PLAN), "--check | --model | --seq | fix: leave them out"),
+        (("plan", "--calibrate", *PLAN), "--calibrate | --preset | fix: leave --preset out"),
+        (("plan", "--calibrate", "--json"), "--calibrate | --json | fix: leave --json out"),
+        (("plan", *PLAN, "--init-from", "folder"), "--preset | --init-from | fix: "),
         (
-            ("plan", "--check", "--json"),
-            "--json | --check | fix: leave out one",
-        ),
-        (("plan", "--calibrate", *PLAN), "--calibrate | --model | --seq | fix: leave them"),
-        (("plan", "--check", "--calibrate"), "--check | --calibrate | fix: run bmburst plan once with each"),
-        (
-            ("plan", *PLAN, "--batch", "2", "--micro-batch", "3"),
-            "--micro-batch 3 | --batch 2 | fix: ",
+            ("plan", *PLAN, "--batch-size", "2", "--micro-batch-size", "3"),
+            "--micro-batch-size 3 | --batch-size 2 | fix: ",
         ),
         (
             ("plan", *PLAN, "--hardware", "latin.toml"),
             "latin.toml | TOML | 'utf-8' | byte 0xe9 | position 4 | fix: ",
         ),
-        (("plan", "--model", "llama-tiny", "--seq", "1e6"), "--seq 1e6 | whole number | 64K"),
+        (("plan", "--preset", "llama-tiny", "--sequence-length", "1e6"), "sequence_length | '1e6' | integer | 64K"),
         (
-            ("plan", *PLAN, "--mlp-chunk", "2KB"),
-            "--mlp-chunk 2KB | whole number | 64K for 65536 | fix:",
+            ("plan", *PLAN, "--mlp-chunk-tokens", "2KB"),
+            "mlp_chunk_tokens | '2KB' | integer | 64K for 65536 | fix:",
         ),
-        (("plan", *PLAN, "--gpus", "1K"), "--gpus 1K | a whole number\n"),
+        (("plan", *PLAN, "--nproc", "1K"), "--nproc 1K | a whole number\n"),
         (("bench", "train", "--ranks", "2", "--tokens", "1K,2X"), "--tokens 1K,2X | whole numbers separated by commas"),
         (
             ("bench", "train", "--ranks", "2K"),
@@ -200,7 +195,7 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, words):
     def worked(*_args, **_options):
         pytest.fail("work was begun")
 
-    for work in ("plan.search.search", "plan.rates.calibrate", "plan.accuracy.compare_predictions"):
+    for work in ("plan.search.search", "plan.rates.calibrate"):
         monkeypatch.setattr(f"bmburst.{work}", worked)
     monkeypatch.setattr("benchmarks.engine.job.run_job", worked)
     for name in ("latin", "latin.toml"):

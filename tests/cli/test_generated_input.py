@@ -203,7 +203,6 @@ def here(tmp_path_factory):
         patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.rates.calibrate", lambda *_: "# Measured")
-        patch.setattr("bmburst.plan.accuracy.compare_predictions", list)
         patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
         patch.setattr("bmburst.runtime.doctor.can_train", lambda *_: True)
         patch.setattr("bmburst.runtime.doctor.to_text", lambda *_: "")
@@ -224,7 +223,7 @@ BASE = {
     "convert": ("model", "converted", "--to", "bmburst"),
     "bench": ("attention", "--ranks", "2", "--tokens", "1K", "--list"),
     "bench train": ("train", "--ranks", "2", "--tokens", "1K", "--preset", "tiny-8-heads", "--list"),
-    "plan": ("--model", "llama-tiny", "--seq", "1K", "--gpus", "2"),
+    "plan": ("--preset", "llama-tiny", "--sequence-length", "1K", "--nproc", "2"),
     "build-bmtrain": ("--arch", "90"),
 }
 
@@ -451,7 +450,7 @@ def test_bytes(here, tmp_path, name):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["plan", "--model", "llama-tiny", "--seq", "9" * 23],
+        ["plan", "--preset", "llama-tiny", "--sequence-length", "9" * 23],
         ["train", "--steps", "9" * 23],
         ["train", "--output", b"caf\xe9"],
         ["bench", "train", "--ranks", "2", "--steps", "0"],

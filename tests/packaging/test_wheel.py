@@ -69,5 +69,5 @@ def test_the_wheel_does_the_main_job_in_a_new_environment(wheel: Path, tmp_path:
         "bmburst", "generate", "--checkpoint", "run", "--prompt", "import ", "--max-new-tokens", 4, "--nproc", 2
     )
     assert "Traceback" not in made
-    plan = environment.run("bmburst", "plan", "--model", "llama-3-8b", "--seq", "128K", "--gpus", 8)
+    plan = environment.run("bmburst", "plan", "--preset", "llama-3-8b", "--sequence-length", "128K", "--nproc", 8)
     assert "bmburst train" in plan

@@ -82,7 +82,7 @@ def test_every_byte_has_a_place(host):
 
 
 def test_the_answer_names_what_limits_it_and_a_command_that_runs(capsys):
-    words = "plan --longest --model llama-3-8b --gpus 1 --hardware h100 --host-memory 128G"
+    words = "plan --longest --preset llama-3-8b --nproc 1 --hardware h100 --host-memory 128G"
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
     assert main([*words.split(), "--json"]) == 0
@@ -153,7 +153,18 @@ def test_a_step_of_adapters():
 
 
 def test_host_memory_decides_where_the_optimizer_lies(capsys):
-    words = ["plan", "--model", "llama-3-8b", "--seq", "128K", "--gpus", "1", "--hardware", "h100", "--json"]
+    words = [
+        "plan",
+        "--preset",
+        "llama-3-8b",
+        "--sequence-length",
+        "128K",
+        "--nproc",
+        "1",
+        "--hardware",
+        "h100",
+        "--json",
+    ]
     found = {}
     for more in ((), ("--host-memory", "64G"), ("--host-memory", "128G"), ("--host-memory", "1T")):
         assert main([*words, *more]) == 0
@@ -163,9 +174,24 @@ def test_host_memory_decides_where_the_optimizer_lies(capsys):
         found[given]["memory"]["fits"] and found[given]["offload"] != "nothing" for given in [("128G",), ("1T",), ()]
     )
     assert found["128G",]["seconds"] >= found["1T",]["seconds"] == found[()]["seconds"]
-    assert main(["plan", "--model", "llama-3-8b", "--seq", "32K", "--gpus", "8", "--json"]) == 0
+    assert main(["plan", "--preset", "llama-3-8b", "--sequence-length", "32K", "--nproc", "8", "--json"]) == 0
     resident = json.loads(capsys.readouterr().out)["ways"][0]
-    assert main(["plan", "--model", "llama-3-8b", "--seq", "32K", "--gpus", "8", "--optimizer-offload", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--preset",
+                "llama-3-8b",
+                "--sequence-length",
+                "32K",
+                "--nproc",
+                "8",
+                "--optimizer.offload",
+                "--json",
+            ]
+        )
+        == 0
+    )
     moved = json.loads(capsys.readouterr().out)["ways"][0]
     assert (resident["offload"], moved["offload"] != "nothing") == ("nothing", True)
     assert moved["seconds"] > resident["seconds"]
@@ -219,26 +245,32 @@ def test_a_single_policy_is_tried_with_the_optimizer_in_host_memory():
 
 
 REFUSALS = {
-    "--longest --model llama-3-8b --lora 0": "--lora 0 | at least 1 | fix: --lora 16",
-    "--check --lora 8": "--check | --lora | fix: leave --lora out",
-    "--generate --seq 4K --model llama-3-8b --lora 8": "--lora | generation",
-    "--longest --model llama-3-8b --gpus 0": "--gpus 0 | at least 1",
+    "--longest --preset llama-3-8b --lora.rank 0": "--lora.rank 0 | at least 1 | fix: --lora.rank 16",
+    "--check --lora.rank 8": "--check | --lora.rank | fix: leave --lora.rank out",
+    "--generate --sequence-length 4K --preset llama-3-8b --lora.rank 8": "--lora.rank | generation",
+    "--longest --preset llama-3-8b --nproc 0": "--nproc 0 | at least 1",
     "--check --host-memory 64G": "--check | --host-memory | fix: leave --host-memory out",
-    "--calibrate --optimizer-offload": "--calibrate | --optimizer-offload | fix: leave --optimizer-offload out",
-    "--longest --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
-    "--seq 4096 --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
-    "--seq 4096 --model llama-3-8b --gpus 2 --tensor 2 --recompute block+offload-mlp-first-4": (
+    "--calibrate --optimizer.offload": "--calibrate | --optimizer.offload | fix: leave --optimizer.offload out",
+    "--longest --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+every-4": (
+        "block+every-4 | tensor | fix: "
+    ),
+    "--sequence-length 4096 --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+every-4": (
+        "block+every-4 | tensor | fix: "
+    ),
+    "--sequence-length 4096 --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+offload-mlp-first-4": (
         "block+offload-mlp-first-4 | tensor | fix: block, "
     ),
-    "--longest --gpus 1": "--model | missing",
-    "--longest --model llama-3-8b --seq 4096": "--longest | --seq | fix: leave --seq out",
-    "--longest --model llama-3-8b --host-memory 0": "--host-memory 0 | 128G",
-    "--longest --model llama-3-8b --host-memory much": "--host-memory much | 128G",
-    "--longest --model llama-3-70b --gpus 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
-    "--longest --generate --model llama-3-8b": "--longest | generation",
+    "--longest --nproc 1": "--preset | missing",
+    "--longest --preset llama-3-8b --sequence-length 4096": (
+        "--longest | --sequence-length | fix: leave --sequence-length out"
+    ),
+    "--longest --preset llama-3-8b --host-memory 0": "--host-memory 0 | 128G",
+    "--longest --preset llama-3-8b --host-memory much": "--host-memory much | 128G",
+    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
+    "--longest --generate --preset llama-3-8b": "--longest | generation",
     "--longest --check": "--longest | --check",
     "--longest --calibrate": "--longest | --calibrate",
-    "--longest --model llama-3-8b --output plan.png": "--longest | --output",
+    "--longest --preset llama-3-8b --output plan.png": "--longest | --output",
 }
 
 

@@ -244,7 +244,7 @@ def plan(*words):
 
 def test_the_answer_says_what_is_best(capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    assert plan("--model", "llama-3-8b", "--seq", "1048576", "--gpus", "8", "--output", str(picture)) == 0
+    assert plan("--preset", "llama-3-8b", "--sequence-length", "1048576", "--nproc", "8", "--output", str(picture)) == 0
     printed = capsys.readouterr().out
     assert "The best: data 1 x sequence 8, heads x8" in printed
     assert "does not fit" not in printed.splitlines()[3]
@@ -258,7 +258,7 @@ def test_the_answer_says_what_is_best(capsys, tmp_path):
     ("gpus", "nodes"), [(64, 8), *(pytest.param(gpus, gpus // 8, marks=pytest.mark.long) for gpus in (512, 4096))]
 )
 def test_many_gpus_are_answered(gpus, nodes, capsys):
-    words = f"--model llama-3-8b --seq 1M --gpus {gpus} --nodes {nodes} --batch 16 --json --ways 3"
+    words = f"--preset llama-3-8b --sequence-length 1M --nproc {gpus} --nodes {nodes} --batch-size 16 --json --ways 3"
     assert plan(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["ways"]) == 3
@@ -270,32 +270,38 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
 
 
 def test_nothing_that_fits_is_said(capsys):
-    assert plan("--model", "llama-2-13b", "--seq", "4194304", "--gpus", "1") == 0
+    assert plan("--preset", "llama-2-13b", "--sequence-length", "4194304", "--nproc", "1") == 0
     printed = capsys.readouterr().out
     assert "No configuration fits" in printed
     assert "inputs to host" in printed.splitlines()[3], "the first is nearest to fitting, not the fastest"
 
 
 REFUSALS = {
-    "--model llama-3-8 --seq 4096": "'llama-3-8' | 'llama-3-8b'",
-    "--seq 4096": "--model | missing",
-    "--model llama-3-8b": "--seq | missing",
-    "--model llama-3-8b --seq 4096 --gpus 9 --nodes 2": "9 | 2 | fix: --gpus 8 or 10",
-    "--model llama-3-8b --seq 5 --gpus 64 --nodes 8": "--seq 5 | 64 GPUs | fix: | --seq | --batch | --gpus",
-    "--model llama-3-8b --seq 0": "--seq 0 | fix: ",
-    "--model llama-3-8b --seq 4096 --gpus 100000": "--gpus 100000 | allowed: 1 to 65536",
-    "--model llama-3-8b --seq 4096 --hardware h20": "'h20' | 'h200'",
-    "--model llama-3-8b --seq 4096 --hardware gone.toml": "gone.toml | cannot be read",
-    "--model llama-3-8b --seq 4096 --recompute blok": "'blok' | 'block' | known: ",
-    "--model llama-3-8b --seq 4096 --recompute block+first-32": "'block+first-32' | 32 layers | fix: block",
-    "--model llama-3-8b --seq 4096 --zero 1": "--zero | '1'",
-    "--model llama-3-8b --seq 4096 --tensor 3": "--tensor 3",
-    "--model llama-3-8b --seq 4096 --tensor x": "whole numbers",
-    "--model llama-3-8b --seq 4096 --batch 3 --micro-batch 2": "3 | 2",
-    "--model llama-3-8b --seq 4096 --output gone/plan.png": "--output gone/plan.png | no such folder | fix: ",
-    "--model llama-3-8b --seq 4096 --output plan.pdf": "--output plan.pdf | .png",
-    "--model llama-3-8b --seq 4096 --dtype int8": "dtype | 'int8' | bfloat16",
-    "--model llama-3-8b --seq 4096 --ways 0": "--ways 0",
+    "--preset llama-3-8 --sequence-length 4096": "'llama-3-8' | 'llama-3-8b'",
+    "--sequence-length 4096": "--preset | missing",
+    "--preset llama-3-8b": "--sequence-length | missing",
+    "--preset llama-3-8b --sequence-length 4096 --nproc 4 --nodes 2": "9 | 2 | fix: --nproc 8 or 10",
+    "--preset llama-3-8b --sequence-length 5 --nproc 8 --nodes 8": (
+        "--sequence-length 5 | 64 GPUs | fix: | --sequence-length | --batch-size | --nproc"
+    ),
+    "--preset llama-3-8b --sequence-length 0": "--sequence-length 0 | fix: ",
+    "--preset llama-3-8b --sequence-length 4096 --nproc 100000": "--nproc 100000 | allowed: 1 to 65536",
+    "--preset llama-3-8b --sequence-length 4096 --hardware h20": "'h20' | 'h200'",
+    "--preset llama-3-8b --sequence-length 4096 --hardware gone.toml": "gone.toml | cannot be read",
+    "--preset llama-3-8b --sequence-length 4096 --recompute blok": "'blok' | 'block' | known: ",
+    "--preset llama-3-8b --sequence-length 4096 --recompute block+first-32": (
+        "'block+first-32' | 32 layers | fix: block"
+    ),
+    "--preset llama-3-8b --sequence-length 4096 --parallel.zero_level 1": "--parallel.zero_level | '1'",
+    "--preset llama-3-8b --sequence-length 4096 --tensor-parallel 3": "--tensor-parallel 3",
+    "--preset llama-3-8b --sequence-length 4096 --tensor-parallel x": "whole numbers",
+    "--preset llama-3-8b --sequence-length 4096 --batch-size 3 --micro-batch-size 2": "3 | 2",
+    "--preset llama-3-8b --sequence-length 4096 --output gone/plan.png": (
+        "--output gone/plan.png | no such folder | fix: "
+    ),
+    "--preset llama-3-8b --sequence-length 4096 --output plan.pdf": "--output plan.pdf | .png",
+    "--preset llama-3-8b --sequence-length 4096 --dtype int8": "dtype | 'int8' | bfloat16",
+    "--preset llama-3-8b --sequence-length 4096 --ways 0": "--ways 0",
     "--check --calibrate": "--check | --calibrate",
 }
 
@@ -309,7 +315,7 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys, tmp_path, monkeypatc
 
 def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
     assert all(each.ulysses_degree in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
-    with refused("--seq 3", "--batch 1", "64 GPUs", "fix: "):
+    with refused("--sequence-length 3", "--batch-size 1", "64 GPUs", "fix: "):
         candidates(task(sequence=3, gpus=64, nodes=8))
     for gpus, batch in product((1, 2, 3), (1, 5)):
         assert candidates(task(gpus=gpus, batch=batch))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import bmburst.plan
+from benchmarks.accuracy import compare_predictions, markdown
 from bmburst.cli import main
 from bmburst.outputs import write_text
-from bmburst.plan.accuracy import compare_predictions, markdown
 from bmburst.plan.rates import complete, measured, render
 from bmburst.schedule.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
 from tests.distributed.processes import run_processes
@@ -152,14 +152,17 @@ def _step_of(rows, row):
 def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     file = tmp_path / "machine.toml"
-    assert main(["plan", "--calibrate", "--ranks", "1", "--output", str(file)]) == 0
+    assert main(["plan", "--calibrate", "--nproc", "1", "--output", str(file)]) == 0
     printed = capsys.readouterr()
     assert "measuring: attention" in printed.err and str(file) in printed.out
     facts = read_facts(str(file))
     for number in ("matmul", "attention_forward", "attention_backward", "memory_bandwidth", "memory"):
         assert facts[number]["kind"] == "measured" and facts[number]["value"] > 0
     assert facts["nccl_bandwidth"]["kind"] == "assumed"
-    assert main(["plan", "--model", "llama-tiny", "--seq", "4096", "--gpus", "2", "--hardware", str(file)]) == 0
+    assert (
+        main(["plan", "--preset", "llama-tiny", "--sequence-length", "4096", "--nproc", "2", "--hardware", str(file)])
+        == 0
+    )
     assert "CPU" in capsys.readouterr().out
 
 
@@ -170,7 +173,7 @@ def test_links_are_measured_by_ranks():
 def test_planning_needs_no_torch_and_nothing_that_communicates():
     code = (
         "import sys; from bmburst.plan.search import search; from bmburst.plan.presentation import report; "
-        "from bmburst.plan.accuracy import compare_predictions; compare_predictions(); "
+        "from benchmarks.accuracy import compare_predictions; compare_predictions(); "
         "assert not {'torch', 'bmtrain', 'bmburst.comm', 'bmburst.attention'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -99,7 +99,7 @@ def plan(*words):
 
 
 def test_the_report_prints_the_way_and_a_command_that_generate_takes(capsys):
-    assert plan("--model", "llama-3-8b", "--seq", "128K", "--gpus", "2", "--new-tokens", "32") == 0
+    assert plan("--preset", "llama-3-8b", "--sequence-length", "128K", "--nproc", "2", "--max-new-tokens", "32") == 0
     text = capsys.readouterr().out
     says(
         text, "llama-3-8b", "128K tokens", "first token", "ms a token", "cache by heads", "longest", "weights", lines=20
@@ -111,16 +111,16 @@ def test_the_report_prints_the_way_and_a_command_that_generate_takes(capsys):
     generate_command.configure(parser)
     args = parser.parse_args(words)
     assert (args.nproc, args.max_new_tokens, args.cache, args.dtype) == (2, 32, "heads", "bfloat16")
-    assert plan("--model", "llama-3-8b", "--seq", "1M", "--gpus", "3") == 0
+    assert plan("--preset", "llama-3-8b", "--sequence-length", "1M", "--nproc", "3") == 0
     says(capsys.readouterr().out, "cache by tokens", "--cache tokens", lines=20)
-    assert plan("--model", "llama-2-7b", "--seq", "1M", "--gpus", "1") == 0
+    assert plan("--preset", "llama-2-7b", "--sequence-length", "1M", "--nproc", "1") == 0
     text = capsys.readouterr().out
     says(text, "does not fit", "more GPUs", lines=20)
     assert "bmburst generate" not in text
 
 
 def test_json_has_every_number_of_gpus(capsys):
-    assert plan("--model", "llama-3-8b", "--seq", "4K", "--gpus", "6", "--batch", "8", "--json") == 0
+    assert plan("--preset", "llama-3-8b", "--sequence-length", "4K", "--nproc", "6", "--batch-size", "8", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["task"] == {
         "preset": "llama-3-8b", "prompt": 4096, "new_tokens": 64, "batch": 8, "dtype": "bfloat16"
@@ -135,19 +135,40 @@ def test_json_has_every_number_of_gpus(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--generate", "--seq", "4K"), "--model | missing | fix:"),
-        (("--generate", "--model", "llama-3-8b"), "--seq | missing"),
-        (("--generate", "--model", "llama-3-9b", "--seq", "4K"), "'llama-3-9b' | 'llama-3-8b'"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "0"), "--seq 0 | at least 1"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--gpus", "0"), "--gpus 0 | allowed | 1"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--new-tokens", "0"), "--new-tokens 0 | at least 1"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--batch", "-1"), "--batch -1 | at least 1"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--dtype", "int8"), "dtype | 'int8' | bfloat16"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--nodes", "2"), "--nodes | one node | fix:"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--zero", "3"), "--zero | fix:"),
-        (("--generate", "--model", "llama-3-8b", "--seq", "4K", "--hardware", "h900"), "'h900'"),
+        (("--generate", "--sequence-length", "4K"), "--preset | missing | fix:"),
+        (("--generate", "--preset", "llama-3-8b"), "--sequence-length | missing"),
+        (("--generate", "--preset", "llama-3-9b", "--sequence-length", "4K"), "'llama-3-9b' | 'llama-3-8b'"),
+        (("--generate", "--preset", "llama-3-8b", "--sequence-length", "0"), "--sequence-length 0 | at least 1"),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--nproc", "0"),
+            "--nproc 0 | allowed | 1",
+        ),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--max-new-tokens", "0"),
+            "--max-new-tokens 0 | at least 1",
+        ),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--batch-size", "-1"),
+            "--batch-size -1 | at least 1",
+        ),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--dtype", "int8"),
+            "dtype | 'int8' | bfloat16",
+        ),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--nodes", "2"),
+            "--nodes | one node | fix:",
+        ),
+        (
+            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--parallel.zero_level", "3"),
+            "--parallel.zero_level | fix:",
+        ),
+        (("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--hardware", "h900"), "'h900'"),
         (("--generate", "--check"), "--generate | --check | fix:"),
-        (("--new-tokens", "3", "--model", "llama-3-8b", "--seq", "4K"), "--new-tokens 3 | --generate"),
+        (
+            ("--max-new-tokens", "3", "--preset", "llama-3-8b", "--sequence-length", "4K"),
+            "--max-new-tokens 3 | --generate",
+        ),
     ],
 )
 def test_bad_input_is_refused(argv, words, capsys):

@@ -1,4 +1,4 @@
-"""`bmburst plan --model DIR` and `--write`: what they read, print and write, also without torch."""
+"""`bmburst plan --preset DIR` and `--write`: what they read, print and write, also without torch."""
 
 import json
 import os
@@ -37,31 +37,42 @@ def planned(capsys, *words):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_directory_of_each_family_is_planned_for_training_and_generation(tmp_path, capsys, family):
     where = directory(tmp_path / family, tiny.config(family, max_position_embeddings=4096))
-    out = planned(capsys, "--model", where, "--seq", "4K", "--gpus", "2")
+    out = planned(capsys, "--preset", where, "--sequence-length", "4K", "--nproc", "2")
     words = shlex.split(out.splitlines()[-1])
     assert words[:4] == ["bmburst", "train", "--nproc", "2"] and words[words.index("--init-from") + 1] == where
     assert "--preset" not in words and out.startswith(f"{family}, 4K tokens")
-    assert family in planned(capsys, "--generate", "--model", where, "--seq", "4K", "--gpus", "1")
+    assert family in planned(capsys, "--generate", "--preset", where, "--sequence-length", "4K", "--nproc", "1")
     if family == "llama":
-        assert family in planned(capsys, "--longest", "--model", where, "--gpus", "1")
+        assert family in planned(capsys, "--longest", "--preset", where, "--nproc", "1")
 
 
 def test_adapters_of_a_directory_have_checkpoints_and_those_of_a_preset_none(tmp_path, capsys):
     where = directory(tmp_path / "base", PRESETS["llama-3-8b"])
-    out = planned(capsys, "--model", where, "--seq", "8K", "--gpus", "1", "--lora", "8")
+    out = planned(capsys, "--preset", where, "--sequence-length", "8K", "--nproc", "1", "--lora.rank", "8")
     assert f"--init-from {where}" in out and "--checkpoint-every" not in out
     assert "--checkpoint-every never" in planned(
-        capsys, "--model", "llama-3-8b", "--seq", "8K", "--gpus", "1", "--lora", "8"
+        capsys, "--preset", "llama-3-8b", "--sequence-length", "8K", "--nproc", "1", "--lora.rank", "8"
     )
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "8"]], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [[], ["--lora.rank", "8"]], ids=["full", "lora"])
 def test_preference_training_is_planned_with_its_reference(capsys, lora):
     """Its forward pass takes time and counts in MFU; without adapters its weights take memory; the command names it."""
-    given = ["--model", "llama-3-8b", "--seq", "64K", "--gpus", "8", "--hardware", "h100", "--tensor", "1"]
-    given += ["--recompute", "block", "--zero", "3", "--ways", "1", "--json"]
+    given = [
+        "--preset",
+        "llama-3-8b",
+        "--sequence-length",
+        "64K",
+        "--nproc",
+        "8",
+        "--hardware",
+        "h100",
+        "--tensor-parallel",
+        "1",
+    ]
+    given += ["--recompute", "block", "--parallel.zero_level", "3", "--ways", "1", "--json"]
     (full,), (alone,), (ours,) = (
-        json.loads(planned(capsys, *given, *more))["ways"] for more in ([], lora, [*lora, "--dpo"])
+        json.loads(planned(capsys, *given, *more))["ways"] for more in ([], lora, [*lora, "--dpo.beta", "0.1"])
     )
     assert alone["parts"]["reference"] == 0 < ours["parts"]["reference"] < alone["seconds"] / 2
     done = [way["mfu"] * way["seconds"] for way in (full, alone, ours)]
@@ -70,14 +81,14 @@ def test_preference_training_is_planned_with_its_reference(capsys, lora):
     assert ours["memory"]["lines"].get("reference's weights", 0) == weights
     words = shlex.split(ours["command"])
     assert words[words.index("--dpo.beta") + 1] == "0.1" and ("--dpo.reference" in words) == (not lora)
-    assert main(["plan", "--generate", "--dpo", "--model", "llama-3-8b", "--seq", "1K"]) == 2
-    says(capsys.readouterr().err, "--dpo", "generation")
+    assert main(["plan", "--generate", "--dpo.beta", "0.1", "--preset", "llama-3-8b", "--sequence-length", "1K"]) == 2
+    says(capsys.readouterr().err, "--dpo.beta", "0.1", "generation")
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "8"]], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [[], ["--lora.rank", "8"]], ids=["full", "lora"])
 def test_a_written_recipe_is_the_printed_command(tmp_path, capsys, lora):
     where, path = directory(tmp_path / "base", PRESETS["llama-3-8b"]), tmp_path / "recipe.yaml"
-    words = ["--model", where, "--seq", "128K", "--gpus", "2", *lora, "--write", str(path)]
+    words = ["--preset", where, "--sequence-length", "128K", "--nproc", "2", *lora, "--write", str(path)]
     out = planned(capsys, *words)
     text = path.read_text()
     assert text.startswith(FIRST_LINE) and f"#   bmburst train --config {path}\n" in text
@@ -123,7 +134,19 @@ def test_every_field_of_a_command_comes_through_the_file(tmp_path):
 
 def test_several_nodes_are_launched(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
-    planned(capsys, "--model", "llama-3-8b", "--seq", "1M", "--gpus", "16", "--nodes", "2", "--write", str(path))
+    planned(
+        capsys,
+        "--preset",
+        "llama-3-8b",
+        "--sequence-length",
+        "1M",
+        "--nproc",
+        "8",
+        "--nodes",
+        "2",
+        "--write",
+        str(path),
+    )
     text = path.read_text()
     assert "#   torchrun --nnodes 2 --nproc-per-node 8 " in text and "on 2 nodes:" in text
     assert "nproc" not in yaml.safe_load(text)
@@ -134,21 +157,21 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
-    good = ["--model", "llama-tiny", "--seq", "4K", "--gpus", "1"]
+    good = ["--preset", "llama-tiny", "--sequence-length", "4K", "--nproc", "1"]
     for words, said in (
         ([*good, "--write", str(tmp_path / "a.json")], "--write | .yaml | fix: "),
         ([*good, "--write", str(tmp_path / "mine.yaml")], "--write | mine.yaml | fix: "),
         ([*good, "--write", str(tmp_path / "none" / "a.yaml")], "--write | no such folder | fix: "),
-        (["--longest", *good[:2], "--gpus", "1", "--write", "a.yaml"], "--longest | --write | fix: "),
+        (["--longest", *good[:2], "--nproc", "1", "--write", "a.yaml"], "--longest | --write | fix: "),
         (["--generate", *good, "--write", "a.yaml"], "--write | fix: "),
         (["--check", "--write", "a.yaml"], "--check | --write | fix: "),
         (
-            ["--model", "llama-3-70b", "--seq", "8M", "--gpus", "1", "--write", str(tmp_path / "b.yaml")],
+            ["--preset", "llama-3-70b", "--sequence-length", "8M", "--nproc", "1", "--write", str(tmp_path / "b.yaml")],
             "memory | fix: ",
         ),
-        (["--model", str(tmp_path / "empty"), *good[2:]], "--model | no config.json | fix: "),
-        (["--model", str(tmp_path / "none"), *good[2:]], "--model | no such directory | fix: "),
-        (["--model", str(tmp_path / "other"), *good[2:]], "model_type | gpt2 | fix: "),
+        (["--preset", str(tmp_path / "empty"), *good[2:]], "--preset | no config.json | fix: "),
+        (["--preset", str(tmp_path / "none"), *good[2:]], "--preset | no such directory | fix: "),
+        (["--preset", str(tmp_path / "other"), *good[2:]], "model_type | gpt2 | fix: "),
     ):
         assert main(["plan", *words]) == 2, words
         says(capsys.readouterr().err.strip(), said)
@@ -158,7 +181,7 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path, capsys):
 def test_a_directory_is_planned_and_written_without_torch(tmp_path):
     where, path = directory(tmp_path / "base", PRESETS["qwen3-8b"]), tmp_path / "recipe.yaml"
     code = "import sys; sys.modules['torch'] = None\nfrom bmburst.cli import main\nsys.exit(main(sys.argv[1:]))"
-    words = ["plan", "--model", where, "--seq", "32K", "--gpus", "8", "--write", str(path)]
+    words = ["plan", "--preset", where, "--sequence-length", "32K", "--nproc", "8", "--write", str(path)]
     found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert yaml.safe_load(path.read_text())["init_from"] == where
@@ -176,6 +199,8 @@ def test_a_recipe_goes_into_a_pipe(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
-    assert main(["plan", "--model", "llama-3-8b", "--seq", "64K", "--gpus", "8", "--write", str(pipe)]) == 0
+    assert (
+        main(["plan", "--preset", "llama-3-8b", "--sequence-length", "64K", "--nproc", "8", "--write", str(pipe)]) == 0
+    )
     reader.join(10)
     assert pipe.is_fifo() and yaml.safe_load(read[0])["sequence_length"] == 65536

@@ -53,7 +53,7 @@ class Case:
 
 
 # Milliseconds forward, backward, and of both with what the GPU waits for the host: what the records say within the
-# errors of `bmburst plan --check`, to six digits.
+# errors of `python -m benchmarks.accuracy`, to six digits.
 CASES = {
     "heads over copy engines, in units": (
         Case(2, 65536, 32, 32, Strategy(2, "ring", "q"), Placement("peer"), CAUSAL),

@@ -1,6 +1,6 @@
-"""Compares predictions with measured and published numbers: `bmburst plan --check`.
+"""Compares predictions with measured and published numbers: `python -m benchmarks.accuracy`.
 
-`data/measured.toml` and `data/published.toml` contain the runs and their sources.
+`bmburst/plan/data/measured.toml` and `published.toml` contain the runs and their sources.
 """
 
 import tomllib
@@ -223,3 +223,7 @@ def _published(
                 predicted=predicted,
                 assumed=row.get("assumed", ""),
             )
+
+
+if __name__ == "__main__":
+    print(markdown(compare_predictions()))
