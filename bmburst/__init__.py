@@ -1,15 +1,11 @@
 """bmburst: exact training on sequences longer than one GPU holds, with BurstAttention on BMTrain.
 
 Names are imported on first use: the help of the command line needs no torch, and BMTrain must not be imported before
-the runtime is set up. Moved modules are found under their earlier names.
+the runtime is set up.
 """
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,18 +91,6 @@ _HOMES = {
     "start": "runtime",
     "unshard": "sequence",
 }
-MOVED = {
-    "bmburst.attention.strategy": "bmburst.schedule.strategy",
-    "bmburst.comm.exchange": "bmburst.schedule.exchange",
-    "bmburst.comm.protocol": "bmburst.comm",
-    "bmburst.double_schedule": "bmburst.schedule.ring_schedule",
-    "bmburst.layout": "bmburst.schedule.layout",
-    "bmburst.mask": "bmburst.schedule",
-    "bmburst.schedule.double_schedule": "bmburst.schedule.ring_schedule",
-    "bmburst.tiles": "bmburst.schedule.tiles",
-    "bmburst.units": "bmburst.schedule.units",
-}
-"""Import paths shown in earlier documentation, and the modules that replace them."""
 
 
 def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
@@ -134,24 +118,6 @@ def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtra
 
         raise needs_bmtrain(f"{package}.{name}") from error
     return getattr(module, name)
-
-
-class _Moved(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED`: the same module object under both names."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
-        del path, target
-        return ModuleSpec(fullname, self) if fullname in MOVED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Replace the empty module that `import` created with the module of the new name."""
-        sys.modules[module.__name__] = import_module(MOVED[module.__name__])
-
-
-sys.meta_path.append(_Moved())
 
 
 def __getattr__(name: str) -> Any:

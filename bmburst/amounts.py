@@ -56,6 +56,19 @@ def gibibytes(text: str) -> float:
     return float(amount)
 
 
+def bytes_text(nbytes: float, digits: int = 1) -> str:
+    """Return an amount of memory or disk space: "1.4 GiB", "465.0 MiB", "12.0 KiB", "7 bytes".
+
+    Args:
+        nbytes: The bytes.
+        digits: Digits behind the decimal point.
+    """
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{digits}f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
 def whole(text: str) -> int:
     """Parse a whole number of at most `MOST`, so that a float holds it exactly.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bmburst.amounts import bytes_text
 from bmburst.errors import UserError
 
 PICTURE = MappingProxyType({"Software": "bmburst, https://matplotlib.org"})
@@ -171,14 +172,6 @@ def require_folder(option: str, path: Path) -> None:
         ) from None
 
 
-def amount(nbytes: float) -> str:
-    """Format a number of bytes, for example "1.4 GiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} bytes"
-
-
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system of a path, which need not exist."""
     return shutil.disk_usage(_existing(path)).free
@@ -201,10 +194,10 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
     for whats in devices.values():
         needed, free = sum(needs[what][1] for what in whats), free_bytes(needs[whats[0]][0])
         if needed > free:
-            parts = " and ".join(f"{what} {amount(needs[what][1])}" for what in whats)
+            parts = " and ".join(f"{what} {bytes_text(needs[what][1])}" for what in whats)
             raise UserError(
-                f"{needs[whats[0]][0]}: {amount(free)} are free, but the run writes {amount(needed)}: {parts}\n"
-                f"fix: make room for {amount(needed - free)} more, or give {fix}"
+                f"{needs[whats[0]][0]}: {bytes_text(free)} are free, but the run writes {bytes_text(needed)}: {parts}\n"
+                f"fix: make room for {bytes_text(needed - free)} more, or give {fix}"
             )
 
 

@@ -3,13 +3,9 @@
 import ast
 import subprocess
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from bmburst import MOVED
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
@@ -128,24 +124,6 @@ def test_schedules_and_plans_need_no_torch(does):
         [sys.executable, "-c", refusing + does], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("earlier", MOVED)
-def test_a_module_that_moved_is_found_under_its_earlier_name(earlier):
-    assert import_module(earlier) is import_module(MOVED[earlier])
-    parent, _, name = earlier.rpartition(".")
-    assert getattr(import_module(parent), name) is import_module(MOVED[earlier])
-    spec = find_spec(MOVED[earlier])
-    assert spec is not None and spec.name == MOVED[earlier]
-
-
-def test_names_that_pages_showed_are_found_where_they_were():
-    from bmburst.layout import make_layout, padded_layout  # noqa: F401
-    from bmburst.mask import BlockSparse, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow, make_mask  # noqa: F401
-
-    from bmburst.schedule import make_schedule
-
-    assert len(make_schedule(make_layout("zigzag", 4, 8), 32, Causal(), 0, "kv").steps) == 4
 
 
 @pytest.mark.parametrize(("package", "name"), [("bmburst", "BurstAttention"), ("model_center_ext", "Llama")])

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bmburst.amounts import bytes_text
 from bmburst.checkpoint.checksum import sealed, text_of
 from bmburst.checkpoint.files import (
     FOLDER,
@@ -31,7 +32,7 @@ from bmburst.checkpoint.files import (
     verified_together,
 )
 from bmburst.errors import UserError
-from bmburst.outputs import FULL, amount, free_bytes
+from bmburst.outputs import FULL, free_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +168,7 @@ def _room(run_folder: Path, model: "Llama") -> str:
 
     written = (each for each in named_shards(model) if each.storage.requires_grad)
     needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in written)
-    return f"make room: a checkpoint needs {amount(needed)}, and {amount(free_bytes(run_folder))} are free"
+    return f"make room: a checkpoint needs {bytes_text(needed)}, and {bytes_text(free_bytes(run_folder))} are free"
 
 
 def _from(run_folder: Path) -> str:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
+from bmburst.amounts import bytes_text
 from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, warn
 from bmburst.errors import UserError
-from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_space
+from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, held, require_space
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
 
@@ -60,7 +61,7 @@ def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) ->
     Raises:
         UserError: There is not enough.
     """
-    size, keep = amount(nbytes(config)), config.keep_checkpoints
+    size, keep = bytes_text(nbytes(config)), config.keep_checkpoints
     needs = {
         f"checkpoints of {size} (the newest {keep} are kept, and one more while it is written)": (
             folder,
@@ -81,9 +82,9 @@ def explaining_write_errors(folder: Path | None, config: TrainConfig | None = No
             raise
         fix = "change its permissions, or give another --output"
         if error.errno in FULL:
-            fix = "make room" if folder is None else f"make room: {amount(free_bytes(folder))} are free"
+            fix = "make room" if folder is None else f"make room: {bytes_text(free_bytes(folder))} are free"
             if config is not None and config.checkpoint_every is not None:
-                fix += f", and a checkpoint needs {amount(nbytes(config))}"
+                fix += f", and a checkpoint needs {bytes_text(nbytes(config))}"
         raise UserError(
             f"output {folder}: cannot be written: {error.strerror}\n"
             f"fix: {fix}; --resume goes on from the newest checkpoint, if there is one"

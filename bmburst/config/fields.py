@@ -378,8 +378,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("data_parallel", "parallel.data_parallel"): "dp data_parallel_size data_parallel_degree dp_size",
         ("sequence_parallel", "parallel.sequence_parallel"): "cp sp context_parallel context_parallel_size cp_size "
         "context_parallel_degree sequence_parallel_size sequence_parallel_degree sp_size ring_degree",
-        ("tensor_parallel", "parallel.tensor_parallel"): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size "
-        "tensor_model_parallel_size",
+        (
+            "tensor_parallel",
+            "parallel.tensor_parallel",
+        ): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
         (
             "head_parallel",
             "parallel.head_parallel",

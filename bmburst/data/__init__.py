@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from bmburst.amounts import bytes_text
 from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
@@ -23,7 +24,7 @@ from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, 
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, Tokenizer, load_tokenizer
 from bmburst.errors import UserError
-from bmburst.outputs import amount, require_folder
+from bmburst.outputs import require_folder
 
 __all__ = [
     "Batches",
@@ -229,7 +230,7 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
     from tqdm import tqdm
 
     if shown and total >= _LONG and not sys.stderr.isatty():  # tqdm shows nothing there
-        sys.stderr.write(f"tokenizing {amount(total)} of text, once\n")
+        sys.stderr.write(f"tokenizing {bytes_text(total)} of text, once\n")
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update
 

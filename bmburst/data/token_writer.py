@@ -12,12 +12,13 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.amounts import bytes_text
 from bmburst.checkpoint.checksum import sealed, text_of
 from bmburst.data.documents import Document
 from bmburst.data.token_file import MAGIC, MASKED_VERSION, PAIRED_VERSION, PREAMBLE, VERSION, TokenFile, aligned_size
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
-from bmburst.outputs import FULL, amount, free_bytes, replacing
+from bmburst.outputs import FULL, free_bytes, replacing
 
 BATCH_CHARACTERS = 4 << 20  # tokenized at a time: keeps every core busy and needs little memory
 _COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key
@@ -86,7 +87,7 @@ def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], ob
     except OSError as error:
         fix = "give a folder where you have write permission"
         if error.errno in FULL:
-            fix = f"free disk space, {amount(free_bytes(path))} are left, or give a folder on another disk"
+            fix = f"free disk space, {bytes_text(free_bytes(path))} are left, or give a folder on another disk"
         raise UserError(
             f"cannot write token file '{path}': {error.strerror or error}\n"
             f"fix: {fix}: --output, in bmburst train --data.cache"

@@ -112,7 +112,8 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
             "fix: divisors of the GPUs a node that divide the attention heads and intermediate_size"
         )
     return UserError(
-        f"--sequence-length {task.sequence} with --batch-size {task.batch} leaves some of {task.gpus} GPUs without a token\n"
+        f"--sequence-length {task.sequence} with --batch-size {task.batch} leaves some of {task.gpus} GPUs without a "
+        "token\n"
         "fix: a longer --sequence-length, a larger --batch-size, or a smaller --nproc"
     )
 

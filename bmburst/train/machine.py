@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, bytes_text
 from bmburst.errors import UserError
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
@@ -134,8 +134,8 @@ class HostBudget:
         )
         source = "host_memory is" if self.is_given else "free memory is"
         raise UserError(
-            f"{' and '.join(what)}: {_gib(needed)} GiB of memory are needed on each host\n"
-            f"allowed: {_gib(most)} GiB: {source} {_gib(self.has)}, of which {_gib(self.has - most)} "
+            f"{' and '.join(what)}: {bytes_text(needed)} of memory are needed on each host\n"
+            f"allowed: {bytes_text(most)}: {source} {bytes_text(self.has)}, of which {bytes_text(self.has - most)} "
             f"({1 - HOST_SHARE:.0%}) are kept in reserve\n{_fix(way, most)}"
         )
 
@@ -156,10 +156,6 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
     if memory is not None:
         hardware = hardware_like(HOST)
         memory.require(planned(config, ranks, 1, hardware), hardware)
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}" if nbytes >= GIB else f"{nbytes / GIB:.2g}"
 
 
 def _fix(way: Candidate, most: float) -> str:

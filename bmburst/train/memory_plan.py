@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, bytes_text
 from bmburst.comm import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
@@ -180,7 +180,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
         if asked is None:
             raise
         raise RunError(
-            f"{_here()} ran out of host memory: an allocation of {_gib(int(asked[1]))} failed\n"
+            f"{_here()} ran out of host memory: an allocation of {bytes_text(int(asked[1]), 2)} failed\n"
             "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
             on_all_ranks=False,
         ) from error
@@ -204,8 +204,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
     hardware = _hardware(memory, config.host_memory)
     lines = [
         f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no memory was left'}",
-        f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
-        f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
+        f"  torch: {bytes_text(memory.allocated, 2)} allocated, {bytes_text(memory.peak, 2)} at most in this step, "
+        f"{bytes_text(memory.reserved, 2)} reserved, of {bytes_text(memory.total, 2)}",
     ]
     if not memory.expands and memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
         lines.append(f"  much is reserved and not allocated: {ALLOCATOR[0]}={EXPANDING} may help")
@@ -214,8 +214,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         return "\n".join([*lines, "the planner cannot say what uses the memory: bmburst plan --help"])
     lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
     parts = {**predicted.lines, **predicted.outside}
-    lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
-    lines.append(f"  {_gib(predicted.total):>11}  total")
+    lines += [f"  {bytes_text(size, 2):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
+    lines.append(f"  {bytes_text(predicted.total, 2):>11}  total")
     return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
 
 
@@ -226,8 +226,8 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
         memory = _memory(changed, ranks * times, nodes * times, hardware)
         if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
             continue
-        hosted = f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
-        fitting.append(f"  {_gib(memory.total):>11}  {words}{hosted}")
+        hosted = f", and {bytes_text(memory.in_host, 2)} of each host" if memory.in_host else ""
+        fitting.append(f"  {bytes_text(memory.total, 2):>11}  {words}{hosted}")
     if not fitting:
         return [
             "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
@@ -305,7 +305,3 @@ def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
         return None
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
-from bmburst.amounts import GIB, short
+from bmburst.amounts import GIB, bytes_text, short
 from bmburst.config import to_dict
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
@@ -124,11 +124,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size:
             return f"{_digits(seconds / size)} {unit}"
     return f"{_digits(seconds * 1e6)} us"
-
-
-def bytes_text(nbytes: float) -> str:
-    """Return an amount of memory in GiB, or in MiB below one."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.0f} MiB"
 
 
 def _digits(number: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, bytes_text
 from bmburst.blocks.config import LoRAConfig
 from bmburst.data import open_corpus
 from bmburst.plan.memory import memory_of
@@ -14,7 +14,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import planned
-from bmburst.train.report import ProgressBar, beginning, bytes_text, counted, ending, prefixed, seconds_text
+from bmburst.train.report import ProgressBar, beginning, counted, ending, prefixed, seconds_text
 from bmburst.train.resolve import resolve
 
 
@@ -97,7 +97,7 @@ def test_the_table_at_the_end():
     [
         (seconds_text(1969.4), "1,969 s"),
         (seconds_text(0.9996), "1,000 ms"),
-        (bytes_text(465 * 2**20), "465 MiB"),
+        (bytes_text(465 * 2**20), "465.0 MiB"),
         (prefixed(6.44e9, "FLOP/s"), "6.44 GFLOP/s"),
         (prefixed(12.0, "FLOP/s"), "12 FLOP/s"),
         (counted(819_200), "819K"),
