@@ -142,7 +142,8 @@ def for_template(messages: tuple[Message, ...]) -> list[Message]:
 def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool = False) -> tuple[Message, ...] | None:
     """Return the messages of a line with `messages` or `conversations`; None if it has neither.
 
-    The text of the key `system` becomes the first message. `loss_mask` has an entry for each message.
+    The text of the key `system` becomes the first message, unless that is a system message. `loss_mask` has an entry for
+    each message.
 
     Args:
         name: Origin of the line for error messages.
@@ -150,7 +151,7 @@ def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool =
         is_prompt: As in `read_messages`.
 
     Raises:
-        UserError: As `read_messages`, for an unknown speaker, a second system message, or another number of marks.
+        UserError: As `read_messages`, for an unknown speaker, or for another number of marks.
     """
     key = next((key for key in ("messages", "conversations") if value.get(key) is not None), None)
     if key is None:
@@ -160,12 +161,8 @@ def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool =
         turns = [read_turn(name, f"{key}: from of message {number}", turn) for number, turn in enumerate(turns, 1)]
         turns = _marked(name, turns, value.get("loss_mask"))
     messages = read_messages(name, key, turns, is_prompt=is_prompt)
-    system = system_message(name, value)
-    if system and messages[0]["role"] == "system":
-        if messages[0]["content"] != system[0]["content"]:
-            raise wrong(name, f"{key} begins with a system message, and system", value["system"], "one of them")
-        return messages
-    return system + messages
+    # as in LLaMA-Factory and axolotl, a system message of the conversation comes before that of the key
+    return messages if messages[0]["role"] == "system" else system_message(name, value) + messages
 
 
 def _marked(name: str, turns: list[Any], marks: Any) -> list[Any]:

@@ -5,6 +5,7 @@ transformers. For another class, which builds the tokenizer from the vocabulary 
 the folder.
 """
 
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,31 @@ def read_folder(files: Mapping[str, Path]) -> TokenizerFolder:
     if kind in PLAIN_CLASSES and not unknown:
         return _plain(files, config)
     return _by_transformers(files, f"the key '{unknown[0]}'" if unknown else f"the class {kind}")
+
+
+def kept_files(files: Mapping[str, Path], chat_template: Path | None = None) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files without folders: several chat templates stand in tokenizer_config.json.
+
+    Args:
+        files: Paths by their names in the folder.
+        chat_template: A template that replaces all of the tokenizer.
+
+    Raises:
+        OSError: A file cannot be read.
+        UserError: tokenizer_config.json is not valid.
+    """
+    further = [name for name in files if name.startswith(f"{TEMPLATES}/")]
+    kept = {name: path.read_bytes() for name, path in files.items() if name not in further}
+    if chat_template is not None:
+        return kept | {CHAT_TEMPLATE: chat_template.read_bytes()}
+    if further:
+        config = read_json(files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
+        templates = _templates(files, config)
+        assert isinstance(templates, dict)
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        kept[TOKENIZER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+        kept.pop(CHAT_TEMPLATE, None)
+    return kept
 
 
 def require_tokenizer(file: Path) -> Any:
@@ -211,6 +237,8 @@ def _token(value: Any) -> Any:
     """Return a token as text, or as `tokenizers.AddedToken` where its settings are given."""
     if isinstance(value, str):
         return value
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a token")
     from tokenizers import AddedToken
 
     return AddedToken(**{key: each for key, each in value.items() if key != "__type"})
