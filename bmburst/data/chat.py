@@ -122,9 +122,7 @@ class ChatTemplate:
         except Exception as error:  # from jinja2, or any error raised by the template's code
             raise refusal(name, error) from error
 
-    def prompt(
-        self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]
-    ) -> str:
+    def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
         """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
 
         This is what transformers' pipeline gives the model.

@@ -19,7 +19,7 @@ KINDS = (
     '{"instruction": "...", "output": "..."} or {"text": "..."}'
 )
 SHAPES = (
-    "an array of objects, an array of texts, {\"data\": [...]} or {\"train\": [...]} with such an array, one object, or "
+    'an array of objects, an array of texts, {"data": [...]} or {"train": [...]} with such an array, one object, or '
     "objects one after another"
 )
 """Shapes of a file that ends in .json."""
@@ -122,9 +122,7 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
     return _json_values(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
 
 
-def with_others(
-    error: UserError, rest: Iterable[tuple[str, Any]], check: Callable[[str, Any], object]
-) -> UserError:
+def with_others(error: UserError, rest: Iterable[tuple[str, Any]], check: Callable[[str, Any], object]) -> UserError:
     """Return the error of a line with the names of the bad lines after it, so that all can be corrected at once.
 
     Args:
@@ -350,8 +348,8 @@ def _json_objects(file: SourceFile, text: str) -> Iterator[tuple[str, Any]]:
 
 def _not_json(file: SourceFile, reason: str) -> UserError:
     return UserError(
-        f"'{file.name}' is not valid JSON: {reason}\nallowed: {SHAPES}\nfix: write one of these; of text, name the file "
-        ".txt"
+        f"'{file.name}' is not valid JSON: {reason}\nallowed: {SHAPES}\n"
+        "fix: write one of these; of text, name the file .txt"
     )
 
 

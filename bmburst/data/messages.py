@@ -23,7 +23,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is given; another one must stand in the template."""
 MARKS = ("weight", "train", "loss", "trainable", "loss_mask")
 """Keys of a message that say whether its answer is learned: 0 or false leaves it out of the loss."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers gives the template all three, if one is given
+_REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # transformers gives the template all three, if one is given
 MESSAGE_KEYS = {
     **dict.fromkeys(("role", "content"), "rendered by the chat template"),
     **dict.fromkeys(("from", "value"), "role and content, in conversations"),
@@ -74,7 +78,10 @@ def _own_arguments() -> frozenset[str]:
         from transformers import PreTrainedTokenizerBase
     except ImportError:  # without transformers, no template is rendered
         return frozenset()
-    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs", "documents"}
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+        "kwargs",
+        "documents",
+    }
 
 
 def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -> tuple[Message, ...]:
@@ -102,9 +109,9 @@ def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -
             raise wrong(name, f"{key}: content of message {number}", content, "text, or null beside tool_calls")
         if isinstance(content, list):
             _require_text(name, f"{key}: content of message {number}", content)
-        if message["role"] == "assistant" and not content and not calls:
-            if not (is_prompt and number == len(value)):
-                raise empty(name, f"answer in message {number}")
+        is_continued = is_prompt and number == len(value)
+        if message["role"] == "assistant" and not content and not calls and not is_continued:
+            raise empty(name, f"answer in message {number}")
         _require_marks(name, f"{key}: message {number}", message)
         found.append({k: v for k, v in message.items() if v is not None})
     return tuple(found)
@@ -142,8 +149,8 @@ def for_template(messages: tuple[Message, ...]) -> list[Message]:
 def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool = False) -> tuple[Message, ...] | None:
     """Return the messages of a line with `messages` or `conversations`; None if it has neither.
 
-    The text of the key `system` becomes the first message, unless that is a system message. `loss_mask` has an entry for
-    each message.
+    The text of the key `system` becomes the first message, unless that is a system message. `loss_mask` has an entry
+    for each message.
 
     Args:
         name: Origin of the line for error messages.
@@ -196,7 +203,7 @@ def read_turn(name: str, what: str, turn: Any) -> Any:
 
 
 def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the calls in the value of a turn of `function_call`, as LLaMA-Factory reads them: one object, or a list."""
+    """Return the calls of a turn of `function_call`: its value is the JSON of one, or of a list, as in LLaMA-Factory."""
     try:
         calls = json.loads(value)
         calls = calls if isinstance(calls, list) else [calls]

@@ -41,7 +41,7 @@ RECORD_KEYS = {
     **dict.fromkeys(("tools", "chat_template_kwargs"), "variables of the chat template"),
     "loss_mask": "an entry for each message: 0 or false leaves an answer out of the loss",
 }
-"""Keys of a record: what is done with them. Others are columns of the data set without effect, but for `UNSUPPORTED`."""
+"""Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect."""
 _OTHER_PROMPTS = ("question", "query", "input", "system")  # without them, a pair's prompt would be another one
 _HEARD = "only text is read: remove the record, or the column"
 UNSUPPORTED = {

@@ -305,7 +305,9 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
     if path.exists():
         files = tokenizer_files(name_or_path)
         model = files[TOKENIZER_FILE].parent / MODEL_CONFIG
-        return HuggingFaceTokenizer(name_or_path, read_folder(files | ({MODEL_CONFIG: model} if model.is_file() else {})))
+        return HuggingFaceTokenizer(
+            name_or_path, read_folder(files | ({MODEL_CONFIG: model} if model.is_file() else {}))
+        )
     looks_like_a_path = path.suffix == ".json" or name_or_path.startswith((".", "/", "~"))
     if looks_like_a_path or not _HUB_NAME.fullmatch(name_or_path):
         raise UserError(

@@ -40,9 +40,13 @@ TOKENIZER_CONFIG_KEYS = {
     **dict.fromkeys(("name_or_path", "special_tokens_map_file", "is_local", "local_files_only", "backend"), _NONE),
     **dict.fromkeys(("use_default_system_prompt", "processor_class", "device_map", "use_fast"), _NONE),
     **dict.fromkeys(("response_template", "response_schema", "chat_control_tokens", "model_input_names"), _NONE),
-    **dict.fromkeys(("model_max_length", "max_len", "max_length", "truncation_side", "truncation_strategy"), "no effect"),
+    **dict.fromkeys(
+        ("model_max_length", "max_len", "max_length", "truncation_side", "truncation_strategy"), "no effect"
+    ),
     **dict.fromkeys(("stride", "padding_side", "pad_to_multiple_of", "pad_token_type_id"), "no effect"),
-    **dict.fromkeys(("clean_up_tokenization_spaces", "spaces_between_special_tokens"), "no effect: no space is removed"),
+    **dict.fromkeys(
+        ("clean_up_tokenization_spaces", "spaces_between_special_tokens"), "no effect: no space is removed"
+    ),
 }
 """Keys of tokenizer_config.json: what is done with them. A string of another key that ends in "_token" is a special
 token. If there is any other key, transformers reads the folder.
@@ -84,7 +88,7 @@ def read_folder(files: Mapping[str, Path]) -> TokenizerFolder:
 
 
 def kept_files(files: Mapping[str, Path], chat_template: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files without folders: several chat templates stand in tokenizer_config.json.
+    """Return the contents of a tokenizer's files, without folders: tokenizer_config.json has several chat templates.
 
     Args:
         files: Paths by their names in the folder.
@@ -136,9 +140,7 @@ def _plain(files: Mapping[str, Path], config: dict[str, Any]) -> TokenizerFolder
             if SPECIAL_TOKENS in files:
                 tokens.replace(read_json(files[SPECIAL_TOKENS]))
             if ADDED_TOKENS in files:
-                tokens.add(
-                    {at: tokens.of_text(text) for text, at in read_json(files[ADDED_TOKENS]).items()}
-                )
+                tokens.add({at: tokens.of_text(text) for text, at in read_json(files[ADDED_TOKENS]).items()})
             tokens.add(tokenizer.get_added_tokens_decoder())
         if new := tokens.missing(tokenizer.get_added_tokens_decoder()):
             tokenizer.add_tokens(new)
@@ -288,7 +290,7 @@ def _by_transformers(files: Mapping[str, Path], reason: str) -> TokenizerFolder:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise UserError(
-            f"{where}: {reason} in {TOKENIZER_CONFIG} needs transformers to read the tokenizer, and importing it failed\n"
+            f"{where}: {reason} in {TOKENIZER_CONFIG} needs transformers, and importing it failed\n"
             f"allowed without it: tokenizer_class {PLAIN_CLASSES[1]}, which uses {TOKENIZER_FILE} as it stands\n"
             "fix: pip install 'bmburst[hugging-face]'"
         ) from error

@@ -67,9 +67,7 @@ class PromptEncoder:
         if chat:
             self._loaded = self._template("chat")
 
-    def encode(
-        self, value: str | Sequence[int] | TokenIds | Messages | Mapping[str, Any], source: str
-    ) -> Prompt:
+    def encode(self, value: str | Sequence[int] | TokenIds | Messages | Mapping[str, Any], source: str) -> Prompt:
         """Return the prompt of a text, of token ids, of messages, or of a line of a file of prompts (`PROMPT_KEYS`).
 
         Raises:

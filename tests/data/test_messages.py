@@ -1,4 +1,4 @@
-"""Messages are learned or left out as they are marked, and every key that changes the text of others is read or refused.
+"""Messages are learned or left out as marked, and a key that has an effect elsewhere is read or refused.
 
 The right masks come from transformers' return_assistant_tokens_mask, by a template that writes marked answers without
 {% generation %}.
@@ -53,7 +53,9 @@ def test_marked_answers_are_left_out_of_the_loss(tmp_path, template):
         marked = [{**turn, "out": answers.get(at, False)} for at, turn in enumerate(TURNS)]
         wanted.append(peer.apply_chat_template(marked, return_dict=True, return_assistant_tokens_mask=True))
         key, (no, yes) = MARKS[count % len(MARKS)], ((0, 1), (False, True), (0.0, None))[count % 3]
-        lines.append({"messages": [{**t, key: no if answers[at] else yes} if at in answers else t for at, t in enumerate(TURNS)]})
+        lines.append(
+            {"messages": [{**t, key: no if answers[at] else yes} if at in answers else t for at, t in enumerate(TURNS)]}
+        )
         lines.append({"conversations": [{"from": t["role"], "value": t["content"]} for t in TURNS]})
         lines[-1]["loss_mask"] = [not answers.get(at, count % 2) for at in range(6)]
     for at, found in enumerate(encode(tmp_path, *lines, template=template)):
@@ -122,7 +124,9 @@ def test_columns_without_effect_are_accepted(tmp_path):
         ("Human", "user"),
         ("USER", "user"),
         *dict.fromkeys((("gpt", "assistant"), ("model", "assistant"), ("chatgpt", "assistant"), ("Bing", "assistant"))),
-        *dict.fromkeys((("bard", "assistant"), ("observation", "tool"), ("function_response", "tool"), ("tool", "tool"))),
+        *dict.fromkeys(
+            (("bard", "assistant"), ("observation", "tool"), ("function_response", "tool"), ("tool", "tool"))
+        ),
     ],
 )
 def test_speakers_of_others_have_their_roles(tmp_path, speaker, role):
@@ -170,7 +174,9 @@ def test_every_bad_line_is_named_also_those_that_the_template_refuses(tmp_path):
     good, odd = {"messages": TURNS}, {"messages": [{"role": "robot", "content": "a"}, *TURNS]}
     folder = str(chat.directory(tmp_path / "t", chat.MARKED))
     path = chat.write(tmp_path / "x.jsonl", good, odd, good, {"messages": TURNS[:1]}, "{bad", {"a": 1}, odd)
-    with refused(f"{path}:2: ", "no role robot; 4 further lines are malformed: ", *(f"{path}:{n}" for n in (4, 5, 6, 7))):
+    with refused(
+        f"{path}:2: ", "no role robot; 4 further lines are malformed: ", *(f"{path}:{n}" for n in (4, 5, 6, 7))
+    ):
         open_corpus(path, folder, tmp_path)
     chat.write(path, {"messages": [{"role": "user", "content": "a"}]}, good, "{bad")
     with refused(f"{path}:1: ", f"no answer to learn; 1 further line is malformed: {path}:3", "fix: "):
@@ -184,14 +190,15 @@ def test_every_bad_line_is_named_also_those_that_the_template_refuses(tmp_path):
     ("line", "prompt"),
     [
         ({"instruction": "add", "input": "1 2"}, [{"role": "user", "content": "add\n1 2"}]),
-        ({"instruction": "add", "system": "s", "history": [["a", "b"]]}, [
-            {"role": "system", "content": "s"}, *chat.conversation("a", "b", "add")
-        ]),
+        (
+            {"instruction": "add", "system": "s", "history": [["a", "b"]]},
+            [{"role": "system", "content": "s"}, *chat.conversation("a", "b", "add")],
+        ),
         ({"conversations": [{"from": "human", "value": "add"}]}, chat.conversation("add")),
         ({"messages": chat.conversation("a", "b", "add")}, chat.conversation("a", "b", "add")),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_pairs_of_llama_factory_have_their_prompts(tmp_path, line, prompt):
     """Their answers may begin with the same words, which are not the prompt."""
     yes, no = "It is 3", "It is 4"
@@ -219,7 +226,10 @@ def test_nulls_that_arrow_adds_to_a_data_set_are_dropped(tmp_path, monkeypatch):
     tokenizer = str(chat.directory(tmp_path / "t", CALLS))
     found = open_corpus(folder, tokenizer, tmp_path)
     line = {"messages": [TURNS[0], {**TURNS[1], "tool_calls": [CALL]}], "tools": [CALL]}
-    assert found.tokens.tolist() == open_corpus(chat.write(tmp_path / "x.jsonl", line), tokenizer, tmp_path).tokens.tolist()
+    assert (
+        found.tokens.tolist()
+        == open_corpus(chat.write(tmp_path / "x.jsonl", line), tokenizer, tmp_path).tokens.tolist()
+    )
 
 
 def test_the_lists_of_keys_are_complete():

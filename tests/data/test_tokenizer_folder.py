@@ -1,4 +1,4 @@
-"""A tokenizer's folder is read as AutoTokenizer reads it, whatever files hold its tokens, for training and generation."""
+"""A tokenizer's folder is read as by AutoTokenizer, whatever files hold its tokens, for training and generation."""
 
 import json
 import sys
@@ -29,8 +29,12 @@ FOLDERS = {
     "class alone": {"config": PLAIN},
     "eos in the configuration": {"config": {"eos_token": "<|im_end|>"}},
     "eos with settings": {"config": {"eos_token": {"__type": "AddedToken", **END}}},
-    "added_tokens_decoder": {"config": PLAIN | {"eos_token": "</s>", "added_tokens_decoder": {"304": START, "303": END}}},
-    "a token with other settings": {"config": {"added_tokens_decoder": {"1": START | {"content": "</s>", "rstrip": True}}}},
+    "added_tokens_decoder": {
+        "config": PLAIN | {"eos_token": "</s>", "added_tokens_decoder": {"304": START, "303": END}}
+    },
+    "a token with other settings": {
+        "config": {"added_tokens_decoder": {"1": START | {"content": "</s>", "rstrip": True}}}
+    },
     "additional_special_tokens": {
         "config": PLAIN | {"eos_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     },
@@ -38,35 +42,57 @@ FOLDERS = {
     "extra_special_tokens by name": {"config": PLAIN | {"extra_special_tokens": {"image_token": "[image]"}}},
     "a token of the model": {"config": {"tool_token": "<tool>", "eos_token": "</s>"}},
     "special_tokens_map": {
-        "special": {"eos_token": END | {"rstrip": True}, "additional_special_tokens": ["<|im_start|>"], "pad_token": "<p>"}
+        "special": {
+            "eos_token": END | {"rstrip": True},
+            "additional_special_tokens": ["<|im_start|>"],
+            "pad_token": "<p>",
+        }
     },
-    "special_tokens_map before the configuration": {"config": {"eos_token": "</s>"}, "special": {"eos_token": "<|im_end|>"}},
+    "special_tokens_map before the configuration": {
+        "config": {"eos_token": "</s>"},
+        "special": {"eos_token": "<|im_end|>"},
+    },
     "no special_tokens_map beside added_tokens_decoder": {
         "config": {"eos_token": "</s>", "added_tokens_decoder": {}},
         "special": {"eos_token": "<|im_end|>"},
     },
-    "both lists": {"config": {"additional_special_tokens": ["<tool>"]}, "special": {"additional_special_tokens": ["[image]"]}},
+    "both lists": {
+        "config": {"additional_special_tokens": ["<tool>"]},
+        "special": {"additional_special_tokens": ["[image]"]},
+    },
     "added_tokens": {"added": {"<|im_start|>": 303, "<tool>": 304}, "special": {"eos_token": "<|im_start|>"}},
     "added_tokens with a gap": {"added": {"<tool>": 400, "<|im_start|>": 350}},
     "split_special_tokens": {"config": PLAIN | {"eos_token": "</s>", "split_special_tokens": True}},
     "templates in a file": {"config": PLAIN, "chat_template.jinja": chat.MARKED},
     "templates by name": {
-        "config": {"chat_template": [{"name": "default", "template": chat.PLAIN}, {"name": "tool_use", "template": "{{ tools }}"}]}
+        "config": {
+            "chat_template": [
+                {"name": "default", "template": chat.PLAIN},
+                {"name": "tool_use", "template": "{{ tools }}"},
+            ]
+        }
     },
     "templates in a folder": {"config": PLAIN, "chat_template.jinja": chat.PLAIN, "tool_use": "{{ 'T' }}{{ tools }}"},
-    "no effect": {"config": {"add_bos_token": True, "add_eos_token": True, "model_max_length": 7, "padding_side": "left"}},
-    "of LLaMA": {"config": {"tokenizer_class": "LlamaTokenizerFast", "eos_token": "</s>", "legacy": False}, "pieces": True},
+    "no effect": {
+        "config": {"add_bos_token": True, "add_eos_token": True, "model_max_length": 7, "padding_side": "left"}
+    },
+    "of LLaMA": {
+        "config": {"tokenizer_class": "LlamaTokenizerFast", "eos_token": "</s>", "legacy": False},
+        "pieces": True,
+    },
     "of Mistral": {
         "config": {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"},
         "model": {"model_type": "mistral"},
         "pieces": True,
     },
-    "bytes of LLaMA": {"config": {"tokenizer_class": "LlamaTokenizerFast", "additional_special_tokens": ["<|im_start|>"]}},
+    "bytes of LLaMA": {
+        "config": {"tokenizer_class": "LlamaTokenizerFast", "additional_special_tokens": ["<|im_start|>"]}
+    },
     "of Qwen2": {
         "config": {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": chat.PLAIN},
         "model": {"model_type": "qwen2"},
     },
-}  # fmt: skip
+}
 
 
 def save(path, config=None, special=None, added=None, model=None, tool_use=None, pieces=False, **files):
@@ -87,7 +113,9 @@ def pieced():
     words += ["\u2581the"]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the")]
     made = Tokenizer(
-        models.BPE({word: at for at, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {word: at for at, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
     )
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always", split=False)
     made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -120,9 +120,11 @@ def test_lines_are_prompts_in_order(directory):
 
 
 THINKS = (
-    "{% if tools %}<|im_start|>tools {{ tools | tojson }}</s>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if tools %}<|im_start|>tools {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last and enable_thinking is false %}<think></think>{% endif %}"
-    "{{ m.content | trim }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.content | trim }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
     "</s>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
