@@ -335,7 +335,9 @@ class RecordEncoder:
 
 def _starts(mask: Mask) -> Mask:
     """Return which True begins a run of a mask."""
-    return mask & ~np.concatenate([[False], mask[:-1]])[: len(mask)]
+    starts = mask.copy()
+    starts[1:] &= ~mask[:-1]
+    return starts
 
 
 def _valid(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +64,7 @@ def template_variables(name: str, value: Mapping[str, Any]) -> tuple[list[Any] |
         raise wrong(name, "tools", tools, "a list of tools, or its JSON")
     if not isinstance(options, dict):
         raise wrong(name, "chat_template_kwargs", options, "an object of variables")
-    if taken := sorted(options.keys() & _own_arguments()):
+    if options and (taken := sorted(options.keys() & _own_arguments())):
         raise UserError(
             f"{name}: chat_template_kwargs has '{taken[0]}', an argument of apply_chat_template\n"
             "allowed: variables that the chat template reads, for example enable_thinking, and documents\n"
@@ -203,7 +204,7 @@ def read_turn(name: str, what: str, turn: Any) -> Any:
 
 
 def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the calls of a turn of `function_call`: its value is the JSON of one, or of a list, as in LLaMA-Factory."""
+    """Return the calls of a turn of `function_call`: its value is the JSON of one or of a list, as in LLaMA-Factory."""
     try:
         calls = json.loads(value)
         calls = calls if isinstance(calls, list) else [calls]
@@ -243,7 +244,6 @@ def unread(template: str, messages: tuple[Message, ...], tools: list[Any] | None
         messages: From `read_messages`.
         tools: From `template_variables`.
     """
-    import re
 
     def reads(word: str) -> bool:
         return re.search(rf"\b{re.escape(word)}\b", template) is not None

@@ -33,9 +33,8 @@ class SourceFile:
     Attributes:
         path: Path of the file.
         name: Its name in messages.
-        kind: "text": one document; "jsonl": one document per line; "json": one of
-            `documents.SHAPES`, one document per element; "dataset": a folder written by the package datasets, one document
-            per row.
+        kind: "text": one document; "jsonl": one document per line; "json": one of `documents.SHAPES`, one document per
+            element; "dataset": a folder written by the package datasets, one document per row.
         named: Whether the user named this file. If it is unreadable, that is an error; an unreadable file found in a
             directory is skipped and reported.
     """

@@ -207,7 +207,8 @@ class HuggingFaceTokenizer:
         self.name = name
         self.eos_id = int(eos_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        digest = hashlib.sha256(f"{self.eos_id} {tokenizer.to_str()}".encode()).hexdigest()
+        parts = f"{self.eos_id} {tokenizer.to_str()}{' splits special tokens' * self._splits}"
+        digest = hashlib.sha256(parts.encode()).hexdigest()
         self.identity = f"huggingface-{digest[:16]}"
 
     def for_transformers(self, template: str | dict[str, str]) -> Any:
