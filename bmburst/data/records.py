@@ -30,7 +30,6 @@ PAIRS = (
     '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages; '
     "without prompt, it is what both answers begin with"
 )
-
 RECORD_KEYS = {
     **dict.fromkeys(("messages", "conversations"), "the conversation"),
     **dict.fromkeys(("prompt", "completion"), "a prompt and the answer to learn"),
@@ -43,9 +42,9 @@ RECORD_KEYS = {
 }
 """Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect."""
 _OTHER_PROMPTS = ("question", "query", "input", "system")  # without them, a pair's prompt would be another one
-_HEARD = "only text is read: remove the record, or the column"
+_ONLY_TEXT = "only text is read: remove the record, or the column"
 UNSUPPORTED = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _HEARD),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
     **dict.fromkeys(("label", "kto_tag"), "a record with a good or a bad answer: keep the good ones, without the key"),
     **dict.fromkeys(("functions", "function_call"), "the older format of tools: write them as tools and tool_calls"),
     "documents": 'write them as "chat_template_kwargs": {"documents": [...]}',

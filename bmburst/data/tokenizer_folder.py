@@ -145,6 +145,8 @@ def _plain(files: Mapping[str, Path], config: dict[str, Any]) -> TokenizerFolder
         if new := tokens.missing(tokenizer.get_added_tokens_decoder()):
             tokenizer.add_tokens(new)
         named = {name: str(token) for name, token in tokens.named().items()}
+    except UserError:  # a file that is not JSON
+        raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         folder = files[TOKENIZER_FILE].parent
         raise UserError(

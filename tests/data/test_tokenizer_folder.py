@@ -190,6 +190,13 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, config, words):
         load_tokenizer(str(save(tmp_path, config=config)))
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_refused_by_its_name(tmp_path, name):
+    save(tmp_path, **{name: "{"})
+    with refused(tmp_path / name, "not valid JSON", "fix: "):
+        load_tokenizer(str(tmp_path))
+
+
 def test_without_transformers_a_class_of_it_is_refused(tmp_path, monkeypatch):
     save(tmp_path, config=PLAIN)
     monkeypatch.setitem(sys.modules, "transformers", None)
