@@ -22,12 +22,6 @@ from tests import chat
 from tests.refusals import refused
 
 TURNS = chat.conversation("hi", "one \u4e16", "more", "two", "last", "three")
-LEAVES_OUT = chat.MARKED.replace(
-    "{% if m.role == 'assistant' %}{% generation %}",
-    "{% if m.role == 'assistant' and m.out %}{{ m.content + '<|im_end|>' + '\n' }}"
-    "{% elif m.role == 'assistant' %}{% generation %}",
-)
-"""Writes an answer with the key "out" as it stands, without the mark of an answer."""
 CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
@@ -44,7 +38,7 @@ def encode(path, *lines, template=chat.PLAIN):
 
 @pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED], ids=["prefixes", "marked"])
 def test_marked_answers_are_left_out_of_the_loss(tmp_path, template):
-    peer = AutoTokenizer.from_pretrained(chat.directory(tmp_path / "peer", LEAVES_OUT))
+    peer = AutoTokenizer.from_pretrained(chat.directory(tmp_path / "peer", chat.LEAVES_OUT))
     lines, wanted = [], []
     for count, out in enumerate(itertools.product((False, True), repeat=3)):
         answers = dict(zip((1, 3, 5), out, strict=True))
