@@ -26,7 +26,7 @@ SHAPES = (
 _SPLITS = ("data", "train")  # keys of an object that holds the rows: the field of datasets, and its first split
 _ARRAY = re.compile(r"\s*\[\s*(?=\{)")
 _WORD = re.compile(r"[^ \t\r\n]")
-_SHOWN, _MOST_LINES = 5, 1_000_000  # bad lines that a message names; lines that are searched for them
+_SHOWN = 5  # bad lines that a message names
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
@@ -122,18 +122,25 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
     return _json_values(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
 
 
-def with_others(error: UserError, rest: Iterable[tuple[str, Any]], check: Callable[[str, Any], object]) -> UserError:
+def with_others(
+    error: UserError,
+    rest: Iterable[tuple[str, Any]],
+    check: Callable[[str, Any], object],
+    most: int = 1_000_000,
+) -> UserError:
     """Return the error of a line with the names of the bad lines after it, so that all can be corrected at once.
 
     Args:
         error: The error; a SetupError is returned as it is.
         rest: The lines after it, from `rows`.
         check: Raises a UserError for a bad line, given its name and its value.
+        most: Number of lines to check at most; then the message says "at least".
     """
     if isinstance(error, SetupError):
         return error
-    names = []
-    for name, value in islice(rest, _MOST_LINES):
+    names, checked = [], 0
+    for name, value in islice(rest, most):
+        checked += 1
         try:
             check(name, value)
         except UserError:
@@ -141,7 +148,8 @@ def with_others(error: UserError, rest: Iterable[tuple[str, Any]], check: Callab
     if not names:
         return error
     first, *fix = str(error).split("\n")
-    lines = "1 further line is" if len(names) == 1 else f"{len(names):,} further lines are"
+    lines = "at least " * (checked == most)
+    lines += "1 further line is" if len(names) == 1 else f"{len(names):,} further lines are"
     shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
     return UserError("\n".join([f"{first}; {lines} malformed: {shown}", *fix]))
 

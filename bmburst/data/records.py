@@ -42,6 +42,7 @@ RECORD_KEYS = {
 }
 """Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect."""
 _OTHER_PROMPTS = ("question", "query", "input", "system")  # without them, a pair's prompt would be another one
+_MOST_CHECKED = 20_000  # lines to render after a bad one: half a minute
 _ONLY_TEXT = "only text is read: remove the record, or the column"
 UNSUPPORTED = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
@@ -155,7 +156,7 @@ def read_records(
                 try:
                     record, found = converted(name, value)
                 except UserError as error:
-                    raise with_others(error, lines, converted) from error
+                    raise with_others(error, lines, converted, _MOST_CHECKED) from error
                 first = first or record
                 if isinstance(record, Pair) != isinstance(first, Pair):
                     is_pair, other = ("a", "none") if isinstance(record, Pair) else ("no", "one")

@@ -12,6 +12,7 @@ from bmburst.amounts import finite
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
 from bmburst.data.chat import ChatTemplate
+from bmburst.data.documents import SetupError, with_others
 from bmburst.data.messages import Message, read_conversations, read_messages, template_variables
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
 from bmburst.errors import UserError
@@ -119,6 +120,8 @@ class PromptEncoder:
         Raises:
             UserError: It has none of them or several, an unknown key, or a value that is rejected.
         """
+        if isinstance(line, UserError):  # it is not valid JSON
+            raise line
         kinds = [kind for kind in _KINDS if isinstance(line, Mapping) and kind in line]
         alone = len(kinds) == 1 and line.keys() <= (set(PROMPT_KEYS) - set(_KINDS)) | set(kinds)
         if not alone or (kinds[0] in ("prompt", "tokens") and len(line) > 1):
@@ -157,14 +160,15 @@ class PromptEncoder:
         return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
 
     def _template(self, source: str) -> ChatTemplate:
+        tokenizer = self._require_tokenizer(source, "a chat template")
         try:
-            return ChatTemplate(self._require_tokenizer(source, "a chat template"))
+            return ChatTemplate(tokenizer)
         except UserError as error:
-            raise UserError(f"{source}: {error}") from None
+            raise SetupError(f"{source}: {error}") from None
 
     def _require_tokenizer(self, source: str, what: str) -> PromptTokenizer:
         if self._tokenizer is None:
-            raise UserError(
+            raise SetupError(
                 f"{source}: {what} needs a tokenizer, and the model comes without one\n"
                 'allowed: {"tokens": [...]}\nfix: give token ids, add tokenizer.json to the directory, or use '
                 "bmburst generate --tokenizer NAME"
@@ -220,7 +224,7 @@ def read_prompts(
 
     Raises:
         UserError: Not exactly one of them is given, a file cannot be read, or a prompt is rejected; the message names
-            the line.
+            the line, and further bad lines.
     """
     given = [
         name
@@ -243,22 +247,28 @@ def read_prompts(
             ) from None
         return [encoder.text(text, str(prompt_file))]
     assert prompts is not None
-    found = [encoder.line(values, source) for values, source in _lines(prompts)]
+    found, lines = [], _lines(prompts)
+    for source, values in lines:
+        try:
+            found.append(encoder.line(values, source))
+        except UserError as error:
+            raise with_others(error, lines, lambda name, value: encoder.line(value, name)) from error
     if not found:
         raise UserError(f"{prompts} holds no prompt\nallowed: a line each, {_LINE}\nfix: write at least one line")
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each line; of one that is not JSON, its UserError."""
     for number, line in enumerate(_read(path).split(b"\n"), 1):
         if not line.strip(b" \t\r\n\xef\xbb\xbf"):
             continue
         source = f"{path}:{number}"
         try:
-            yield parse_json(line, finite=True), source
+            yield source, parse_json(line, finite=True)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line") from None
+            yield source, UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line")
 
 
 def _read(path: Path) -> bytes:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.data.documents import read_documents
+from bmburst.data.documents import read_documents, with_others
 from bmburst.data.sources import PIECE_BYTES, find_sources
-from tests.refusals import refused
+from bmburst.errors import UserError
+from tests.refusals import refused, says
 
 
 def texts(*inputs, **options):
@@ -192,6 +193,17 @@ def test_every_bad_line_of_text_is_named(tmp_path):
     refuse(path, words=[f"{path}:2", "string, got 1", "3 further lines", f"{path}:4", f"{path}:6", f"{path}:7"])
     path.write_bytes(b'{"text": "a"}\n{bad\n{"text": 1}\n')
     refuse(path, words=[f"{path}:2", "not valid JSON", "1 further line is malformed", f"{path}:3", "fix: "])
+
+
+def test_a_search_for_bad_lines_that_ends_early_says_so():
+    def check(name, value):
+        if not value:
+            raise UserError(f"{name}: empty")
+
+    lines = [(f"x:{number}", number % 2) for number in range(2, 9)]
+    found = with_others(UserError("x:1: empty\nfix: fill it"), iter(lines), check, 4)
+    says(found, "x:1: empty; at least 2 further lines are malformed: x:2, x:4\n", "fix: fill it")
+    says(with_others(UserError("x:1: empty"), iter(lines), check), "empty; 4 further lines")
 
 
 def test_what_must_be_unpacked_or_converted_says_how(tmp_path):

@@ -275,6 +275,17 @@ def test_a_bad_line_is_refused_by_its_number(directory, line, words):
     assert str(caught.value).splitlines()[-1].startswith("fix: ")
 
 
+def test_every_bad_line_of_prompts_is_named(directory):
+    lines = [{"prompt": "a"}, {"messages": []}, "{", {"prompt": "a"}, {"messages": [{"role": "robot", "content": "a"}]}]
+    path = write(directory / "prompts.jsonl", *lines)
+    with refused(f"{path}:2", "messages is []", f"2 further lines are malformed: {path}:3, {path}:5", "fix: "):
+        read_prompts(encoder(directory), prompts=path)
+    save_config(directory)
+    with refused(f"{path}:1", "no chat template") as caught:  # every line would be refused
+        read_prompts(encoder(directory), prompts=write(path, *[{"messages": MESSAGES}] * 3))
+    assert "further" not in str(caught.value)
+
+
 def test_lines_that_are_no_utf8_are_refused(directory):
     (directory / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with refused("prompts.jsonl:2", "UTF-8", "fix: "):
