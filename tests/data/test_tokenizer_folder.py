@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from bmburst.data import load_tokenizer
+from bmburst.data import load_tokenizer, open_corpus
 from bmburst.data.chat import ChatTemplate, RecordEncoder
 from bmburst.data.records import Record
 from bmburst.data.tokenizer import tokenizer_files
@@ -162,6 +162,25 @@ def test_chat_templates_with_tools_are_chosen_and_kept(tmp_path):
     (tmp_path / "mine.jinja").write_text("mine")
     kept = kept_files(tokenizer_files(str(folder)), tmp_path / "mine.jinja")
     assert kept["chat_template.jinja"] == b"mine" and json.loads(kept["tokenizer_config.json"]) == PLAIN
+
+
+def test_tokens_of_another_reading_are_not_taken_from_the_cache(tmp_path):
+    """Whatever file says how records are read, a change of it is another reading."""
+    folder = save(tmp_path, config=PLAIN)
+    path = chat.write(tmp_path / "x.jsonl", {"messages": MESSAGES[:2]})
+    changes = [
+        ("special_tokens_map.json", '{"eos_token": "<|im_end|>"}'),
+        ("special_tokens_map.json", '{"eos_token": "</s>", "pad_token": "</s>"}'),
+        ("added_tokens.json", '{"<|im_start|>": 303}'),
+        ("chat_template.jinja", chat.MARKED),
+        ("tokenizer_config.json", json.dumps(PLAIN | {"split_special_tokens": True})),
+    ]
+    found = [open_corpus(path, str(folder), tmp_path / "cache")]
+    for name, text in changes:
+        (folder / name).write_text(text)
+        found.append(open_corpus(path, str(folder), tmp_path / "cache"))
+    assert len({file.path for file in found}) == 1 + len(changes)
+    assert open_corpus(path, str(folder), tmp_path / "cache").path == found[-1].path
 
 
 def test_classes_that_are_read_here_take_tokenizer_json_as_it_stands(tmp_path):
