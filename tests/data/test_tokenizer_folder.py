@@ -12,7 +12,7 @@ from bmburst.data import load_tokenizer, open_corpus
 from bmburst.data.chat import ChatTemplate, RecordEncoder
 from bmburst.data.records import Record
 from bmburst.data.tokenizer import tokenizer_files
-from bmburst.data.tokenizer_folder import PLAIN_CLASSES, kept_files
+from bmburst.data.tokenizer_folder import PLAIN_CLASSES, TOKENIZER_CONFIG_KEYS, kept_files
 from bmburst.inference.prompts import PromptEncoder
 from tests import chat
 from tests.data.test_tokenizer import train_bpe
@@ -143,6 +143,19 @@ def test_a_folder_is_read_as_by_auto_tokenizer(tmp_path, files):
         assert PromptEncoder(ours, 1000).encode(MESSAGES, "prompt").tokens.tolist() == prompt
         learned = RecordEncoder(ours).encode(Record(name="x:1", messages=tuple(MESSAGES[:2])))
         assert learned.ids.tolist() == peer.apply_chat_template(MESSAGES[:2])["input_ids"]
+
+
+def test_what_transformers_saves_is_read_without_it(tmp_path, monkeypatch):
+    """Each key that save_pretrained writes is one whose effect is known here."""
+    save(tmp_path, **FOLDERS["additional_special_tokens"])
+    peer = AutoTokenizer.from_pretrained(tmp_path)
+    peer.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert set(saved) <= set(TOKENIZER_CONFIG_KEYS)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    ours = load_tokenizer(str(tmp_path / "saved"))
+    assert ours.encode_prompt(TEXT).tolist() == peer(TEXT)["input_ids"]
+    assert (ours.eos_id, ours.special_tokens) == (peer.eos_token_id, peer.special_tokens_map)
 
 
 def test_chat_templates_with_tools_are_chosen_and_kept(tmp_path):
