@@ -74,7 +74,7 @@ class Task:
             raise UserError(f"--mlp-chunk-tokens {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")
         if self.gpus > MOST_GPUS or self.gpus % self.nodes:
             raise UserError(
-                f"--nproc {self.gpus / self.nodes:g} with --nodes {self.nodes} is {self.gpus} GPUs\n"
+                f"--nproc {self.gpus // self.nodes} with --nodes {self.nodes} is {self.gpus} GPUs\n"
                 f"allowed: 1 to {MOST_GPUS}, as many on each node\nfix: another --nproc or --nodes"
             )
         if self.batch % self.micro_batch:

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     recompute: str
 
 
-# What `bmburst plan --optimizer-offload` takes with 128 GiB of host memory a GPU; 500,000 tokens were measured.
+# What `bmburst plan --optimizer.offload` takes with 128 GiB of host memory a GPU; 500,000 tokens were measured.
 CASES = (
     Case("h100", 1, 262144, "256K", "block+every-4+keep-attention-last-25+offload-first-21"),
     Case("h100", 1, 500000, "500,000", "block+every-6+keep-attention-last-8+offload-first-13"),

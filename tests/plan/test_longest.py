@@ -245,11 +245,8 @@ def test_a_single_policy_is_tried_with_the_optimizer_in_host_memory():
 
 
 REFUSALS = {
-    "--longest --preset llama-3-8b --lora.rank 0": "--lora.rank 0 | at least 1 | fix: --lora.rank 16",
-    "--check --lora.rank 8": "--check | --lora.rank | fix: leave --lora.rank out",
-    "--generate --sequence-length 4K --preset llama-3-8b --lora.rank 8": "--lora.rank | generation",
+    "--generate --sequence-length 4K --preset llama-3-8b --lora.rank 8": "--lora.rank | --generate | fix: ",
     "--longest --preset llama-3-8b --nproc 0": "--nproc 0 | at least 1",
-    "--check --host-memory 64G": "--check | --host-memory | fix: leave --host-memory out",
     "--calibrate --optimizer.offload": "--calibrate | --optimizer.offload | fix: leave --optimizer.offload out",
     "--longest --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+every-4": (
         "block+every-4 | tensor | fix: "
@@ -264,11 +261,10 @@ REFUSALS = {
     "--longest --preset llama-3-8b --sequence-length 4096": (
         "--longest | --sequence-length | fix: leave --sequence-length out"
     ),
-    "--longest --preset llama-3-8b --host-memory 0": "--host-memory 0 | 128G",
-    "--longest --preset llama-3-8b --host-memory much": "--host-memory much | 128G",
+    "--longest --preset llama-3-8b --host-memory 0": "host_memory | '0' | above 0 | 128G",
+    "--longest --preset llama-3-8b --host-memory much": "host_memory | 'much' | 128G",
     "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
-    "--longest --generate --preset llama-3-8b": "--longest | generation",
-    "--longest --check": "--longest | --check",
+    "--longest --generate --preset llama-3-8b": "--longest | --generate",
     "--longest --calibrate": "--longest | --calibrate",
     "--longest --preset llama-3-8b --output plan.png": "--longest | --output",
 }

@@ -280,11 +280,10 @@ REFUSALS = {
     "--preset llama-3-8 --sequence-length 4096": "'llama-3-8' | 'llama-3-8b'",
     "--sequence-length 4096": "--preset | missing",
     "--preset llama-3-8b": "--sequence-length | missing",
-    "--preset llama-3-8b --sequence-length 4096 --nproc 4 --nodes 2": "9 | 2 | fix: --nproc 8 or 10",
     "--preset llama-3-8b --sequence-length 5 --nproc 8 --nodes 8": (
         "--sequence-length 5 | 64 GPUs | fix: | --sequence-length | --batch-size | --nproc"
     ),
-    "--preset llama-3-8b --sequence-length 0": "--sequence-length 0 | fix: ",
+    "--preset llama-3-8b --sequence-length 0": "sequence_length | '0' | at least 1 | fix: ",
     "--preset llama-3-8b --sequence-length 4096 --nproc 100000": "--nproc 100000 | allowed: 1 to 65536",
     "--preset llama-3-8b --sequence-length 4096 --hardware h20": "'h20' | 'h200'",
     "--preset llama-3-8b --sequence-length 4096 --hardware gone.toml": "gone.toml | cannot be read",
@@ -302,7 +301,6 @@ REFUSALS = {
     "--preset llama-3-8b --sequence-length 4096 --output plan.pdf": "--output plan.pdf | .png",
     "--preset llama-3-8b --sequence-length 4096 --dtype int8": "dtype | 'int8' | bfloat16",
     "--preset llama-3-8b --sequence-length 4096 --ways 0": "--ways 0",
-    "--check --calibrate": "--check | --calibrate",
 }
 
 
