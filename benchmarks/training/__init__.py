@@ -319,8 +319,8 @@ class TrainMethod:
             sequence_parallel=cell.ranks // tensor,
             tensor_parallel=tensor,
             layout=self.layout,  # type: ignore[arg-type]  # check_fields validates the values
-            strategy=self.strategy,  # type: ignore[arg-type]
-            transport=messages if self.by_messages else "auto",  # type: ignore[arg-type]
+            strategy=self.strategy,
+            transport=messages if self.by_messages else "auto",
             zero_level=cell.zero,  # type: ignore[arg-type]
         )
 

@@ -129,8 +129,11 @@ def _request(run: _CheckRun, folder: Path, args: argparse.Namespace) -> dict[str
 
 
 def _spec(run: _CheckRun, world_size: int | None = None) -> LaunchSpec:
-    limits = {"hang_timeout": run.config.hang_timeout, "start_timeout": run.config.start_timeout}
-    return LaunchSpec(nproc=run.nproc if world_size is None else 1, **limits)
+    return LaunchSpec(
+        nproc=run.nproc if world_size is None else 1,
+        hang_timeout=run.config.hang_timeout,
+        start_timeout=run.config.start_timeout,
+    )
 
 
 def run_rank(request: Request) -> int:

@@ -314,7 +314,9 @@ def _measure_passkeys(request: Request) -> int:
     comm = communicator(None)
     is_main = comm.rank == 0
     config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
-    choices = {name: tuple(value) if isinstance(value, list) else value for name, value in request["test"].items()}
+    choices: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in request["test"].items()
+    }
     test = PasskeyTest(**choices)
     source, prompts = _open_passkeys(config, test)
     dtype, cache, output = request["dtype"], request["cache"], Path(request["output"])

@@ -62,7 +62,7 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     """
     options = given_options(args, TrainConfig)
     given = Path(args.config) if args.config is not None else None
-    files = () if given is None else (given,)
+    files: tuple[Path, ...] = () if given is None else (given,)
     # The options of a resumed run are complete only together with the configuration in its folder.
     which: dict[str, str] = {name: options[name] for name in ("resume", "output") if name in options}
     config = resolve(files, which if "resume" in which else options)

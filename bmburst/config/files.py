@@ -13,7 +13,6 @@ from bmburst.outputs import replacing
 
 _MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; parsing YAML takes seconds per MiB
 _MOST_DEPTH, _MOST_INTEGER = 64, 2**64
-_MOST_MERGED = 10_000  # keys that YAML's << may merge: a few lines can expand to billions
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -214,11 +213,6 @@ def _parse_yaml(path: Path, text: str) -> Any:
                 kind = node.tag.rpartition(":")[2]
                 problem = f"a value that is not a valid {kind}" if kind else str(error)
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
-
-        def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            super().flatten_mapping(node)
-            if len(node.value) > _MOST_MERGED:
-                raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
 
     try:
         return yaml.load(text, Loader=Loader)

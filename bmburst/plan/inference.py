@@ -245,7 +245,11 @@ class GenerationTask:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name, value in (("seq", self.prompt), ("new-tokens", self.new_tokens), ("batch", self.batch)):
+        for name, value in (
+            ("sequence-length", self.prompt),
+            ("max-new-tokens", self.new_tokens),
+            ("batch-size", self.batch),
+        ):
             if value < 1:
                 raise UserError(f"--{name} {value}\nallowed: at least 1\nfix: for example --{name} 64")
         require_known("dtype", self.dtype, ITEMSIZE)

@@ -61,7 +61,8 @@ def report(folder: Path, spec: LaunchSpec, first: int, world: int) -> None:
     """
     import shutil
 
-    since, hung_since, message, stopped = time.monotonic(), float("inf"), "", []
+    since, hung_since, message = time.monotonic(), float("inf"), ""
+    stopped: list[int] = []
     while not message:
         pids = rank_pids(folder)
         living = {rank: pid for rank, pid in pids.items() if start_time(pid)}
