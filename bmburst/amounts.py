@@ -56,15 +56,16 @@ def gibibytes(text: str) -> float:
     return float(amount)
 
 
-def bytes_text(nbytes: float, digits: int = 1) -> str:
+def bytes_text(nbytes: float, digits: int = 1, *, in_gib: bool = False) -> str:
     """Return an amount of memory or disk space: "1.4 GiB", "465.0 MiB", "12.0 KiB", "7 bytes".
 
     Args:
         nbytes: The bytes.
         digits: Digits behind the decimal point.
+        in_gib: Whether a smaller amount is in GiB too, as in a column of a table.
     """
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
+        if nbytes >= size or in_gib:
             return f"{nbytes / size:.{digits}f} {unit}"
     return f"{nbytes:.0f} bytes"
 

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -25,6 +26,8 @@ from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.machine import HostBudget, available_bytes, planned
 from bmburst.train.metrics import peak_bytes
+
+_gib = partial(bytes_text, digits=2, in_gib=True)
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -180,7 +183,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
         if asked is None:
             raise
         raise RunError(
-            f"{_here()} ran out of host memory: an allocation of {bytes_text(int(asked[1]), 2)} failed\n"
+            f"{_here()} ran out of host memory: an allocation of {_gib(int(asked[1]))} failed\n"
             "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
             on_all_ranks=False,
         ) from error
@@ -204,8 +207,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
     hardware = _hardware(memory, config.host_memory)
     lines = [
         f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no memory was left'}",
-        f"  torch: {bytes_text(memory.allocated, 2)} allocated, {bytes_text(memory.peak, 2)} at most in this step, "
-        f"{bytes_text(memory.reserved, 2)} reserved, of {bytes_text(memory.total, 2)}",
+        f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
+        f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
     ]
     if not memory.expands and memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
         lines.append(f"  much is reserved and not allocated: {ALLOCATOR[0]}={EXPANDING} may help")
@@ -214,8 +217,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         return "\n".join([*lines, "the planner cannot say what uses the memory: bmburst plan --help"])
     lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
     parts = {**predicted.lines, **predicted.outside}
-    lines += [f"  {bytes_text(size, 2):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
-    lines.append(f"  {bytes_text(predicted.total, 2):>11}  total")
+    lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
+    lines.append(f"  {_gib(predicted.total):>11}  total")
     return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
 
 
@@ -226,8 +229,8 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
         memory = _memory(changed, ranks * times, nodes * times, hardware)
         if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
             continue
-        hosted = f", and {bytes_text(memory.in_host, 2)} of each host" if memory.in_host else ""
-        fitting.append(f"  {bytes_text(memory.total, 2):>11}  {words}{hosted}")
+        hosted = f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
+        fitting.append(f"  {_gib(memory.total):>11}  {words}{hosted}")
     if not fitting:
         return [
             "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
