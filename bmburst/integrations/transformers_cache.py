@@ -21,6 +21,7 @@ from bmburst.errors import UserError
 from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.integrations.transformers import SplitSequences
+from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
@@ -50,6 +51,10 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         self._width = 0  # head_dim of the values
         self.prefilling: int | None = None
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
+
+    def share(self, split: CacheSplit) -> None:
+        """Set the tokens that this rank caches, before the first of them."""
+        self._split = split
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `CacheLayerMixin`."""
@@ -84,18 +89,25 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
 
-    def attend(self, query: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
+    def attend(self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
         """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
 
         Args:
             query: `[batch, heads, tokens, head_dim]`.
+            values: What `update` returned. A model that passes something else computes with values after it caches
+                them.
             scale: Factor on the scores.
             window: Number of tokens that each query sees; None: all.
             softcap: Softcap of the scores, or None; already checked.
 
         Returns:
             `[batch, tokens, heads, value_dim]`.
+
+        Raises:
+            NotSplit: `values` is something else.
         """
+        if values is not self.values:
+            raise NotSplit("the values are not those that the split cache returned\nfix: another model")
         split, new = self._split, query.shape[2]
         wide = accumulation_dtype(query.dtype)
         outs = []
@@ -337,7 +349,9 @@ def generate(
 
     with mesh.sequence.checking():
         cache = mesh.sequence.decided(decide)
-    input_ids = input_ids.to(mesh.sequence.device)
+    input_ids, inner = input_ids.to(mesh.sequence.device), _inner(model)
+    if not cache.get_seq_length():
+        _require_cacheable(inner, mesh, input_ids[:, :1])
     together = Together(mesh.sequence)
     given: dict[str, Any] = {"use_cache": True, "cache_implementation": None} | options
     if given.get("streamer") is not None:
@@ -346,7 +360,7 @@ def generate(
     with (
         torch.random.fork_rng(devices),
         own_frequencies(model, mesh.sequence.device),
-        split_steps(_inner(model), cache, together),
+        split_steps(inner, cache, together),
     ):
         torch.manual_seed(seed)
         mask = torch.ones_like(input_ids)
@@ -370,26 +384,26 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
-    _require_cacheable(model)
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
     require_rows(model, int(input_ids.max()))
 
 
-def _require_cacheable(model: torch.nn.Module) -> None:
-    """Refuse models whose decoding over a split cache is not implemented."""
-    inner = _inner(model)
-    text = inner.config.get_text_config(decoder=True)
-    problem = None
-    if getattr(text, "kv_lora_rank", None) is not None:
-        problem = "caches compressed keys and values (multi-head latent attention)"
-    elif any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in inner.named_parameters()):
-        problem = "has attention sinks"
-    if problem is not None:
+@torch.no_grad()
+def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
+    """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
+    cache = SplitCache(model.config, mesh)
+    for layer in cache.layers:
+        layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
+    try:
+        cache._run(model, token)
+    except (RuntimeError, ValueError) as error:  # what is cached has another layout, or is changed later
+        if isinstance(error, UserError) and not isinstance(error, NotSplit):
+            raise
         raise UserError(
-            f"{type(inner).__name__} {problem}, which a split cache does not support\n"
-            'fix: model.set_attn_implementation("eager"), and model.generate with a whole cache on each rank'
-        )
+            f"{type(model).__name__} computes with keys or values after it has cached them, which a split cache does "
+            'not allow\nfix: model.set_attn_implementation("eager"), and model.generate: a whole cache on each rank'
+        ) from error
 
 
 def _inner(model: torch.nn.Module) -> PreTrainedModel:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import MaxTimeCriteria, PreTrainedModel
+from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedModel
 
-from bmburst import Mesh
+from bmburst import Mesh, UserError
 from bmburst.integrations.transformers import register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
 
 ORIGINAL = 16
 """Length at which the rotary frequencies change."""
-NEW = 5
+NEW = 4
 LENGTHS = (ORIGINAL - 2, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 41)
 """The first crosses the original length in its answer, the second in its first new token."""
 _LONG = {
@@ -25,6 +25,24 @@ _LONG = {
     "short_factor": [1.0] * 4,
     "long_factor": [1.5, 2.0, 7.0, 9.0],
     "original_max_position_embeddings": ORIGINAL,
+}
+_MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+}
+_OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _MLA,
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 2},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (
@@ -57,9 +75,9 @@ SAMPLED: dict[str, Any] = {
 
 
 def make(name: str, attention: str) -> PreTrainedModel:
-    """Return a model of `MODELS`, or a LLaMA."""
-    family, changes = MODELS.get(name, (name, {}))
-    return tiny.transformers_model(family, attention=attention, **changes).eval()
+    """Return a model of `MODELS`, or of another family."""
+    family, changes = MODELS.get(name, (name, _OTHERS.get(name, {})))
+    return tiny.transformers_model(family, attention=attention, **{"num_hidden_layers": 1} | changes).eval()
 
 
 def prompt(length: int) -> Tensor:
@@ -71,7 +89,7 @@ def run(output: Path) -> None:
     """Generate everything; every rank saves its own."""
     register()
     mesh = Mesh.over_process_group()
-    found = _lengths(mesh) | _decisions(mesh)
+    found = _lengths(mesh) | _decisions(mesh) | {"refused": _refusals(mesh)}
     torch.save(found, output / f"{dist.get_rank()}.pt")
 
 
@@ -150,4 +168,51 @@ def _decisions(mesh: Mesh) -> dict[str, Any]:
     }
     found["tokens of the streamer"] = streamer.tokens if streamer is not None else []
     found["left behind"] = sorted(set(vars(model)) - own)
+    return found
+
+
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"position_ids": torch.arange(9)[None] + 5}, "position_ids | leave it out"),
+    ({"token_type_ids": torch.zeros(2, 9)}, "token_type_ids | leave it out"),
+    ({"inputs_embeds": torch.zeros(2, 9, 24)}, "inputs_embeds | leave it out"),
+    ({"inputs": prompt(9)}, "inputs | leave it out"),
+    ({"assistant_model": "another"}, "assistant_model='another' | leave it out"),
+    ({"custom_generate": "someone/something"}, "custom_generate | leave it out"),
+    ({"negative_prompt_ids": prompt(9)}, "negative_prompt_ids"),
+    ({"guidance_scale": 1.5}, "guidance_scale=1.5 | leave it out"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+    ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
+    ({"generation_config": GenerationConfig(penalty_alpha=0.6, top_k=4)}, "generation_config.penalty_alpha = None"),
+    ({"not_an_argument": 1}, "not_an_argument=1 | leave it out"),
+    ({"stored": {"token_healing": True}}, "token_healing | generation_config.token_healing = None"),
+    ({"stored": {"num_beams": 4}}, "num_beams=1"),
+    ({"model": "deepseek_v3"}, "DeepseekV3ForCausalLM | keys or values | eager"),
+    ({"model": "diffllama"}, "DiffLlamaForCausalLM | keys or values | eager"),
+    ({"model": "jetmoe"}, "JetMoeForCausalLM | keys or values | eager"),
+    ({"model": "gpt_oss"}, "sinks | another attn_implementation"),
+)
+WORDS = tuple(words for _, words in BAD)
+
+
+def _refusals(mesh: Mesh) -> list[str]:
+    """Return what `generate` says to each of `BAD`, and check that no token was computed."""
+    found = []
+    for given, _ in BAD:
+        options = dict(given)
+        model = make(options.pop("model", "llama"), "bmburst")
+        for name, value in options.pop("stored", {}).items():
+            setattr(model.generation_config, name, value)
+        cache = SplitCache(model.config, mesh)
+        try:
+            generate(model, prompt(9), mesh=mesh, past_key_values=cache, max_new_tokens=2, **options)
+        except UserError as error:
+            found.append(str(error) if not cache.get_seq_length() else "refused in the middle")
+        else:
+            found.append("nothing")
+    # What transformers ignores, or what changes nothing, is accepted.
+    model = make("llama", "bmburst")
+    model.generation_config.chat_format = "of another library"
+    model.generation_config.cache_implementation = "static"
+    generate(model, prompt(9), mesh=mesh, max_new_tokens=1, num_beams=1, length_penalty=0.5, use_cache=True)
     return found
