@@ -49,7 +49,8 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "_from_model_config": _ABOUT,
 }
 
-GENERATOR: Mapping[str, str] = _WITHOUT_EFFECT | {
+GENERATOR: Mapping[str, str] = {
+    **_WITHOUT_EFFECT,
     "max_new_tokens": READ,
     "do_sample": READ,
     "temperature": READ,
@@ -106,7 +107,8 @@ GENERATOR: Mapping[str, str] = _WITHOUT_EFFECT | {
 }
 """Keys of a model's generation_config.json, for `bmburst generate` and `bmburst.Generator`."""
 
-SPLIT_GENERATE: Mapping[str, str] = _WITHOUT_EFFECT | {
+SPLIT_GENERATE: Mapping[str, str] = {
+    **_WITHOUT_EFFECT,
     "max_length": READ,
     "max_new_tokens": READ,
     "min_length": READ,

@@ -159,18 +159,22 @@ def given_options(
     return make(**given) if options is None else options
 
 
-def ignored_options(directory: Path) -> list[str]:
+def ignored_options(directory: Path, max_new_tokens: int | None = None) -> list[str]:
     """Return the keys of a model's generation_config.json that would change the answers, but are not applied.
 
     A key that `GENERATOR` does not list counts as one of them.
+
+    Args:
+        directory: The model's directory.
+        max_new_tokens: The user's own; as the file's, it takes the place of `max_length`.
 
     Raises:
         UserError: The file is damaged.
     """
     stored = _generation_config(directory)
     unused = [key for key, value in stored.items() if has_effect(key, value) and _is_noted(key)]
-    # In transformers, max_new_tokens takes the place of max_length.
-    return [key for key in unused if key != "max_length" or stored.get("max_new_tokens") is None]
+    most = stored.get("max_new_tokens") if max_new_tokens is None else max_new_tokens
+    return [key for key in unused if key != "max_length" or most is None]
 
 
 def _is_noted(key: str) -> bool:

@@ -89,7 +89,9 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
 
-    def attend(self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
+    ) -> Tensor:
         """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
 
         Args:

@@ -8,9 +8,9 @@ transformers also keeps the frequencies of the longest text so far. Here they fo
 prompt is computed over all ranks except for its last token. Phi-3 drops its cache where a text becomes longer than the
 original length, because all its keys change; the text is then computed again in the same way.
 
-**One decision.** Each step, the ranks exchange their new tokens and whether each text ends: two integers a text. All of
-them go on with those of rank 0, so a clock, a criterion of the user, or logits that differ in the last bit never let one
-rank end before another. The same exchange carries exceptions of the user's own code.
+**One decision.** Each step, the ranks exchange their new tokens, whether each text ends, and whether code of the user
+has raised an exception: three integers a text. All of them go on with the tokens and ends of rank 0. So a clock, a
+criterion of the user, or logits that differ in the last bit never let one rank end before another.
 """
 
 from collections.abc import Callable, Iterator
@@ -95,7 +95,7 @@ class Together:
             return otherwise
         try:
             return call()
-        except Exception as error:  # noqa: BLE001  # raised by `step` or `finish`
+        except Exception as error:  # raised by `step` or `finish`
             self._errors.append(error)
             return otherwise
 

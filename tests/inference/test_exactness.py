@@ -75,7 +75,7 @@ def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, 
 
 
 def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list[int], Any]:
-    """Return a turn, its answer and a second turn, and the logits behind them. The answer's last token is not cached."""
+    """Return a turn, its answer and a second turn, and the logits behind them; the answer's last token is not cached."""
     made = engine("llama-dynamic", comm, cache, WHOLE)
     batch = GenerationBatch(made, made.new_cache(1, 100))
     batch.prefill([prompt(first)])
@@ -88,7 +88,7 @@ def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list
 @pytest.mark.parametrize("cache", ["auto", "tokens"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dynamic_frequencies_of_a_turn_are_those_of_the_whole_text(ranks: int, cache: str) -> None:
-    """Around 16 tokens, the original length; the first tokens of a turn are computed apart if the ranks share tokens."""
+    """Around 16 tokens, the original length. Ranks that share tokens compute the first tokens of a turn apart."""
     for first in (15, 16, 17, 30):
         text, expected = after_a_turn("llama-dynamic", prompt(first), STEPS, prompt(7, seed=1))
         for found, logits_found in run_ranks(ranks, second_turn, cache, first):
