@@ -75,7 +75,7 @@ def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, 
 
 
 def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list[int], Any]:
-    """Return a turn, its answer and a second turn, and the logits behind them; the answer's last token is not cached."""
+    """Return a text of two turns and the logits behind it. The last token of the answer between them is not cached."""
     made = engine("llama-dynamic", comm, cache, WHOLE)
     batch = GenerationBatch(made, made.new_cache(1, 100))
     batch.prefill([prompt(first)])
