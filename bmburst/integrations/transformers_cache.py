@@ -66,7 +66,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return the arguments of the attention function."""
         self._width = value_states.shape[-1]
-        if self._width < key_states.shape[-1]:  # multi-head latent attention: zeros in, zeros out
+        if self._width < key_states.shape[-1]:  # zeros in, zeros out
             stored = pad(value_states, (0, key_states.shape[-1] - self._width))
         else:
             stored = value_states
@@ -355,7 +355,7 @@ def generate(
     if not cache.get_seq_length():
         _require_cacheable(inner, mesh, input_ids[:, :1])
     together = Together(mesh.sequence)
-    given: dict[str, Any] = {"use_cache": True, "cache_implementation": None} | options
+    given: dict[str, Any] = {"use_cache": True} | options | {"cache_implementation": None}  # that of a whole cache
     if given.get("streamer") is not None:
         given["streamer"] = Streamer(given["streamer"], together)
     devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
@@ -369,6 +369,7 @@ def generate(
         found = model.generate(input_ids, attention_mask=mask, past_key_values=cache, **given)
     together.finish()
     text = found if isinstance(found, Tensor) else found.sequences
+    cache.crop(text.shape[1] - 1)  # with synced_gpus, later steps have computed the last token at other positions
     cache.text = text[:, : cache.get_seq_length()].clone()
     return found
 

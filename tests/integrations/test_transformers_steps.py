@@ -45,7 +45,7 @@ def expected() -> dict[str, Any]:
 def test_tokens_and_ends_are_those_of_one_process(ranks: int, expected: dict[str, Any], tmp_path: Path) -> None:
     run_processes(ranks, program.run, tmp_path)
     every = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    plain = expected["plain"].tolist()
+    plain, model = expected["plain"].tolist(), program.make("llama", "eager")
     for rank, seen in enumerate(every):
         got = {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in seen.items()}
         assert {name: got[name] for name in expected} == {name: each.tolist() for name, each in expected.items()}
@@ -64,6 +64,10 @@ def test_tokens_and_ends_are_those_of_one_process(ranks: int, expected: dict[str
         else:
             assert got["raising streamer"] == "ConnectionError: the reader has gone"
             assert got["tokens of the streamer"] == [*plain[0][9:], -1]
+        own = whole(model, program.prompt(9 + rank), max_new_tokens=2 + 2 * rank, do_sample=False)
+        turn = torch.cat((own, program.prompt(7)), 1)
+        assert got["own"] == own.tolist()
+        assert got["own turn"] == whole(model, turn, max_new_tokens=2 + 2 * rank, do_sample=False).tolist()
         assert got["left behind"] == []
         assert seen["refused"] == every[0]["refused"]
     for words, text in zip(program.WORDS, every[0]["refused"], strict=True):

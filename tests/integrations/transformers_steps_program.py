@@ -169,6 +169,13 @@ def _decisions(mesh: Mesh) -> dict[str, Any]:
         "synced_gpus": answer(synced_gpus=True),
         "plain again": answer(),
     }
+    # Groups of one rank whose answers differ in length: with synced_gpus, as FSDP needs it, the first goes on.
+    alone = Mesh.over_process_group(sequence=1)
+    cache = SplitCache(model.config, alone)
+    ids, most = prompt(9 + rank), 2 + 2 * rank
+    options: dict[str, Any] = {"mesh": alone, "past_key_values": cache, "max_new_tokens": most, "do_sample": False}
+    found["own"] = generate(model, ids, synced_gpus=True, **options)
+    found["own turn"] = generate(model, torch.cat((found["own"], prompt(7)), 1), **options)
     found["tokens of the streamer"] = streamer.tokens if streamer is not None else []
     found["left behind"] = sorted(set(vars(model)) - own)
     return found
@@ -216,6 +223,6 @@ def _refusals(mesh: Mesh) -> list[str]:
     # What transformers ignores, or what changes nothing, is accepted.
     model = make("llama", "bmburst")
     model.generation_config.chat_format = "of another library"
-    model.generation_config.cache_implementation = "static"
-    generate(model, prompt(9), mesh=mesh, max_new_tokens=1, num_beams=1, length_penalty=0.5, use_cache=True)
+    model.generation_config.cache_implementation, model.generation_config.length_penalty = "static", 0.5
+    generate(model, prompt(9), mesh=mesh, max_new_tokens=1, num_beams=1, cache_implementation="static", use_cache=True)
     return found
