@@ -201,7 +201,17 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
         )
     chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-    names = ("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens", "output", "stream")
+    names = (
+        "checkpoint",
+        "adapter",
+        "tokenizer",
+        "dtype",
+        "cache",
+        "chunk_tokens",
+        "output",
+        "stream",
+        "max_new_tokens",
+    )
     request = {
         **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
         "verified": str(source.directory),
@@ -243,19 +253,19 @@ def _answer(request: Request) -> int:
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
-        _note_ignored(source.directory)
+        _note_ignored(source.directory, request["max_new_tokens"])
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
 
 
-def _note_ignored(directory: Path) -> None:
+def _note_ignored(directory: Path, max_new_tokens: int | None) -> None:
     """Print a note on standard error if the model asks for options of generation that are not applied."""
     from bmburst.data.tokenizer import GENERATION_CONFIG
     from bmburst.inference.sampling import ignored_options
 
-    if names := ignored_options(directory):
+    if names := ignored_options(directory, max_new_tokens):
         print(
             f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
             "from those of transformers' generate",
