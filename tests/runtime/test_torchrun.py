@@ -44,8 +44,8 @@ def torchrun(tmp_path):
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}", "TMPDIR": str(tmp_path)}
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
-    def start(*options, more=()):
-        words = [*options, "-m", "bmburst", "train", "--config", "config.json", "--output", "run", *more]
+    def start(*options, more=(), command=("train", "--config", "config.json", "--output", "run")):
+        words = [*options, "-m", "bmburst", *command, *more]
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
             cwd=tmp_path,
@@ -176,3 +176,19 @@ def test_bad_input_is_one_message(torchrun):
     said = [line for _, out in results for line in out.splitlines() if line.startswith("bmburst train: ")]
     assert len(said) == 1
     says(said[0], "batch_size", "0")
+
+
+def test_other_commands_start_in_the_same_way(torchrun, tmp_path):
+    ranks = ("--standalone", "--nproc-per-node=2")
+    assert ended(torchrun(*ranks, more=("--steps=2",)))[0] == 0
+    found = {}
+    for command in (
+        ("check", "--config", "config.json", "--check-steps", "1"),
+        ("eval", "--checkpoint", "run", "--data", "text.txt", "--sequence-length", "48", "--max-sequences", "2"),
+        ("generate", "--checkpoint", "run", "--prompt", "line 1", "--max-new-tokens", "3"),
+    ):
+        status, found[command[0]] = ended(torchrun(*ranks, command=command))
+        assert status == 0, found
+    assert "ok: 2 ranks train as one does" in found["check"]
+    assert found["eval"].count("perplexity") == 1 and "tokens         96" in found["eval"]
+    assert "3 new tokens" in found["generate"]
