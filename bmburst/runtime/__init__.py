@@ -20,7 +20,7 @@ _LOG = logging.getLogger("bmburst.runtime")
 _FOUND_PORT = "BMBURST_FOUND_PORT"
 _TIMEOUT = 1800.0  # seconds, as in BMTrain
 _store: Any = None  # the store that this process serves for its job; it ends with the process
-_has_joined = False  # whether the environment of this process is complete
+_has_joined = False  # whether `_complete_environment` has run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UserError(f"seed {seed!r}\nallowed: a whole number from 0 to {2**32 - 1}\nfix: bmburst.start(seed=0)")
     if not _bmtrain_has_started():
-        join()
+        _complete_environment()
         if not torch.cuda.is_available():
             host.install()
         _start_bmtrain(seed, 1 if tensor is None else tensor)
@@ -86,19 +86,16 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
 def join() -> Any:
     """Complete this rank's environment, and return a client of the ranks' store, a `torch.distributed.Store`.
 
-    `start` calls it. Call it before, to exchange values before BMTrain starts.
+    It serves to exchange values before BMTrain starts.
 
     Raises:
         UserError: The environment does not define a rank, or MASTER_PORT is taken.
     """
-    global _has_joined
-    if not _has_joined:
-        _complete_environment()
-        _has_joined = True
     import torch.distributed as dist
 
+    _complete_environment()
     stores: Any = dist  # torch does not list its stores among the names it exports
-    if os.environ["WORLD_SIZE"] == "1":
+    if _number("WORLD_SIZE", default=1) == 1:
         return stores.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = stores.TCPStore(address, port, None, False, timedelta(seconds=_TIMEOUT), wait_for_workers=False)
@@ -156,11 +153,14 @@ def _restore_cores(cores: set[int]) -> None:
 
 
 def _complete_environment() -> None:
-    """Set the variables that a launcher may leave out, so that BMTrain reads a consistent environment.
+    """Set the variables that a launcher may leave out, so that BMTrain reads a consistent environment. Once a process.
 
     Raises:
         UserError: The variables contradict each other.
     """
+    global _has_joined
+    if _has_joined:
+        return
     world = _number("WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -192,6 +192,9 @@ def _complete_environment() -> None:
     served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not served_by_launcher:
         _serve_store(on_one_host)
+    if on_one_host and not served_by_launcher:  # where rank 0 serves it
+        os.environ["MASTER_ADDR"] = stores.LOOPBACK
+    _has_joined = True
 
 
 def _serve_store(on_one_host: bool) -> None:
@@ -209,8 +212,6 @@ def _serve_store(on_one_host: bool) -> None:
     if os.environ["MASTER_PORT"] == "0":
         os.environ[_FOUND_PORT] = str(_store.port)
     os.environ["MASTER_PORT"] = str(_store.port)
-    if on_one_host:
-        os.environ["MASTER_ADDR"] = stores.LOOPBACK
 
 
 def _number(name: str, *, default: int) -> int:
