@@ -84,7 +84,7 @@ def test_any_run_of_a_tensor(tmp_path: Path, write: Callable[[Path], None]) -> N
 def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
     config = replace(CONFIG, tie_embeddings=True)
     weights = tiny.weights(config)
-    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(1)
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, _directory(tmp_path, config) / "model.safetensors")
     assert "lm_head.weight" not in _read(tmp_path, config)
