@@ -19,7 +19,6 @@ from bmburst.blocks.families import (
     write_settings,
 )
 from bmburst.config import check_fields, field
-from bmburst.config.fields import shown
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import MeshShape
 

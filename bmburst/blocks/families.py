@@ -5,7 +5,7 @@ The families are LLaMA, Mistral, Qwen2, Qwen3 and MiniCPM.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field as dataclass_field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from bmburst.blocks.family_keys import BY_LAYER, COMMON, EVERY_LAYER, MINICPM, NO_WINDOW, ROTARY
@@ -21,6 +21,7 @@ class Family:
 
     Attributes:
         architecture: Class of its causal LM in transformers.
+        keys: Keys of config.json that only this family has, or reads in its own way.
         qkv_bias: Whether its query, key and value projections have biases.
         qk_norm: Whether each head of queries and keys is normalized.
         scaled: Whether embeddings, residual updates and logits have factors.
@@ -28,10 +29,10 @@ class Family:
         windows: Whether config.json sets a sliding window: "never", for "all" layers, or by "layer".
         rope_key: Key of the scaling method in `rope_scaling`.
         needs: Required keys. Their defaults in this family differ from those of LLaMA.
-        keys: Keys of config.json that only this family has, or reads in its own way.
     """
 
     architecture: str
+    keys: Mapping[str, Key]
     qkv_bias: bool = False
     qk_norm: bool = False
     scaled: bool = False
@@ -39,7 +40,6 @@ class Family:
     windows: str = "never"
     rope_key: str = "rope_type"
     needs: tuple[str, ...] = ()
-    keys: Mapping[str, Key] = dataclass_field(default_factory=lambda: NO_WINDOW)
 
     @property
     def known(self) -> Mapping[str, Key]:
@@ -54,7 +54,7 @@ SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
+    "llama": Family(architecture="LlamaForCausalLM", keys=NO_WINDOW),
     "mistral": Family(
         architecture="MistralForCausalLM",
         windows="all",

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: what is merged is what PEFT merges, and what changes the meaning of the weights is refused by name."""
+"""Adapters of PEFT: what is merged is what PEFT merges, and what changes the weights' meaning is refused by name."""
 
 import dataclasses
 import json

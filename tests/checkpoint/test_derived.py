@@ -18,6 +18,7 @@ from bmburst.checkpoint.derived import EMBEDDING, HEAD
 from bmburst.inference.generator import Generator
 from bmburst.train.resolve import read_hugging_face_config
 from tests import tiny
+from tests.checkpoint.loss_program import loss_of, write_loss
 from tests.checkpoint.test_convert import edit, model_center_directory
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -36,7 +37,8 @@ def _change(folder: Path, change: Callable[[dict[str, Tensor]], object], **value
 
 def own_head(folder: Path, family: str = "llama") -> Path:
     """A directory whose config.json says that the head is tied, and whose files have another head."""
-    return _change(tiny.save(folder, family), lambda weights: None, tie_word_embeddings=True)
+    edit(tiny.save(folder, family), tie_word_embeddings=True)
+    return folder
 
 
 def head_alone(folder: Path) -> Path:
@@ -60,34 +62,9 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path: Path, make: Calla
     (answer,) = Generator(folder, dtype="float32").generate([IDS[0].tolist()], max_new_tokens=8, eos_ids=(62,))
     assert list(answer.tokens) == _greedy(wanted, 8)
     for size in (1, 2):
-        run_program(size, _trained_from, folder, tmp_path / f"{size}")
-        assert torch.load(tmp_path / f"{size}" / "loss") == pytest.approx(_loss(wanted).item(), rel=1e-6)
+        run_program(size, write_loss, folder, IDS, tmp_path / f"{size}")
+        assert torch.load(tmp_path / f"{size}" / "loss") == pytest.approx(loss_of(wanted, IDS), rel=1e-6)
         _same_model(tmp_path / f"{size}", wanted)
-
-
-def _loss(model: Any) -> Tensor:
-    return torch.nn.functional.cross_entropy(model(IDS).logits[0, :-1], IDS[0, 1:])
-
-
-def _trained_from(folder, output):  # type: ignore[no-untyped-def]
-    """Load the directory as a run does, write the loss of its text, and a checkpoint."""
-    from functools import partial
-
-    import bmburst
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-
-    mesh = Mesh.over_bmtrain()
-    model = Llama(read_hugging_face_config(folder), attention=partial(BurstAttention, group=mesh.sequence))
-    hugging_face.load(model, folder)
-    cut = bmburst.SequenceShard.cut(
-        IDS.shape[1], layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank
-    ).batch(IDS)
-    loss = mesh.sum(model.loss(cut.tokens, cut.positions, cut.labels, IDS.shape[1]).item()) / (IDS.shape[1] - 1)
-    hugging_face.save(model, output)
-    if mesh.rank == 0:
-        torch.save(loss, output / "loss")
 
 
 def _same_model(folder: Path, wanted: Any) -> None:
