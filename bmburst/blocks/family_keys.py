@@ -19,10 +19,10 @@ _HOW_TO_RUN = (
 _ORIGIN = (
     *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class", "model_max_length"),
     *("max_sequence_length", "keys_to_ignore_at_inference", "transformers.js_config", "is_llama_config"),
-    *("unsloth_fixed", "unsloth_version", "prefix", "task_specific_params", "is_decoder"),
+    *("unsloth_fixed", "unsloth_version", "prefix", "task_specific_params"),
 )
 _CLASSIFIER = ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task")
-_OTHER_TOKENS = ("unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id")
+_OTHER_TOKENS = ("unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 # transformers' GenerationConfig._get_default_generation_params: transformers 4 wrote them into config.json.
 _GENERATION = (
     *("assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens"),
@@ -33,6 +33,16 @@ _GENERATION = (
     *("num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty"),
     *("return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p", "typical_p"),
 )
+
+NOTES: Mapping[str, Key] = {
+    **keys(("dtype", "torch_dtype"), "no effect: each tensor has its own; bmburst convert writes the new one"),
+    **keys(_HOW_TO_RUN, "no effect: how transformers runs the model, not what it computes"),
+    **keys(_ORIGIN, "no effect: a note about the model"),
+    **keys(_CLASSIFIER, "no effect: labels of classifiers"),
+    **keys(_OTHER_TOKENS, "no effect: the tokenizer's tokens"),
+    **keys(_GENERATION, "no effect, as in transformers 5: generation_config.json has the settings of generation"),
+}
+"""Keys without effect in any model."""
 
 COMMON: Mapping[str, Key] = {
     "model_type": Key("read: the family"),
@@ -60,14 +70,11 @@ COMMON: Mapping[str, Key] = {
     "cross_attention_hidden_size": Key("read", (None,)),
     "eos_token_id": Key("read: ends generated text if generation_config.json names no token"),
     "bos_token_id": Key("no effect: the tokenizer adds tokens"),
-    "pad_token_id": Key("no effect: the embedding of this token is trained as any other; transformers freezes it"),
+    "pad_token_id": Key("no effect: its embedding is trained as any other, while transformers keeps it"),
+    "decoder_start_token_id": Key("no effect on a causal LM"),
+    "is_decoder": Key("no effect on a causal LM"),
     "auto_map": Key("no effect: the code that it names is copied by bmburst convert and never run"),
-    **keys(("dtype", "torch_dtype"), "no effect: each tensor has its own; bmburst convert writes the new one"),
-    **keys(_HOW_TO_RUN, "no effect: how transformers runs the model, not what it computes"),
-    **keys(_ORIGIN, "no effect: a note about the model"),
-    **keys(_CLASSIFIER, "no effect: labels of classifiers"),
-    **keys(_OTHER_TOKENS, "no effect on a causal LM"),
-    **keys(_GENERATION, "no effect, as in transformers 5: generation_config.json has the settings of generation"),
+    **NOTES,
 }
 """Keys of every family."""
 

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from bmburst.blocks.families import FAMILIES
-from bmburst.blocks.family_keys import COMMON, ROTARY
+from bmburst.blocks.family_keys import COMMON, NOTES, ROTARY
+from bmburst.blocks.seq2seq_config import KEYS as BART
 from bmburst.checkpoint.adapter import KEYS as ADAPTER
+from bmburst.inference.sampling import _IGNORED, _KEYS
+from bmburst.integrations.transformers_cache import _REFUSED
+from bmburst.integrations.transformers_trainer import _TAKEN
 
 FOREIGN = "<!-- foreign settings -->"
 UNKNOWN = "unknown: refused"
@@ -42,14 +46,14 @@ class Table:
         return found
 
 
-def model_fields(family: str) -> set[str]:
-    """Return the keys of config.json that transformers has for a family and no other table has."""
+def model_fields(model_type: str, elsewhere: Iterable[str]) -> set[str]:
+    """Return the keys of config.json that transformers has for a type of model, without those of another table."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if family not in CONFIG_MAPPING:  # MiniCPM's code is published with its weights
+    if model_type not in CONFIG_MAPPING:  # MiniCPM's code is published with its weights
         return set()
-    config = CONFIG_MAPPING[family]
-    return ({each.name for each in dataclasses.fields(config)} | {*config().to_dict()}) - {*COMMON}
+    config = CONFIG_MAPPING[model_type]
+    return ({each.name for each in dataclasses.fields(config)} | {*config().to_dict()}) - {*elsewhere}
 
 
 def common_fields() -> set[str]:
@@ -77,9 +81,20 @@ def adapter_fields() -> set[str]:
 
 TABLES = (
     Table("config.json of every family", COMMON, common_fields),
-    *(Table(f"config.json of {name}", each.keys, partial(model_fields, name)) for name, each in FAMILIES.items()),
+    *(
+        Table(f"config.json of {name}", each.keys, partial(model_fields, name, COMMON))
+        for name, each in FAMILIES.items()
+    ),
+    Table(
+        "config.json of BART",
+        {key: BART[key] for key in BART if key not in NOTES},
+        partial(model_fields, "bart", NOTES),
+    ),
     Table("rope_scaling and rope_parameters", ROTARY, rotary_fields),
     Table("adapter_config.json", ADAPTER, adapter_fields),
+    Table("generation_config.json", {**dict.fromkeys(_KEYS, "read"), **dict.fromkeys(_IGNORED, "noted")}),
+    Table("Arguments of generate with a split cache", dict.fromkeys(_REFUSED, "refused")),
+    Table("Batches of a Trainer", dict.fromkeys(_TAKEN, "read")),
 )
 
 
