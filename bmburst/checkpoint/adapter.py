@@ -260,12 +260,17 @@ def _targets(given: object, file: TensorFile) -> tuple[str, ...]:
         file: Tensors of the adapter.
 
     Raises:
-        UserError: target_modules is neither, or does not select the modules of the file, or selects another kind of
-            module.
+        UserError: target_modules is neither, or selects other modules than those of the file or another kind of module;
+            or the file has no numbers, or other tensors than adapters.
     """
     is_list = isinstance(given, list) and given and all(isinstance(each, str) for each in given)
     if not is_list and not isinstance(given, str):
         raise UserError(f"target_modules {shown(given)} does not fit\nallowed: names of modules\nfix: {_INSTEAD}")
+    if not file.shapes or not all(prod(shape) for shape in file.shapes.values()):
+        raise UserError(
+            f"{WEIGHTS_FILE} is empty, or has tensors without numbers, as adapters of DeepSpeed ZeRO-3 may be saved\n"
+            "fix: save the adapter again from gathered weights (stage3_gather_16bit_weights_on_model_save)"
+        )
     modules: dict[str, str] = {}
     for stored in file.shapes:
         if (found := _MATRIX.fullmatch(stored)) is None:

@@ -177,6 +177,16 @@ def test_weights_beside_the_adapters(tmp_path: Path, base: Path) -> None:
         open_merged(folder, base)
 
 
+def test_an_adapter_without_numbers(tmp_path: Path, base: Path) -> None:
+    """As Trainers wrote it under ZeRO-3: huggingface/trl#4416, huggingface/peft#2450."""
+    folder = _adapter(tmp_path / "adapter", base)
+    weights = load_file(folder / "adapter_model.safetensors")
+    for stored in ({}, {name: torch.zeros(0) for name in weights}):
+        save_file(stored, folder / "adapter_model.safetensors", {"format": "pt"})
+        with refused("adapter_model.safetensors is empty", "ZeRO-3", "stage3_gather"):
+            open_merged(folder, base)
+
+
 def test_other_kinds_of_adapters_are_refused_by_their_name(tmp_path: Path, base: Path) -> None:
     folder = tmp_path / "adapter"
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -111,6 +111,26 @@ def test_merging_an_adapter_keeps_the_head(tmp_path: Path) -> None:
     assert not open_merged(tmp_path / "adapter", folder).config.tie_embeddings
 
 
+def test_a_tied_model_whose_head_peft_has_trained(tmp_path: Path) -> None:
+    """PEFT copies each of modules_to_save, so that two tied matrices differ: huggingface/transformers#45127."""
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny.transformers_config(tie_word_embeddings=True)
+    tiny.save(tmp_path / "base", config)
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = get_peft_model(tiny.load(tmp_path / "base"), settings)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    edit(tmp_path / "merged", tie_word_embeddings=True)  # as transformers 4 wrote it
+    wanted = tiny.load(tmp_path / "merged")
+    assert wanted.config.tie_word_embeddings and wanted.lm_head.weight is not wanted.model.embed_tokens.weight
+    convert(tmp_path / "merged", tmp_path / "there", to="huggingface", dtype="float32")
+    _same_model(tmp_path / "there", wanted)
+
+
 def test_the_last_number_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are compared to their end, piece by piece, and across dtypes."""
     monkeypatch.setattr(derived, "_PIECE", 7)
