@@ -219,7 +219,7 @@ def _layers(values: Mapping[str, Any], *otherwise: str) -> str:
                 f"layer_types {shown(listed)} does not fit\n"
                 f"allowed: a list of {layers} names, one for each layer\nfix: correct it"
             )
-    kinds = sorted({*(otherwise if listed is None else listed)})
+    kinds: list[str] = sorted({*(otherwise if listed is None else listed)})
     if len(kinds) > 1 or kinds[0] not in (_FULL, _SLIDING):
         raise UserError(
             f"layers of type {' and '.join(kinds)} in one model are not supported\n"

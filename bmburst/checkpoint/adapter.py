@@ -31,7 +31,8 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A", ".lora_B")
 _ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
-_TRAINING, _NONE = "no effect on a trained adapter", (None, False, {}, [])
+_TRAINING = "no effect on a trained adapter"
+_NONE: tuple[Any, ...] = (None, False, {}, [])
 KEYS: Mapping[str, Key] = {
     "peft_type": Key("read", ("LORA",)),
     "task_type": Key("read", (None, "CAUSAL_LM")),

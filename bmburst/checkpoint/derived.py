@@ -82,7 +82,7 @@ def with_own_head(config: LlamaConfig, files: Mapping[str, TensorFile], director
     return config if is_one else replace(config, tie_embeddings=False)
 
 
-def with_embedding(config: LlamaConfig, files: Mapping[str, TensorFile]) -> Mapping[str, TensorFile]:
+def with_embedding(config: LlamaConfig, files: dict[str, TensorFile]) -> dict[str, TensorFile]:
     """Return the files of a model's tensors, where a tied head also serves as the embedding that is not there."""
     if config.tie_embeddings and EMBEDDING not in files and HEAD in files:
         return {**files, EMBEDDING: _Renamed(files[HEAD], EMBEDDING, HEAD)}
