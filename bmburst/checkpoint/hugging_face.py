@@ -69,9 +69,17 @@ def read_config(directory: str | Path) -> LlamaConfig:
     """
     directory = Path(directory)
     config = _described(directory)
-    if config.tie_embeddings and any((directory / name).exists() for name in _FILES):
+    if config.tie_embeddings and _may_hold_head(directory):
         return with_own_head(config, _open(directory), directory)
     return config
+
+
+def _may_hold_head(directory: Path) -> bool:
+    """Return whether there are weight files with a head. An index says it without its files, which may not be there."""
+    for name in _FILES:
+        if (directory / name).exists():
+            return not name.endswith(_INDEX) or HEAD in read_json(directory / name).get("weight_map", {})
+    return False
 
 
 def _described(directory: Path) -> LlamaConfig:

@@ -163,6 +163,16 @@ def test_what_cannot_be_is_refused_with_both_names(tmp_path: Path) -> None:
         hugging_face.open_weights(theirs)
 
 
+def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
+    """An index without a head says that a tied head is the embedding, although its files are not there."""
+    folder = tiny.save(tmp_path / "model", tie_word_embeddings=True)
+    (folder / "model.safetensors").unlink()
+    assert read_hugging_face_config(folder).tie_embeddings
+    index = {"weight_map": {EMBEDDING: "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_hugging_face_config(folder).tie_embeddings
+
+
 def test_one_name_in_two_files(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
