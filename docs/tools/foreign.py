@@ -14,6 +14,8 @@ from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.family_keys import COMMON, NOTES, ROTARY
 from bmburst.blocks.seq2seq_config import KEYS as BART
 from bmburst.checkpoint.adapter import KEYS as ADAPTER
+from bmburst.data.messages import MESSAGE_KEYS
+from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.sampling import _IGNORED, _KEYS
 from bmburst.integrations.transformers_cache import _REFUSED
 from bmburst.integrations.transformers_trainer import _TAKEN
@@ -79,6 +81,11 @@ def adapter_fields() -> set[str]:
     return {each.name for each in dataclasses.fields(LoraConfig)}
 
 
+def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
+    """Return what is done with keys, beginning with a verb unless it has no effect."""
+    return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
+
+
 TABLES = (
     Table("config.json of every family", COMMON, common_fields),
     *(
@@ -95,6 +102,8 @@ TABLES = (
     Table("generation_config.json", {**dict.fromkeys(_KEYS, "read"), **dict.fromkeys(_IGNORED, "noted")}),
     Table("Arguments of generate with a split cache", dict.fromkeys(_REFUSED, "refused")),
     Table("Batches of a Trainer", dict.fromkeys(_TAKEN, "read")),
+    Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
+    Table("Messages", said("read", MESSAGE_KEYS)),
 )
 
 
