@@ -6,6 +6,7 @@ shown as "unknown: refused".
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,7 @@ from bmburst.blocks.seq2seq_config import KEYS as BART
 from bmburst.checkpoint.adapter import KEYS as ADAPTER
 from bmburst.data.messages import MESSAGE_KEYS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
-from bmburst.inference.sampling import _IGNORED, _KEYS
-from bmburst.integrations.transformers_cache import _REFUSED
+from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
 from bmburst.integrations.transformers_trainer import _TAKEN
 
 FOREIGN = "<!-- foreign settings -->"
@@ -81,6 +81,20 @@ def adapter_fields() -> set[str]:
     return {each.name for each in dataclasses.fields(LoraConfig)}
 
 
+def generation_fields() -> set[str]:
+    """Return the fields of transformers' GenerationConfig."""
+    from transformers import GenerationConfig
+
+    return {*GenerationConfig().to_dict()}
+
+
+def generate_arguments() -> set[str]:
+    """Return the arguments of transformers' `generate` that are no field of its GenerationConfig."""
+    from transformers import GenerationMixin
+
+    return {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
+
+
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
     """Return what is done with keys, beginning with a verb unless it has no effect."""
     return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
@@ -99,8 +113,9 @@ TABLES = (
     ),
     Table("rope_scaling and rope_parameters", ROTARY, rotary_fields),
     Table("adapter_config.json", ADAPTER, adapter_fields),
-    Table("generation_config.json", {**dict.fromkeys(_KEYS, "read"), **dict.fromkeys(_IGNORED, "noted")}),
-    Table("Arguments of generate with a split cache", dict.fromkeys(_REFUSED, "refused")),
+    Table("generation_config.json", GENERATOR, generation_fields),
+    Table("GenerationConfig of generate with a split cache", SPLIT_GENERATE, generation_fields),
+    Table("Other arguments of generate with a split cache", SPLIT_ARGUMENTS, generate_arguments),
     Table("Batches of a Trainer", dict.fromkeys(_TAKEN, "read")),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
