@@ -2,10 +2,10 @@
 
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bmburst.checkpoint import training as checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import run
 from tests import tiny
@@ -41,16 +41,20 @@ def train(folder: Path, name: str, **changes: Any) -> None:
 
 
 def train_and_die(folder: Path, name: str, moment: str, count: int, resume: bool) -> None:
-    """Train, and let rank 0 be killed at the count-th time that it comes to the named function of `checkpoint`."""
+    """Train, and let rank 0 be killed at the count-th time that it comes to a function of `bmburst.checkpoint`."""
+    module, *path, function = moment.split(".")
+    owner: Any = import_module(f"bmburst.checkpoint.{module}")
+    for part in path:
+        owner = getattr(owner, part)
     calls = 0
-    original = getattr(checkpoint, moment)
+    original = getattr(owner, function)
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == count:
+        if calls == count and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(checkpoint, moment, deadly)
+    setattr(owner, function, deadly)
     train(folder, name, resume=resume)

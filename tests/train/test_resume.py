@@ -61,15 +61,16 @@ def test_a_resumed_run_needs_no_directory_that_it_started_from(folder, tmp_path)
     assert kept_with_model(text, config) == {}
 
 
-# Of one run, each time it is started: the function of `checkpoint` and the call of it at which it is killed, and the
-# step of the checkpoint that it then has.
+# Of one run, each time it is started: the function of `bmburst.checkpoint` and the call at which it is killed, and
+# the step of the checkpoint that it then has. A thread calls them while training goes on.
 KILLS = [
-    ("_save_optimizer", 1, None),  # in its first checkpoint
-    ("_save_random", 2, 2),  # in its second, with half of it written
-    ("_save_state", 1, 2),  # the second again, all but the file that makes it one
-    ("_sync", 3, 2),  # all of it is written, but not under its name
-    ("_sync", 8, 4),  # just after it got its name
-    ("_remove_hidden", 2, 6),  # while the first is removed, the last being there
+    ("staging.Staging.copy", 1, None),  # in its first checkpoint, of which nothing is written
+    ("sharded_files._write_group", 2, None),  # the first again, without the optimizer
+    ("tensor_files.SafetensorsWriter.write_run", 100, 2),  # in its second, with half of a file written
+    ("training._save_state", 1, 2),  # the second again, all but the file that makes it one
+    ("training._sync", 3, 2),  # all of it is written, but not under its name
+    ("training._sync", 8, 4),  # just after it got its name
+    ("training._remove_hidden", 2, 6),  # while the first is removed, the last being there
 ]
 
 
