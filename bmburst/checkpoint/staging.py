@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.amounts import GIB
 from bmburst.checkpoint.sharded_files import Result, ShardedTensor, together
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.comm.host_memory import paged_in
+from bmburst.outputs import amount
 from bmburst.plan.memory import HOST_SHARE
 
 _ALIGNMENT = 64  # bytes: the start of each piece
@@ -84,7 +84,7 @@ class Staging:
             return "the ranks are on several hosts"
         free = min((each for _, each in gathered if each is not None), default=0)
         if sum(sizes) > HOST_SHARE * free:
-            return f"a copy takes {sum(sizes) / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB are free"
+            return f"a copy takes {amount(sum(sizes))} of host memory, and {amount(free)} are free"
         try:
             memories = _mapped(rank, sizes)
         except OSError as error:
