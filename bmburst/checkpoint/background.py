@@ -76,6 +76,11 @@ class BackgroundSaves:
             self._save.wait_for_copy()
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a started save was not waited for yet, by `wait` or `settle`; the same on all ranks."""
+        return self._save is not None
+
+    @property
     def has_ended(self) -> bool:
         """Whether the started save has ended on this rank."""
         return self._save is not None and self._save.has_ended

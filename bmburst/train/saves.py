@@ -60,7 +60,7 @@ class RunSaves(BackgroundSaves):
             )
         return checkpoint.load(newest, self._model, self._optimizer, base=self._base)
 
-    def go_beside_training(self, folder: Path, progress: checkpoint.RunProgress, ranks: int) -> str:
+    def go_beside_training(self, folder: Path, progress: checkpoint.RunProgress) -> str:
         """Reserve host memory if training goes on after a save; return why there is none, or nothing.
 
         Call it after the first step, when the other memory of the run is in use.
@@ -68,12 +68,11 @@ class RunSaves(BackgroundSaves):
         Args:
             folder: The run folder.
             progress: The progress of the run.
-            ranks: Number of ranks.
         """
         every, done = self._config.checkpoint_every, progress.step
         if not every or -(-done // every) * every >= self._config.steps:  # only the last step is saved
             return ""
-        return self.prepare(self._draft(folder, progress), self._free(ranks))
+        return self.prepare(self._draft(folder, progress), self._free())
 
     def save(self, folder: Path, progress: checkpoint.RunProgress, *, wait: bool) -> Path:
         """Write a checkpoint and return its path.
@@ -108,11 +107,13 @@ class RunSaves(BackgroundSaves):
             tokenizer=self._tokenizer,
         )
 
-    def _free(self, ranks: int) -> int | None:
+    def _free(self) -> int | None:
         """Return the bytes of this host that copies may take."""
         available, most = available_bytes(), self._config.host_memory
         if available is None or most is None:
             return available
+        import bmtrain as bmt
+
         hardware = hardware_like(HOST)
-        used = memory_of(planned(self._config, ranks, 1, hardware), hardware).in_host
+        used = memory_of(planned(self._config, bmt.world_size(), 1, hardware), hardware).in_host
         return min(available, int(most * GIB - used))

@@ -75,6 +75,7 @@ class Trainer:
         batches: The position in them.
         model: A `bmburst.blocks.model.Llama`, sharded by ZeRO.
         optimizer: AdamW over this rank's shards.
+        saves: The checkpoints of the run.
         steps_done: Number of optimizer steps so far.
 
     Raises:
@@ -122,7 +123,7 @@ class Trainer:
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
         self._monitor = StepMonitor(config, self.mesh, self.runtime)
-        self._saves = RunSaves(config, self.model, self.optimizer, tokenizer)
+        self.saves = RunSaves(config, self.model, self.optimizer, tokenizer)
         self.steps_done = 0
         compiled()  # its allocations must not happen during the capture of a CUDA graph
 
@@ -142,13 +143,24 @@ class Trainer:
         """This rank's shard of a sequence."""
         return self._loader.cut
 
+    @property
+    def progress(self) -> RunProgress:
+        """The progress of the run, for a checkpoint."""
+        return RunProgress(
+            step=self.steps_done,
+            data=self.batches.state_dict(),
+            tokenizer=self.corpus.tokenizer_name,
+            skipped=self._monitor.skips.total,
+            loss_scale=self._monitor.scale.state(),
+        )
+
     def restore(self) -> None:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
             UserError: There is no checkpoint, all are damaged, or it has another model or corpus.
         """
-        progress = self._saves.restore(self.folder)
+        progress = self.saves.restore(self.folder)
         if progress is not None:
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._monitor.skips.total = progress.step, progress.skipped
@@ -165,6 +177,7 @@ class Trainer:
             batch = self.next_batch()
         facts = self.backward(batch)
         rate = self.update(facts)
+        self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
         scale, text_bytes = self._manager.loss_scale, self.batches.text_bytes
         return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes)
@@ -201,7 +214,7 @@ class Trainer:
                 with traced("backward"):
                     self._manager.backward(result)
         square = self.optimizer.square_sum(self.runtime.device) / self._manager.loss_scale**2
-        known = self._monitor.host_facts(batch, saved=self._saves.has_ended)
+        known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
         sums = objective.share, square, objective.tokens
         return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
 
@@ -227,7 +240,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._monitor.judge(facts)  # sets the loss scale of the next step; the manager has this step's
-        self._saves.copied()
+        self.saves.copied()
         with self._monitor.clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
                 self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
@@ -253,7 +266,7 @@ class Trainer:
             timeline = Timeline(profiled_steps(config.profile), self.folder, self.runtime.rank, on_gpu=on_gpu)
             stack.callback(timeline.close)
             stack.enter_context(held_back())
-            stack.enter_context(self._saves)  # waits for the last one
+            stack.enter_context(self.saves)  # waits for the last one
             self.optimizer.prepare(after=self.model.host_memory.wait)
             while self.steps_done < config.steps and not monitor.stopped:
                 with timeline.step(self.steps_done + 1):
@@ -261,14 +274,13 @@ class Trainer:
                 report.step(metrics)
                 for message in monitor.messages:
                     report.note(message)
-                monitor.skips.require(has_checkpoint=lambda: self._saves.has_one(self.folder))
-                self._saves.settle(ended=monitor.saved)
+                monitor.skips.require(has_checkpoint=lambda: self.saves.has_one(self.folder))
                 if self.steps_done == first:
                     self._after_first_step(report)
                 self._evaluate_and_save(report)
                 collect_after(self.steps_done)
             with report.doing("writing the checkpoint"):
-                self._saves.wait()
+                self.saves.wait()
             report.close_bar()
             report.note(monitor.stopped)
             if config.sample_tokens and not monitor.stopped:
@@ -292,7 +304,7 @@ class Trainer:
         Raises:
             UserError: On all ranks, if a rank cannot write.
         """
-        return self._saves.save(self.folder, self._progress(), wait=wait)
+        return self.saves.save(self.folder, self.progress, wait=wait)
 
     def sample(self, show: Callable[[str], object] = lambda _: None) -> str:
         """Return a prompt from held-out text and the model's continuation, separated by "|".
@@ -318,7 +330,7 @@ class Trainer:
         """Write the configuration, which works, for --resume; reserve memory for saves, since the rest is in use."""
         if self.is_main:
             write_run_config(self._asked, self.folder)
-        report.note(self._saves.go_beside_training(self.folder, self._progress(), self.runtime.world_size))
+        report.note(self.saves.go_beside_training(self.folder, self.progress))
 
     def _evaluate_and_save(self, report: RunReport) -> None:
         """Evaluate and save if the last step asks for it."""
@@ -335,15 +347,6 @@ class Trainer:
     def _save(self, report: RunReport) -> None:
         with report.doing("saving a checkpoint"):
             self.save(wait=bool(self._monitor.stopped))
-
-    def _progress(self) -> RunProgress:
-        return RunProgress(
-            step=self.steps_done,
-            data=self.batches.state_dict(),
-            tokenizer=self.corpus.tokenizer_name,
-            skipped=self._monitor.skips.total,
-            loss_scale=self._monitor.scale.state(),
-        )
 
     def _show_sample(self, report: RunReport) -> None:
         report.note(f"a sample of {self.config.sample_tokens} tokens, after the held-out text before |:")

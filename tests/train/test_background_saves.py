@@ -45,7 +45,7 @@ def trainer(folder, name, **changes):
 
 
 def beside_training(ours):
-    return ours._saves.go_beside_training(ours.folder, ours._progress(), ours.runtime.world_size)
+    return ours.saves.go_beside_training(ours.folder, ours.progress)
 
 
 def contents(folder):
@@ -98,10 +98,10 @@ def _holds_its_step(folder, tensor, cases):
             path = ours.save(wait=False)
             for _ in range(3):
                 ours.step()
-            assert not path.exists() and not ours._saves.has_ended
+            assert not path.exists() and not ours.saves.has_ended
             together(lambda: None)
             released.set()
-            ours._saves.wait()
+            ours.saves.wait()
         assert contents(path) == expected, name
         checkpoint_files.require_whole(path)
         together(lambda: None)
@@ -110,7 +110,7 @@ def _holds_its_step(folder, tensor, cases):
         ours.step()
         ours.save(wait=False)
         assert second.name == "step-000004" and checkpoint_files.problem_of(second) is None
-        ours._saves.wait()
+        ours.saves.wait()
         assert sorted(each.name for each in path.parent.iterdir()) == ["step-000004", "step-000005"]
         together(lambda: None)
 
@@ -150,9 +150,9 @@ def _errors(folder):
     assert beside_training(ours) == ""
     with patch.object(Staging, "copy", side_effect=ZeroDivisionError):
         ours.save(wait=False)
-        ours._saves._save._thread.join()
+        ours.saves._save._thread.join()
         with pytest.raises(ZeroDivisionError):
-            ours._saves.settle(ended=False)
+            ours.saves.settle(ended=False)
 
 
 def test_a_run_that_is_stopped_while_it_writes_leaves_both_checkpoints(tmp_path):
@@ -194,7 +194,7 @@ def _no_memory(folder):
     free = patch("bmburst.train.saves.available_bytes", return_value=2**40 if rank else 100_000)
     with free, contextlib.redirect_stderr(io.StringIO()) as said:
         ours.train()
-    assert ours._saves.staging is None and checkpoint.newest_complete(ours.folder).name == "step-000006"
+    assert ours.saves.staging is None and checkpoint.newest_complete(ours.folder).name == "step-000006"
     if ours.is_main:
         assert re.search(r"training waits .* host memory, and 97.7 KiB are free", said.getvalue())
     # The limit of a run counts, and ranks that share no memory are told apart; the decision is that of all ranks.
