@@ -84,7 +84,7 @@ def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: 
         copy(*args)
 
     def slowly(*args: Any) -> None:
-        sleep(0.003)
+        sleep(0.01)
         write_run(*args)
 
     def noted(saves: Any) -> None:

@@ -95,24 +95,19 @@ def test_killed_at_any_point_and_resumed(folder):
 @pytest.mark.long
 def test_killed_at_random_moments_of_saves(tmp_path):
     """Nothing that was reported as saved is lost, and the losses are those of a run that was not killed."""
-    steps, kills, seen = 150, 0, tmp_path / "reported"
-    run_program(2, _train_for, tmp_path, "whole", steps, seconds=300)
+    steps, seen = 120, tmp_path / "reported"
+    run_program(2, _train_for, tmp_path, "whole", steps, seconds=600)
     for seed in range(20):
         newest = checkpoint.newest_complete(tmp_path / "run")
-        try:
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
             run_program(2, program.train_and_be_killed, tmp_path, "run", seed, steps, newest is not None)
-        except ProcessExitedException as error:
-            assert "SIGKILL" in str(error)
-            kills += 1
-        reported = map(int, seen.read_text().split()) if seen.exists() else ()
         newest = checkpoint.newest_complete(tmp_path / "run")
         if newest is not None:
             require_whole(newest)
+        reported = map(int, seen.read_text().split()) if seen.exists() else ()
         assert (0 if newest is None else checkpoint.read_progress(newest).step) >= max(reported, default=0)
-    assert kills == 20
-    run_program(2, resume, tmp_path, "run", {"steps": steps})
+    run_program(2, resume, tmp_path, "run", {"steps": steps}, seconds=600)
     assert losses(tmp_path, "run") == losses(tmp_path, "whole")
-    assert held_out(tmp_path, "run") == held_out(tmp_path, "whole")
 
 
 def _train_for(folder, name, steps):
