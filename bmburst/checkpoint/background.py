@@ -1,8 +1,8 @@
 """Writes checkpoints while training goes on: `BackgroundSaves`.
 
-Rank by rank, a thread copies what is saved into host memory (`bmburst.checkpoint.staging`) during the next step, and
-then writes it. The next update of the weights waits for the copy. Threads suffice: reading, checksums and writing
-release Python's lock.
+A thread of each rank copies what is saved into host memory (`bmburst.checkpoint.staging`) during the next step, and
+then writes it. The next update of the weights waits for the copy. Threads suffice, because copies, checksums and writes
+release Python's lock: what holds it takes about 10 us a piece of a tensor, 20 ms for llama-3-8b on two ranks.
 """
 
 import threading
@@ -24,7 +24,7 @@ class BackgroundSaves:
     """Saves of a run, at most one at a time. Every rank makes the same calls.
 
     As a context it waits for the last save at its end. After an error of one rank alone it does not wait: the
-    incomplete checkpoint stays under a hidden name, which the next save removes.
+    incomplete checkpoint stays under a hidden name, which the next save removes. It gives the host memory back.
 
     Attributes:
         staging: The host memory; None: `start` returns when the checkpoint is written.
@@ -115,6 +115,7 @@ class BackgroundSaves:
             self.wait()
         elif self._save is not None:
             self._save.abandon()
+        self.staging = None
 
 
 class _Save:
