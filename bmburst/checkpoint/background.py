@@ -6,7 +6,6 @@ release Python's lock: what holds it takes about 10 us a piece of a tensor, 20 m
 """
 
 import threading
-from typing import Any
 
 import torch
 
@@ -129,8 +128,8 @@ class _Save:
             if kept := host_shard(tensor.shard.storage):
                 kept.settle()
         on_gpu = draft.tensors[0].shard.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream() if on_gpu else None
-        if on_gpu:
+        self._stream = torch.cuda.Stream() if on_gpu else None
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(target=self._run, name="bmburst-checkpoint", daemon=True)
         self._thread.start()

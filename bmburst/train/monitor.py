@@ -48,7 +48,8 @@ class StepMonitor:
         self.scale = LossScale.of(config)
         self.skips = SkippedSteps(self._hosts, min(config.max_skipped_steps, config.steps))
         self.stop = StopRequest()
-        self.stopped, self.messages = "", ()
+        self.stopped = ""
+        self.messages: tuple[str, ...] = ()
         self.saved = self.has_begun = False
 
     def host_facts(self, batch: LocalBatch, *, saved: bool) -> HostFacts:

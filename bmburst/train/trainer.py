@@ -399,4 +399,4 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
 
 
 def _is_due(interval: int | None, step: int) -> bool:
-    return bool(interval) and step % interval == 0
+    return interval is not None and interval > 0 and step % interval == 0
