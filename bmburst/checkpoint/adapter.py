@@ -16,8 +16,8 @@ from bmburst.blocks.config import ALL, TARGETS, LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
-from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, together
+from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.config.fields import shown
 from bmburst.config.foreign import Key, keys, require_keys
@@ -349,39 +349,23 @@ def check_resumed(folder: Path, base: Base) -> None:
         open_adapter(newest).require_base(base)
 
 
-def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
-    """Write a model's adapter. Every rank must call it.
+def contents(model: "Llama", base: Base | None) -> Contents:
+    """Return what a checkpoint holds of a model's adapter.
 
     Args:
         model: Model with adapters.
-        directory: Directory to create.
         base: Base model that the adapter names; None if its weights are random.
-
-    Returns:
-        On every rank, the CRC-32 of each file by its name.
-
-    Raises:
-        UserError: On all ranks, if a rank cannot write.
     """
-    from bmburst.zero import gather, named_shards
+    from bmburst.zero import named_shards
 
-    lora = model.lora
-    assert lora is not None
+    assert model.lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [ShardedTensor(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
-    is_main = shards[0].rank == 0
-
-    def describe() -> int:
-        if not is_main:
-            return 0
-        directory.mkdir(parents=True, exist_ok=True)
-        return write_json(directory / CONFIG_FILE, _config(lora, base))
-
-    found = {CONFIG_FILE: together(describe)[0]}
     metadata = {"format": "pt"}
     if base is not None:
         metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
-    return found | save_parts(directory, STEM, tensors, metadata=metadata, part_bytes=_ONE_FILE)
+    tensors = tuple(ShardedTensor.of_weights(peft_name(shard.name), shard) for shard in shards)
+    group = TensorGroup(STEM, tensors, metadata, _ONE_FILE)
+    return Contents((group,), {CONFIG_FILE: json_bytes(_config(model.lora, base))})
 
 
 def load(model: "Llama", directory: Path, base: Base | None = None) -> None:

@@ -27,8 +27,8 @@ from bmburst.checkpoint.derived import (
     with_own_head,
 )
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
-from bmburst.checkpoint.sharded_files import ShardedTensor, naming, parts_of, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, parts_of, save_together, together
+from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.errors import UserError
 
@@ -308,6 +308,23 @@ def load(model: "Llama", directory: str | Path) -> None:
         together(require_range)
 
 
+def contents(model: "Llama", *, part_bytes: int | None = None) -> Contents:
+    """Return what `save` writes: `model.safetensors`, or its parts, and `config.json`.
+
+    Args:
+        model: The model.
+        part_bytes: See `TensorGroup`.
+    """
+    from bmburst.zero import named_shards
+
+    shards = named_shards(model)
+    dtype = str(shards[0].dtype).removeprefix("torch.")
+    values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
+    tensors = tuple(ShardedTensor.of_weights(shard.name, shard) for shard in shards)
+    group = TensorGroup(_STEM, tensors, {"format": "pt"}, part_bytes)
+    return Contents((group,), {CONFIG_FILE: json_bytes(values)})
+
+
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> dict[str, int]:
     """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
@@ -320,29 +337,7 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
-    from bmburst.zero import gather, named_shards
-
-    directory = Path(directory)
-
-    shards = named_shards(model)
-    is_main = shards[0].rank == 0
-
-    def prepare() -> None:
-        if is_main:
-            directory.mkdir(parents=True, exist_ok=True)
-
-    with naming(directory):
-        together(prepare)
-    tensors = [ShardedTensor(s.name, s.shape, s.dtype, partial(gather, s)) for s in shards]
-    checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
-    dtype = str(shards[0].dtype).removeprefix("torch.")
-    values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
-
-    def describe() -> int:
-        return write_json(directory / CONFIG_FILE, values) if is_main else 0
-
-    with naming(directory):
-        return checksums | {CONFIG_FILE: together(describe)[0]}
+    return save_together(Path(directory), contents(model, part_bytes=part_bytes))
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
