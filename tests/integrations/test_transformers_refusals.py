@@ -190,7 +190,7 @@ def test_a_model_that_makes_its_masks_itself() -> None:
         ({"position_ids": IDS[None]}, "position_ids must be"),
         ({"position_ids": [0, 1]}, "position_ids | tensor of integers | list | allowed: "),
         ({"attention_mask": [1, 1]}, "attention_mask | tensor of 0 and 1 | list | allowed: "),
-        ({"attention_mask": IDS % 2 + 1}, "attention_mask | 0 and 1 | allowed: | documents="),
+        ({"attention_mask": IDS % 2 + 1}, "attention_mask | sample 0 | two places | allowed: | documents="),
         ({"attention_mask": IDS * float("nan")}, "attention_mask | 0 and 1 | allowed: "),
         ({"attention_mask": (IDS != 7).long()}, "sample 0 | padding"),
         ({"attention_mask": IDS * 0}, "sample 0 | no token"),
