@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import contents, describe_tensors
@@ -127,10 +127,13 @@ class Part:
         counted = self.mesh.world.decided(decide)
         summed: Tensor | None = None
         logits: Tensor | None = None
+        random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
             summed, logits = loss_or_logits(model, self.labels, lambda: self._call(model, inputs))
         if summed is None and logits is None:
             self.changing.add(model)
+            torch.set_rng_state(random)  # the second call draws what the first one drew
+            set_device_states(*of_devices)
             logits = self._call(model, inputs)
         if summed is None:
             assert logits is not None

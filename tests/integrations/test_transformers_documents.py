@@ -103,6 +103,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any]]] = {
         PADDED,
         {"attention_mask": numbered(PADDED), "position_ids": restarting(PADDED)},
     ),
+    "positions from 2": (PACKED, {"position_ids": restarting(PACKED) + 2}),
     "cumulative lengths": (PACKED, flat(PACKED)),
     "cumulative lengths and positions": (PACKED, flat(PACKED) | {"position_ids": restarting(PACKED)}),
     "cumulative lengths of two samples": (TWO, flat(TWO)),
@@ -179,6 +180,7 @@ _POSITIONS = torch.tensor([[*range(6)] * 2])
         ({"attention_mask": -_HALVES}, "attention_mask | 0 and 1 | numbers of documents | allowed: "),
         ({"token_type_ids": IDS * 0}, "token_type_ids | cannot use | allowed: | cu_seq_lens_q | fix: | collator"),
         ({"loss_weights": IDS * 0.5}, "loss_weights | cannot use | fix: "),
+        ({"sequence_length": [5, 7]}, "sequence_length | cannot use | fix: "),
         ({"shift_labels": IDS}, "shift_labels | cannot use | fix: "),
     ],
 )

@@ -58,6 +58,8 @@ def test_loops_that_average_gradients_take_their_steps(found: Found) -> None:
     [
         ("not averaged", 2, "gradients were not averaged | embed_tokens.weight | rank 1 | fully_shard | all_reduce"),
         ("adapters not averaged", 2, "gradients were not averaged | lora_B | fix: DistributedDataParallel"),
+        ("adapters behind FSDP2", 2, "gradients were not averaged | lora_B | fully_shard"),
+        ("another module wrapped", 2, "gradients were not averaged | lora_B | whole model"),
         ("layers sharded alone", 2, "gradients were not averaged | embed_tokens.weight | whole model"),
         ("weights of two seeds", 0, "different weights | rank 1 | the same weights on every rank | fix: the same seed"),
         ("adapters of two seeds", 0, "different weights | lora_A | fix: the same seed | DistributedDataParallel"),

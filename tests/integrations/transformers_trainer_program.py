@@ -121,9 +121,9 @@ def _model(seed: int = 0) -> PreTrainedModel:
     return tiny.transformers_model("qwen3", attention="bmburst", seed=seed).train()
 
 
-def _adapted(seed: int = 0) -> nn.Module:
+def _adapted(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    found: nn.Module = get_peft_model(_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    found: Any = get_peft_model(_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     return found
 
 
@@ -145,6 +145,18 @@ def _nothing(model: nn.Module) -> None:
     del model
 
 
+def _late_adapters() -> nn.Module:
+    found: nn.Module = get_peft_model(_sharded(_model(), whole=True), LoraConfig(r=2, target_modules=["q_proj"]))
+    return found
+
+
+def _part_of_it() -> nn.Module:
+    """Return a model of which a part was prepared, but not what is called."""
+    found = _adapted()
+    DistributedDataParallel(found.base_model)
+    return found
+
+
 # Each loop: a model, and what the script does to its gradients before a step.
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
     "ddp": (lambda: DistributedDataParallel(_model()), _nothing),
@@ -153,6 +165,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = 
     "averaged by the script": (_model, _averaging),
     "not averaged": (_model, _nothing),
     "adapters not averaged": (_adapted, _nothing),
+    "adapters behind FSDP2": (_late_adapters, _nothing),
+    "another module wrapped": (_part_of_it, _nothing),
     "layers sharded alone": (lambda: _sharded(_model(), whole=False), _nothing),
     "weights of two seeds": (lambda: _model(dist.get_rank()), _averaging),
     "adapters of two seeds": (lambda: _adapted(dist.get_rank()), _averaging),
