@@ -159,10 +159,13 @@ class Part:
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
 
-        world, sequence = self.mesh.world, self.mesh.sequence
-        world.decided(decide)
-        if sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
-            world.decided(lambda: (self.weights.compare(model, sequence), "weights of the ranks"))
+        def compare() -> tuple[None, str]:
+            self.weights.compare(model, self.mesh.sequence)
+            return None, "weights of the ranks"
+
+        self.mesh.world.decided(decide)
+        if self.mesh.sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
+            self.mesh.world.decided(compare)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
         with noise_of_whole_sequences(model, self.cut):
             result = model(input_ids=self.input_ids, **(ours | inputs))

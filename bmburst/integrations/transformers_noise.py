@@ -42,7 +42,7 @@ def noise_of_whole_sequences(model: nn.Module, cut: SequenceShard) -> Iterator[N
             hooks[key] = neftune_post_forward_hook
 
 
-def _add_noise(cut: SequenceShard, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _add_noise(cut: SequenceShard, module: Any, inputs: Any, output: Tensor) -> Tensor:
     """Return this rank's embeddings `[batch, local_tokens, width]` with noise; a hook as transformers' own."""
     del inputs
     if not module.training:
@@ -50,5 +50,5 @@ def _add_noise(cut: SequenceShard, module: nn.Module, inputs: Any, output: Tenso
     batch, _, width = output.shape
     # Drawn whole, before any layer has kept its input, so that the noise is that of one process.
     whole = output.new_zeros(batch, cut.length, width)
-    largest = module.neftune_noise_alpha / torch.sqrt(torch.tensor(cut.length * width))
+    largest = float(module.neftune_noise_alpha / torch.sqrt(torch.tensor(cut.length * width)))
     return output + cut.take(whole.uniform_(-largest, largest))

@@ -1,11 +1,12 @@
 """What a Trainer cannot do exactly on split sequences is refused by name. docs/trainer.md's scripts show the rest."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -30,9 +31,13 @@ def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
     return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
-def _trainer(folder: Path, *, collator: Callable[..., Any] | None = None, args: Any = None, **options: Any) -> Trainer:
+def _trainer(
+    folder: Path, *, collator: Callable[..., Any] | None = None, args: Any = None, cp_size: int = 1, **options: Any
+) -> Trainer:
     register()
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
+    if cp_size > 1:  # transformers takes it only on as many processes
+        arguments.parallelism_config = ParallelismConfig(cp_size=cp_size)
     return SplitTrainer(
         split=SplitSequences(_mesh()),
         model=tiny.transformers_model(attention="bmburst", use_cache=False),
@@ -48,6 +53,7 @@ def _trainer(folder: Path, *, collator: Callable[..., Any] | None = None, args: 
     [
         ({"compute_metrics": dict}, "compute_metrics | logits | fix: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func | cross entropy | fix: leave it out"),
+        ({"cp_size": 2}, "parallelism_config | cp_size=2 | sp_size=1 | second time | allowed: 1 each | SplitSequences"),
         ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor | 0.1 | allowed: 0"),
         ({"args": {"train_sampling_strategy": "batch_rebalance"}}, "'batch_rebalance' | 'group_by_length' | fix: "),
     ],
@@ -71,6 +77,26 @@ def test_batches_without_labels(tmp_path: Path) -> None:
 
     with refused("SplitTrainer | labels | completion_mask, input_ids | fix: "):
         _trainer(tmp_path, collator=pairs, args={"remove_unused_columns": False}).train()
+
+
+@pytest.mark.parametrize("key", ["token_type_ids", "loss_weights", "completion_mask"])
+def test_keys_that_are_not_read(tmp_path: Path, key: str) -> None:
+    """They were dropped: a model or a loss that reads them would give another result."""
+
+    def more(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = DataCollatorWithFlattening()(rows)
+        return batch | {key: batch["input_ids"]}
+
+    trainer = _trainer(tmp_path, collator=more, eval_dataset=ROWS)
+    for run in (trainer.train, trainer.evaluate):
+        with refused(f"a batch has {key} | allowed: input_ids | fix: a collator without {key}"):
+            run()
+
+
+def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
+    found = trainer.evaluate()
+    assert math.isnan(found["eval_loss"]) and found["eval_batches_without_labels"] == 3
 
 
 class _Endless(IterableDataset[dict[str, Any]]):

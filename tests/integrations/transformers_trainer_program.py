@@ -74,14 +74,13 @@ def collator_of(name: str) -> Any:
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return a batch with two tokens of padding behind the longest sample, on the left of others."""
+    """Return a batch with padding before shorter samples, and two tokens of padding behind all."""
     most = max(len(sample["input_ids"]) for sample in samples)
-    ids = torch.tensor([[0] * (most - len(one["input_ids"])) + one["input_ids"] + [0, 0] for one in samples])
-    mask = torch.tensor(
-        [[0] * (most - len(one["input_ids"])) + [1] * len(one["input_ids"]) + [0, 0] for one in samples]
-    )
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    rows = [[0] * (most - len(one["input_ids"])) + one["input_ids"] + [0, 0] for one in samples]
+    ids = torch.tensor(rows)
+    mask = (ids != 0).long()
+    first = torch.nn.functional.pad(mask[:, :-1], (1, 0)) == 0  # no token of the sample predicts its first one
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | first, -100)}
 
 
 def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, Any]:
