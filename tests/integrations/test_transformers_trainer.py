@@ -14,7 +14,7 @@ from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
-from bmburst.integrations.transformers_trainer import SplitBatches, share_batches
+from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
 from tests.distributed.threads import run_ranks
 from tests.refusals import refusal_of, refused, says
@@ -31,13 +31,9 @@ def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
     return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
-def _trainer(
-    folder: Path, *, collator: Callable[..., Any] | None = None, args: Any = None, cp_size: int = 1, **options: Any
-) -> Trainer:
+def _trainer(folder: Path, *, collator: Callable[..., Any] | None = None, args: Any = None, **options: Any) -> Trainer:
     register()
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
-    if cp_size > 1:  # transformers takes it only on as many processes
-        arguments.parallelism_config = ParallelismConfig(cp_size=cp_size)
     return SplitTrainer(
         split=SplitSequences(_mesh()),
         model=tiny.transformers_model(attention="bmburst", use_cache=False),
@@ -53,7 +49,6 @@ def _trainer(
     [
         ({"compute_metrics": dict}, "compute_metrics | logits | fix: leave it out"),
         ({"compute_loss_func": max}, "compute_loss_func | cross entropy | fix: leave it out"),
-        ({"cp_size": 2}, "parallelism_config | cp_size=2 | sp_size=1 | second time | allowed: 1 each | SplitSequences"),
         ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor | 0.1 | allowed: 0"),
         ({"args": {"train_sampling_strategy": "batch_rebalance"}}, "'batch_rebalance' | 'group_by_length' | fix: "),
     ],
@@ -61,6 +56,14 @@ def _trainer(
 def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with refused(words):
         _trainer(tmp_path, **options)
+
+
+def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs accelerate refuses the setting itself, so it is set behind accelerate's check."""
+    trainer = _trainer(tmp_path)
+    monkeypatch.setattr(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2))
+    with refused("parallelism_config | cp_size=2 | sp_size=1 | second time | allowed: 1 each | SplitSequences"):
+        _require_plain(trainer)
 
 
 def test_predictions(tmp_path: Path) -> None:
