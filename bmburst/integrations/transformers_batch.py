@@ -282,9 +282,9 @@ def _of_sample(sample: int, hidden: Tensor, starts: Tensor, marks: Mapping[str, 
     edges = (0, *accumulate(lengths))
     are_padding = hidden[list(edges[:-1])].tolist()
     texts = [i for i, is_padding in enumerate(are_padding) if not is_padding]
-    numbers = [int(marks["attention_mask"][edges[i]]) for i in texts] if "attention_mask" in marks else []
-    broken = [i for i in range(1, len(lengths) - 1) if are_padding[i] and not _are_two(edges[i], edges[i + 1], marks)]
-    broken = [i for i in broken if texts[0] < i < texts[-1]]
+    between = [i for i in range(texts[0], texts[-1]) if are_padding[i]] if texts else []
+    broken = [i for i in between if not _are_two(edges[i], edges[i + 1], marks)]
+    numbers = marks["attention_mask"][[edges[i] for i in texts]].tolist() if "attention_mask" in marks else []
     if not texts or broken or len(set(numbers)) < len(numbers):
         where = "no token" if not texts else "padding between tokens" if broken else "a document in two places"
         raise UserError(

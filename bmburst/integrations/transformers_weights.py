@@ -61,9 +61,9 @@ class EqualWeights:
         if not names:
             seen.steps = STEPS
             return
-        mine = torch.cat(list(samples.values())).double()
+        mine = torch.cat([sample.to(comm.device, torch.float64) for sample in samples.values()])
         with comm.checking():
-            (gathered,) = comm.all_gather(mine.to(comm.device)).wait()
+            (gathered,) = comm.all_gather(mine).wait()
         values = gathered.cpu()
         before, seen.values = seen.values, values
         change = values if before is None else values - before
