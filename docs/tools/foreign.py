@@ -18,7 +18,8 @@ from bmburst.checkpoint.adapter import KEYS as ADAPTER
 from bmburst.data.messages import MESSAGE_KEYS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
-from bmburst.integrations.transformers_trainer import _TAKEN
+from bmburst.integrations.transformers_batch import BATCH_KEYS
+from bmburst.integrations.transformers_trainer import TRAINER_ARGUMENTS
 
 FOREIGN = "<!-- foreign settings -->"
 UNKNOWN = "unknown: refused"
@@ -95,6 +96,18 @@ def generate_arguments() -> set[str]:
     return {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
 
 
+def batch_keys() -> set[str]:
+    """Return the keys of the batches that collators of transformers and TRL make for causal LMs."""
+    from transformers import DataCollatorWithFlattening
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    samples = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "completion_mask": [0, 1, 1]} for _ in range(2)]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    collators = [packed, *(DataCollatorForLanguageModeling(0, padding_free=free) for free in (False, True))]
+    plain = [{name: values for name, values in sample.items() if name != "completion_mask"} for sample in samples]
+    return {key for collate in collators for key in collate(plain if collate is packed else samples)}
+
+
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
     """Return what is done with keys, beginning with a verb unless it has no effect."""
     return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
@@ -116,7 +129,8 @@ TABLES = (
     Table("generation_config.json", GENERATOR, generation_fields),
     Table("GenerationConfig of generate with a split cache", SPLIT_GENERATE, generation_fields),
     Table("Other arguments of generate with a split cache", SPLIT_ARGUMENTS, generate_arguments),
-    Table("Batches of a Trainer", dict.fromkeys(_TAKEN, "read")),
+    Table("Batches of transformers", BATCH_KEYS, batch_keys),
+    Table("Arguments of a Trainer that mean something else on split sequences", TRAINER_ARGUMENTS),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
 )
