@@ -6,11 +6,10 @@
 # make docs      the documentation site, in site/; make docs-serve shows it and builds it again at each change
 
 PYTHON ?= python3
-# Processes that run tests, each a file at a time; 0: this one. Many tests have several ranks themselves.
+# Processes that run tests; 0: this one. Many tests have several ranks themselves. One that has nothing left to do takes
+# tests of another: a fixture of a module is then made in both.
 WORKERS ?= 2
-# In the order of their names, a file whose tests start ranks more often runs beside one whose tests do not. xdist would
-# start files with few tests last, and these have the most ranks.
-SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := --numprocesses $(WORKERS) --dist worksteal
 VENV := .venv
 BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
