@@ -1,6 +1,7 @@
 # make install   .venv with the package and what its tests need
-# make test      the tests, in a quarter of an hour on two cores
-# make test-long those that take longer: more of the same cases, and installing a wheel
+# make test      the tests
+# make test-long those that take longer: all combinations of parameters, pages of the documentation, installing a wheel
+# make test-all  both at once, as CI runs them
 # make train     the main job: a small LLaMA on long sequences, ARGS="..." for its options
 # make check     ruff and mypy, as CI runs them
 # make docs      the documentation site, in site/; make docs-serve shows it and builds it again at each change
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
 MODEL_CENTER := model-center==1.0.2
 
-.PHONY: install test test-long train check docs docs-serve clean
+.PHONY: install test test-long test-all train check docs docs-serve clean
 
 install: $(VENV)/installed
 
@@ -33,14 +34,14 @@ $(VENV)/installed: setup.py constraints.txt Makefile
 	touch $@
 
 # Many tests start processes: compiled modules save each of them some tenths of a second.
-test test-long: export PYTHONDONTWRITEBYTECODE =
+test test-long test-all: export PYTHONDONTWRITEBYTECODE =
 
-test: install
+test test-long test-all: install
 	$(BIN)/python -m compileall -q -j 2 bmburst bmburst_ops model_center_ext benchmarks
-	$(BIN)/python -m pytest $(SPREAD) -m "not long" $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(WHICH) $(ARGS)
 
-test-long: install
-	$(BIN)/python -m pytest $(SPREAD) -m long $(ARGS)
+test: WHICH := -m "not long"
+test-long: WHICH := -m long
 
 train: install
 	$(BIN)/bmburst train $(ARGS)

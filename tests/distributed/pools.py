@@ -9,10 +9,12 @@ gets a new one; so does a failure, a time-out, and an environment other than tha
 
 import atexit
 import contextlib
+import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,8 +23,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 
 import torch
-import torch.multiprocessing as torch_mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from tqdm import tqdm
 
 from tests.distributed import leftovers
 from tests.distributed.forked import as_here, server
@@ -169,10 +171,18 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _CHANGES_ALWAYS}
 
 
+def _end_with_the_tests() -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    multiprocessing.connection.wait([tests.sentinel])
+    os._exit(1)
+
+
 def _serve(connection: Connection) -> None:
     """Run bodies until the other end closes, or until one leaves something behind."""
-    torch_mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # of the server, which ends with the process of the tests
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # seconds; otherwise the first bar starts a thread that stays
     beginning = leftovers.Beginning.now()
     while True:
         try:

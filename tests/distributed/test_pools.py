@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import bmburst
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
+from tests.runtime.launcher import assert_gone, wait_until
 
 STARTERS = pytest.mark.parametrize("start", [run_processes, run_program])
 
@@ -103,10 +104,6 @@ def _module():
     sys.modules["left_behind"] = types.ModuleType("left_behind")
 
 
-def _memory():
-    bmburst.errors.__doc__ = "left behind" * (3 << 28)
-
-
 LEAVING = [_dtype, _name, _method, _handler, _warning, _thread, _process, _module]
 
 
@@ -149,6 +146,36 @@ def _one_is_killed():
 def _one_is_late():
     if _rank() == 1:
         time.sleep(60)
+
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from tests.distributed.processes import run_processes
+from tests.distributed.test_pools import record_and_sleep
+if __name__ == "__main__":
+    run_processes(2, record_and_sleep, Path(sys.argv[1]))
+"""
+
+
+def record_and_sleep(folder):
+    new = folder / f"new-{_rank()}"
+    new.write_text(str(os.getpid()))
+    new.rename(folder / str(_rank()))
+    time.sleep(600)
+
+
+@pytest.mark.long  # imports what ranks need again
+def test_ranks_end_with_the_tests_that_are_killed(tmp_path):
+    (tmp_path / "tests.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    tests = subprocess.Popen([sys.executable, "-P", tmp_path / "tests.py", tmp_path], env=environment)
+    try:
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), 300)
+    finally:
+        tests.kill()
+        tests.wait()
+    assert_gone([int((tmp_path / str(rank)).read_text()) for rank in range(2)])
 
 
 @STARTERS
