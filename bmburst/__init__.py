@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from bmburst.schedule.documents import Documents, PrefixLM
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
     from bmburst.schedule.parallelism import MeshShape
+    from bmburst.schedule.tree import Tree
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
+    from bmburst.sequence.packed_tree import PackedTree, pack_tree
 
 __version__ = "0.1.0"
 
@@ -46,16 +48,19 @@ __all__ = [
     "MeshShape",
     "OpBurstAttn",
     "OpBurstAttnStrip",
+    "PackedTree",
     "PrefixLM",
     "SequenceShard",
     "ShardedBatch",
     "SlidingWindow",
+    "Tree",
     "UserError",
     "burst_attention",
     "burst_attn_func",
     "burst_attn_func_striped",
     "communicator",
     "empty_cache",
+    "pack_tree",
     "shard",
     "start",
     "unshard",
@@ -77,12 +82,15 @@ _HOMES = {
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
     "SlidingWindow": "schedule.mask",
+    "Tree": "schedule.tree",
     "UserError": "errors",
     "burst_attention": "attention.api",
     "burst_attn_func": "attention.api",
     "burst_attn_func_striped": "attention.api",
     "communicator": "comm.groups",
+    "PackedTree": "sequence.packed_tree",
     "empty_cache": "attention.api",
+    "pack_tree": "sequence.packed_tree",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",
