@@ -250,7 +250,8 @@ def _has_room(cuda: Any) -> bool:
 def _free_nbytes(cuda: Any) -> float:
     """Return how many bytes torch's allocator can still take: free memory, limited by the process's memory fraction."""
     free, total = cuda.mem_get_info()
-    return min(free, cuda.get_per_process_memory_fraction() * total - cuda.memory_reserved())
+    share: float = cuda.get_per_process_memory_fraction() * total - cuda.memory_reserved()
+    return min(float(free), share)
 
 
 def _record(cuda: Any, work: Callable[[], None], varying: int) -> tuple[Any, object]:
