@@ -79,7 +79,7 @@ def test_killed_at_any_point_and_resumed(folder):
     run, left = folder / "killed", None
     for moment, count, leaves in KILLS:
         with pytest.raises(ProcessExitedException, match="SIGKILL"):
-            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None)
+            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None, fresh=True)
         newest, left = checkpoint.newest_complete(run), leaves
         assert (newest and checkpoint.read_progress(newest).step) == left, (moment, count)
         # A line that was being written when the run died.

@@ -37,7 +37,7 @@ def trainer(folder, name, **changes):
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path):
-    run_program(2, _stopped, tmp_path)
+    run_program(2, _stopped, tmp_path, fresh=True)
     run = tmp_path / "stopped"
     assert [line["step"] for line in lines(tmp_path / "whole")] == [1, 2, 3, 4, 5, 6]
     assert numbers(run) == numbers(tmp_path / "whole")
