@@ -26,10 +26,11 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_forward
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import angle_tables, rotary_frequencies
+from bmburst.checkpoint.derived import EMBEDDING, HEAD
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.errors import UserError
-from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
+from bmburst.inference.weights import NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.tiles import Span, Tile, make_tiles

@@ -9,6 +9,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.session import GenerationBatch
 from tests.distributed.threads import run_ranks
 from tests.inference.models import FAMILIES, Greedy, after_a_turn, engine, greedy, logits, prompt
+from tests.pairs import pairwise
 
 UNEVEN = (13, 5, 1, 30)
 STEPS = 10
@@ -24,9 +25,7 @@ def answers(
     return torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1).tolist()
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "ranks", "cache"), pairwise(FAMILIES, [1, 2, 3, 4], ["auto", "tokens"]))
 def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, ranks: int, cache: str) -> None:
     prompts = [prompt(length) for length in UNEVEN]
     expected = [greedy(family, each, STEPS) for each in prompts]
@@ -34,10 +33,10 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
         assert found == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", ["llama", "llama-dynamic", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "ranks", "cache", "chunk"),
+    pairwise(["llama", "llama-dynamic", "mistral"], [1, 2, 3, 4], ["auto", "tokens"], [1, 7]),
+)
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]
     expected = [greedy(family, each, STEPS) for each in prompts]
@@ -62,9 +61,10 @@ def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts:
     return seen, text
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("family", "chunk"), [("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)])
+@pytest.mark.parametrize(
+    ("family", "chunk", "ranks", "cache"),
+    pairwise([("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)], [1, 2, 3, 4], ["auto", "tokens"]),
+)
 def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, ranks: int, cache: str) -> None:
     texts = [prompt(17), prompt(2, seed=1), prompt(1, seed=2), prompt(12, seed=3)]
     for seen, text in run_ranks(ranks, turns, family, cache, chunk, texts):
