@@ -58,7 +58,7 @@ def test_every_way_is_a_mesh_that_can_share_the_model(gpus, nodes, batch):
 @pytest.mark.parametrize(("sequence", "gpus"), [("131072", "8"), ("4M", "4")])
 def test_the_table_is_in_the_order_of_its_numbers(sequence, gpus, capsys):
     """At 128K tokens the second line was slower than the third; at 4M tokens some do not fit."""
-    assert main(["plan", "--model", "llama-3-8b", "--seq", sequence, "--gpus", gpus]) == 0
+    assert main(["plan", "--preset", "llama-3-8b", "--sequence-length", sequence, "--nproc", gpus]) == 0
     rows = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
     fitting = [row for row in rows if not row.endswith("does not fit")]
     others = rows[len(fitting) :]
