@@ -274,7 +274,8 @@ def test_the_answer_says_what_is_best(capsys, tmp_path):
     ("gpus", "nodes"), [(64, 8), *(pytest.param(gpus, gpus // 8, marks=pytest.mark.long) for gpus in (512, 4096))]
 )
 def test_many_gpus_are_answered(gpus, nodes, capsys):
-    words = f"--preset llama-3-8b --sequence-length 1M --nproc {gpus // nodes} --nodes {nodes} --batch-size 16 --json --ways 3"
+    words = f"--preset llama-3-8b --sequence-length 1M --nproc {gpus // nodes} --nodes {nodes}"
+    words += " --batch-size 16 --json --ways 3"
     assert plan(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["ways"]) == 3
