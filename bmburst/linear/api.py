@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import MaskOption, require_scale
+from bmburst.comm.transports import device_name
 from bmburst.errors import UserError, require_known
 from bmburst.linear.check import SequenceOptions, conv_call, require_shapes, scan_call
 from bmburst.linear.conv import SequenceConv
@@ -313,6 +314,7 @@ def _scanned(
     if torch.compiler.is_compiling():
         return _uncompiled(_scanned, named, initial_state, recurrence, options, group)
     comm = resolve_group(group)
+    device_name(comm)  # collective the first time for a group: no rank may raise alone before it
     call = comm.decided(lambda: scan_call(comm, recurrence(), named, options))
     out, final = SequenceScan.apply(call, initial_state, *named.values())  # type: ignore[no-untyped-call]
     return (out, final) if options.has_final else out

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from bmburst.attention.options import (
     require_own_memory,
 )
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
+from bmburst.comm.transports import device_name
 from bmburst.errors import UserError, require_known
 from bmburst.linear.call import ConvCall, ScanCall
 from bmburst.schedule.chain import Chain, make_chain
+from bmburst.schedule.cost import LinearCost
 from bmburst.schedule.documents import Documents
+from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.layout import LAYOUTS, make_layout, real_length
 from bmburst.schedule.mask import Causal, Mask, make_mask
 from bmburst_ops.bounded_cache import bounded_cache
@@ -171,7 +175,8 @@ def scan_call(
         kernel = select_kernel(options.kernel, recurrence, tensors)
     except KernelError as error:
         raise UserError(str(error)) from None
-    call = _scan_call(comm, chain, recurrence, kernel, options.has_initial)
+    hops = choose_hops(comm, chain, recurrence, tensors)
+    call = _scan_call(comm, chain, recurrence, kernel, hops, options.has_initial)
     return call, _signature(f"recurrence {recurrence.kind}", comm, inputs, f"{recurrence}\n{options}")
 
 
@@ -189,11 +194,33 @@ def conv_call(
     return call, _signature("causal convolution", comm, inputs, f"activation {activation}\n{options}")
 
 
+def choose_hops(comm: CheckedCommunicator, chain: Chain, recurrence: Recurrence, inputs: tuple[Tensor, ...]) -> int:
+    """Return 1 or 2, whichever exchange of summaries is faster; see `bmburst.linear.fold`.
+
+    Args:
+        comm: The group.
+        chain: The links.
+        recurrence: The recurrence.
+        inputs: Its inputs, `[batch, local_tokens, ...]`.
+    """
+    if not chain.exchanges:
+        return 1
+    flat, itemsize = tuple(t[0] for t in inputs), recurrence.state_dtype(inputs).itemsize
+    cost = LinearCost(
+        size=comm.size,
+        links=chain.slots * len(chain.starts),
+        transition=itemsize * prod(recurrence.transition_shape(flat)),
+        state=itemsize * prod(recurrence.state_shape(flat)),
+        samples=len(chain.starts) * chain.has_final,
+    )
+    return cost.hops(hardware_like(device_name(comm)))
+
+
 @bounded_cache(maxsize=64)
 def _scan_call(
-    comm: CheckedCommunicator, chain: Chain, recurrence: Recurrence, kernel: LinearKernel, has_initial: bool
+    comm: CheckedCommunicator, chain: Chain, recurrence: Recurrence, kernel: LinearKernel, hops: int, has_initial: bool
 ) -> ScanCall:
-    return ScanCall(comm=comm, chain=chain, recurrence=recurrence, kernel=kernel, has_initial=has_initial, hops=1)
+    return ScanCall(comm=comm, chain=chain, recurrence=recurrence, kernel=kernel, hops=hops, has_initial=has_initial)
 
 
 @bounded_cache(maxsize=64)

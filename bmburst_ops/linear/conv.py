@@ -35,6 +35,7 @@ def causal_conv(
     for number, edge in enumerate(pieces.edges[:-1]):
         begin = edge + before * number
         out = found[begin : begin + pieces.edges[number + 1] - edge]
-        outs.append(torch.zeros_like(out) if number in pieces.padding else out)
+        # Zeros that are still part of the graph, also where all is padding.
+        outs.append(functional.pad(out[:0], (0, 0, 0, len(out))) if number in pieces.padding else out)
     out = torch.cat(outs)
     return (out if activation is None else functional.silu(out)).to(x.dtype)
