@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -39,7 +40,8 @@ SIZES = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_intermediate_size"), 16),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
-    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim"), 8),
+    "qk_rope_head_dim": 4,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -49,7 +51,40 @@ SIZES = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
     "rotary_dim": 4,
     "eos_token_id": 1,
+    # Recurrent layers: value heads share keys where a family can.
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "num_mem_blocks"), 1),
+    **dict.fromkeys(("mamba_expand", "expand", "linear_num_key_heads", "n_mamba_heads"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "adapter_rank"), 4),
+    "mamba_d_ssm": 64,
+    "block_size": 8,
+    "lru_width": 32,
 }
+_LINEAR = ("linear_attention", "full_attention")
+# What the names above do not say, by type: one layer of each kind, and sizes that depend on others.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax"), {"layer_types": [*_LINEAR]}),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "bailing_hybrid": {"layer_types": [*_LINEAR], "head_dim": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": [*_LINEAR], "shared_intermediate_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": {"layer_types": [*_LINEAR], "qk_head_dim": 12},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "olmo_hybrid": {"layer_types": [*_LINEAR], "linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
+    **dict.fromkeys(("deepseek_v3", "axk1", "youtu"), {"head_dim": 4}),
+    "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
+    "longcat_flash": {"head_dim": 4, "num_layers": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 1},
+}
+SLOW = 0.05  # the decay A of recurrent layers: with faster ones a lost state would not show
 
 
 def main() -> int:
@@ -188,8 +223,12 @@ def _model(name: str, attention: str) -> Any:
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # the type has no default theta
     values = getattr(default, "layer_types", None)
-    if values is not None and not isinstance(getattr(type(default), "layer_types", None), property):
+    stored = getattr(type(default), "attribute_map", {}).get("layer_types", "layer_types")
+    if values is not None and not isinstance(getattr(type(default), stored, None), property):
         own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds of layers, if there are two
+    if getattr(default, "kv_lora_rank", None):
+        own["num_key_value_heads"] = own["num_attention_heads"]  # latent attention expands keys to all heads
+    own |= OWN.get(name, {})
     config = AutoConfig.for_model(name, **own)
     # The fused products of experts do not support fp64.
     kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
@@ -203,6 +242,8 @@ def _model(name: str, attention: str) -> Any:
         for key, parameter in model.named_parameters():
             is_norm = "norm" in key or "ln_" in key
             parameter.normal_(float(is_norm and not key.endswith("bias")), 0.2, generator=generator)
+            if key.endswith("A_log"):
+                parameter.fill_(math.log(SLOW))
     return model
 
 

@@ -20,6 +20,7 @@ from bmburst.errors import UserError
 from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_models import require_rows, require_splittable
+from bmburst.integrations.transformers_recurrent import refuse_states
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.tiles import Span
@@ -232,6 +233,7 @@ class SplitCache(Cache):  # type: ignore[misc]
 
         def decide() -> tuple[None, str]:
             require_splittable(model, part.ends)
+            refuse_states(model)
             require_rows(model, part.largest)
             return None, "SplitCache.prefill"
 
@@ -332,6 +334,7 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
+    refuse_states(model)
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
     require_rows(model, int(input_ids.max()))

@@ -14,12 +14,11 @@ LINEAR, CONV = "gated_delta", "conv"
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (LINEAR, {"layout": "striped"}, "'striped' | different ranks | fix: layout='zigzag'"),
         (LINEAR, {"layout": "zag"}, "unknown layout 'zag' | zigzag"),
-        (LINEAR, {"mask": "full"}, "mask full | 'causal' | bmburst.Documents | fix: "),
+        (LINEAR, {"mask": "full"}, "mask 'full' | 'causal' | bmburst.Documents | fix: "),
         (LINEAR, {"mask": bmburst.SlidingWindow(3)}, "recurrent layer | mask | allowed: 'causal'"),
         (LINEAR, {"mask": bmburst.Documents((3, 3), causal=False)}, "recurrent layer | allowed: 'causal'"),
-        (LINEAR, {"mask": bmburst.Documents((3, 4))}, "made for 7 tokens"),
+        (LINEAR, {"mask": bmburst.Documents((3, 2)), "length": 6}, "made for 5 tokens"),
         (LINEAR, {"mask": ("causal",) * 3}, "3 masks | batch of 2"),
         (LINEAR, {"length": 7}, "length is 7 | 1 to 6"),
         (LINEAR, {"kind": "gdn"}, "unknown kind 'gdn' | gated_delta"),
