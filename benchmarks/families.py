@@ -76,12 +76,12 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
     "olmo_hybrid": {"layer_types": [*_LINEAR], "linear_num_key_heads": 4, "linear_value_head_dim": 16},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
     **dict.fromkeys(("deepseek_v3", "axk1", "youtu"), {"head_dim": 4}),
     "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
     "longcat_flash": {"head_dim": 4, "num_layers": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 1},
 }
 SLOW = 0.05  # the decay A of recurrent layers: with faster ones a lost state would not show

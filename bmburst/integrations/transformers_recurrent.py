@@ -329,6 +329,33 @@ def _lightning(
     return self.out_proj(out), None
 
 
+def _griffin(
+    self: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: None = None,
+    use_cache: bool = False,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The forward function of RecurrentGemma's recurrent block, whose own loops over tokens."""
+    del attention_mask
+    require_known_arguments(asked | {"use_cache": use_cache})
+    scope = _scope.get()
+    assert scope is not None
+    options = scope.options()
+
+    def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object) -> tuple[Any, None]:
+        return burst_scan(recurrent_gate * ~reset, hidden_states, **options), None
+
+    mixed = burst_causal_conv(self.linear_x(input_states), self.conv_1d.weight[:, 0], self.conv_1d.bias, **options)
+    self.rg_lru._rnn_scan = scan
+    try:
+        found = self.rg_lru(mixed, position_ids)
+    finally:
+        del self.rg_lru._rnn_scan
+    return self.linear_out(found * self.act_fn(self.linear_y(input_states))), None
+
+
 _OURS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _conv,
@@ -376,6 +403,7 @@ _FORWARD = frozenset(
         ("self", "hidden_states", "cache_params", "attention_mask", "kwargs"),
         ("self", "hidden_states", "past_key_values", "attention_mask", "kwargs"),
         ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        ("self", "input_states", "position_ids", "attention_mask", "use_cache", "kwargs"),
     }
 )
 """The parameters of the mixers' forward functions."""
@@ -412,6 +440,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         _module("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
         _module("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
         _module("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
+        _module("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
         _module("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
         _module("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
     }
