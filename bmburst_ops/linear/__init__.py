@@ -2,15 +2,18 @@
 
 - `kernel.py`: the kinds of recurrences, and the interface of kernels
 - `reference.py`: their definition in plain torch, for any device and dtype
+- `fla.py`: kernels of the package fla-core, for GPUs
 - `conv.py`: the causal convolution
 """
 
 from bmburst_ops.errors import KernelError, unknown_kernel
+from bmburst_ops.linear.fla import FlaKernel
 from bmburst_ops.linear.kernel import Inputs, LinearKernel, Pieces, PreparedScan, Recurrence
 from bmburst_ops.linear.reference import ReferenceKernel
 
 __all__ = [
     "KERNELS",
+    "FlaKernel",
     "Inputs",
     "LinearKernel",
     "Pieces",
@@ -20,7 +23,7 @@ __all__ = [
     "select_kernel",
 ]
 
-KERNELS: tuple[LinearKernel, ...] = (ReferenceKernel(),)
+KERNELS: tuple[LinearKernel, ...] = (FlaKernel(), ReferenceKernel())
 """All kernels, the fastest first."""
 
 
