@@ -157,7 +157,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
 
     ids = torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     try:
-        whole = _model(name, "eager")
+        whole = tiny_model(name, "eager")
         logits = whole(ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -167,7 +167,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
         return "not made", _cell_text(error)
     try:
         with contextlib.redirect_stdout(None):
-            model = _model(name, "bmburst")
+            model = tiny_model(name, "bmburst")
             part = split.part(ids)
             with torch.no_grad():
                 our_logits = part.logits(model)
@@ -209,7 +209,7 @@ def _distance(found: Any, wanted: Any) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _model(name: str, attention: str) -> Any:
+def tiny_model(name: str, attention: str) -> Any:
     """Return a tiny model of a type in fp64 with seeded random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -38,7 +38,7 @@ class SequenceOptions:
     """How a sequence is split, and what comes before and after it.
 
     Attributes:
-        length: Real tokens of the whole sequence; None: those that the mask is made for, else all.
+        length: Real tokens of the whole sequence; None: those that each mask is made for, else all.
         mask: "causal", `Causal` or `Documents`; or one for each sample.
         layout: Which global positions the local tokens have.
         kernel: The kernel's name; not used by convolutions.
@@ -62,15 +62,16 @@ class SequenceOptions:
         require_flag("final_state", self.has_final)
         require_known("layout", self.layout, LAYOUTS)
         masks = self._masks(batch)
-        made_for = next((mask.length for mask in masks if mask.length is not None), None)
-        length = real_length(size, tokens, made_for if self.length is None else self.length)
-        for mask in masks:
+        lengths = tuple(
+            real_length(size, tokens, mask.length if self.length is None else self.length) for mask in masks
+        )
+        for mask, length in zip(masks, lengths, strict=True):
             mask.require(length)
         if self.layout == "balanced" and size > 1 and len(set(masks)) > 1:
             raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
-        layout = make_layout(self.layout, size, tokens, masks[0], length)
+        layout = make_layout(self.layout, size, tokens, masks[0], lengths[0])
         starts = tuple(mask.starts for mask in masks)
-        return make_chain(layout, length, starts, has_initial=self.has_initial, has_final=self.has_final)
+        return make_chain(layout, lengths, starts, has_initial=self.has_initial, has_final=self.has_final)
 
     def _masks(self, batch: int) -> tuple[Mask, ...]:
         """Return the mask of each sample."""

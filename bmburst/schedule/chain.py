@@ -8,6 +8,7 @@ A link is a run of consecutive tokens on one rank. In global order, with M and U
 So a rank sends one summary (M, U) for each of its links, whatever its number of tokens.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -66,16 +67,16 @@ class Chain:
     Attributes:
         size: Ranks.
         tokens: Local tokens of a rank, padding included.
-        length: Real tokens of a sequence.
+        lengths: Real tokens of each sample.
         links: All links in global order, the same for every sample.
-        starts: For each sample the first positions of its documents, ascending. Without position 0, the first document
-            continues an initial state.
+        starts: For each sample the first positions of its documents, ascending, and of padding that other samples do
+            not have. Without position 0, the first document continues an initial state.
         has_final: Whether the state after the last token is used.
     """
 
     size: int
     tokens: int
-    length: int
+    lengths: tuple[int, ...]
     links: tuple[Link, ...]
     starts: tuple[tuple[int, ...], ...]
     has_final: bool
@@ -88,8 +89,10 @@ class Chain:
     @cached_property
     def continues(self) -> tuple[tuple[bool, ...], ...]:
         """For each link and sample: whether the first token of the link continues a document."""
-        found = [set(starts) for starts in self.starts]
-        return tuple(tuple(link.start not in starts for starts in found) for link in self.links)
+        found = [(set(starts), length) for starts, length in zip(self.starts, self.lengths, strict=True)]
+        return tuple(
+            tuple(link.start not in starts and link.start < length for starts, length in found) for link in self.links
+        )
 
     @cached_property
     def through(self) -> tuple[tuple[bool, ...], ...]:
@@ -132,8 +135,8 @@ class Chain:
             for first, last in pairwise(cuts):
                 waits = first == link.start and self.continues[number][sample]
                 exports = last == stop and self.exports(number, sample)
-                offset = link.offset + first - link.start
-                found.append(Piece(sample, offset, last - first, number, waits, exports))
+                offset, is_real = link.offset + first - link.start, first < self.lengths[sample]
+                found.append(Piece(sample, offset, last - first, number if is_real else -1, waits, exports))
             end = link.offset + link.tokens
         if end < self.tokens:
             found.append(Piece(sample, end, self.tokens - end, -1, False, False))
@@ -146,62 +149,72 @@ class Chain:
         are numbered in this order. Then follow the initial tokens, `[samples, width]`. -1 is a token before the start
         of its document.
         """
-        samples = len(self.starts)
-        tails = self.size * self.slots * samples * width
-        found = np.full((len(self.links), samples, width), -1, np.int64)
-        owners = np.concatenate([np.full(link.tokens, number) for number, link in enumerate(self.links)])
+        found = np.full((len(self.links), len(self.starts), width), -1, np.int64)
         for number, link in enumerate(self.links):
-            for sample, starts in enumerate(self.starts):
-                if not self.continues[number][sample]:
-                    continue
-                begin = max((start for start in starts if start < link.start), default=-width)
-                for i, position in enumerate(range(link.start - width, link.start)):
-                    if position < begin:
-                        continue
-                    if position < 0:
-                        found[number, sample, i] = tails + sample * width + width + position
-                        continue
-                    found[number, sample, i] = self._tail(self.links[owners[position]], sample, position, width)
+            for sample in range(len(self.starts)):
+                if self.continues[number][sample]:
+                    found[number, sample] = self._places_before(link.start, sample, width)
         return found
 
     def final_halo(self, width: int) -> IntArray:
         """Return where the last `width` tokens of each sample are, `[samples, width]`; numbers are those of `halos`."""
-        after = Link(0, 0, 0, self.length, 0)
-        whole = Chain(self.size, self.tokens, self.length, (*self.links, after), self.starts, has_final=True)
-        return whole.halos(width)[-1]
+        found = [self._places_before(length, sample, width) for sample, length in enumerate(self.lengths)]
+        return np.array(found, np.int64).reshape(len(self.lengths), width)
 
-    def _tail(self, link: Link, sample: int, position: int, width: int) -> int:
-        """Return the number of a position among the tails."""
+    def _places_before(self, end: int, sample: int, width: int) -> list[int]:
+        """Return where the `width` tokens before a position are, of the document that has the last one of them."""
+        begin = max((start for start in self.starts[sample] if start < end), default=-width)
+        return [self._place(position, sample, width) if position >= begin else -1 for position in range(end - width, end)]
+
+    def _place(self, position: int, sample: int, width: int) -> int:
+        """Return the number of a position among tails and initial tokens."""
+        samples = len(self.starts)
+        if position < 0:
+            return (self.size * self.slots * samples + sample + 1) * width + position
+        link = self.links[bisect_right(self.links, position, key=_start) - 1]
         behind = link.start + link.tokens - position  # 1 for the last token
-        slot = link.rank * self.slots + link.slot
-        return (slot * len(self.starts) + sample) * width + width - behind
+        return ((link.rank * self.slots + link.slot) * samples + sample + 1) * width - behind
 
 
 @bounded_cache(maxsize=64)
 def make_chain(
-    layout: Layout, length: int, starts: tuple[tuple[int, ...], ...], *, has_initial: bool, has_final: bool
+    layout: Layout,
+    lengths: tuple[int, ...],
+    starts: tuple[tuple[int, ...], ...],
+    *,
+    has_initial: bool,
+    has_final: bool,
 ) -> Chain:
     """Return the chain of a batch.
 
     Args:
         layout: Which rank holds which tokens.
-        length: Real tokens of a sequence.
+        lengths: Real tokens of each sample.
         starts: For each sample the first positions of its documents; empty: one document.
         has_initial: Whether the first document of each sample continues an initial state.
         has_final: Whether the state after the last token is used.
 
     Raises:
-        UserError: Neighbouring tokens are on different ranks.
+        UserError: Neighbouring tokens are on different ranks, or a final state is used of samples of several lengths.
     """
+    if has_final and len(set(lengths)) > 1:
+        raise UserError(
+            f"final states are those after the same token of each sample, got samples of {min(lengths)} to "
+            f"{max(lengths)} tokens\nfix: one call for each length"
+        )
     if any(run.stride != 1 for rank in range(layout.size) for run in layout.runs(rank)):
         raise UserError(
             f"layout '{layout.name}' puts neighbouring tokens on different ranks, but a recurrent layer passes its "
             "state from token to token\nallowed: zigzag, contiguous, balanced\nfix: layout='zigzag'"
         )
-    links = sorted((link for rank in range(layout.size) for link in _links(layout, rank, length)), key=_start)
+    longest = max(lengths)
+    links = sorted((link for rank in range(layout.size) for link in _links(layout, rank, longest)), key=_start)
     begin: set[int] = set() if has_initial else {0}
-    cut = tuple(tuple(sorted(set(first) - {0} | begin)) for first in starts)
-    return Chain(layout.size, layout.tokens, length, tuple(links), cut, has_final)
+    cut = tuple(
+        tuple(sorted(set(first) - {0} | begin | ({length} if length < longest else set())))
+        for first, length in zip(starts, lengths, strict=True)
+    )
+    return Chain(layout.size, layout.tokens, lengths, tuple(links), cut, has_final)
 
 
 def _start(link: Link) -> int:

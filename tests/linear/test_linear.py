@@ -1,11 +1,16 @@
 """Recurrent layers on a split sequence give what one device gives for each document alone, forward and backward."""
 
+from functools import cached_property
+
 import pytest
 
 from bmburst.linear import check
+from bmburst.schedule.chain import Chain, make_chain
+from bmburst_ops.linear import Recurrence
 from tests.distributed.threads import run_ranks
 from tests.linear.split import KINDS, compare
 
+halos = Chain.halos
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 # Documents of one token, one over three ranks, one that ends where a run ends; runs shorter than the convolution.
 BATCHES = {
@@ -54,3 +59,31 @@ def test_a_rank_without_a_real_token():
     """Seven tokens on five ranks in zigzag: chunks of one token, and ranks of padding alone in contiguous order."""
     for layout in ("zigzag", "contiguous"):
         run_ranks(5, lambda comm, layout=layout: [compare(comm, kind, ((6,),), layout) for kind in KINDS])
+
+
+def _leaking(chain):
+    """Return the flags of links as if the sequence were one document."""
+    return tuple(tuple(bool(link.start) or not starts for starts in chain.starts) for link in chain.links)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Recurrence, "act", lambda self, transition, state: 0 * state),
+        (Recurrence, "act_transposed", lambda self, transition, state: 0 * state),
+        (Recurrence, "act_transposed", Recurrence.act),
+        (Chain, "continues", cached_property(_leaking)),
+        (Chain, "halos", lambda self, width: 0 * halos(self, width)),
+    ],
+    ids=["M is lost", "M is lost in backward", "M is not transposed", "documents leak", "halos are others"],
+)
+def test_mistakes_are_seen(monkeypatch, owner, name, broken):
+    """Each typical mistake makes the comparisons above fail."""
+    make_chain.cache_clear()  # chains keep their flags
+    monkeypatch.setattr(owner, name, broken)
+    if isinstance(broken, cached_property):
+        broken.__set_name__(owner, name)
+    kind = "conv" if name == "halos" else "gated_delta"
+    with pytest.raises(AssertionError):
+        run_ranks(3, products, ("zigzag",), ("one" if name.startswith("act") else "documents",), (kind,))
+    make_chain.cache_clear()

@@ -8,7 +8,6 @@ from bmburst.schedule.cost import LinearCost
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.layout import make_layout, padded_layout
-from bmburst.schedule.mask import Causal
 from tests.refusals import refused
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
@@ -30,10 +29,12 @@ def positions(layout, rank):
 
 
 def check(name, size, length, seed, has_initial, has_final):
-    starts = (documents(length, seed), documents(length, seed + 1))
-    masks = [Documents(np.diff([*each, length]).tolist()) for each in starts]
+    """The second sample is shorter where no final state is used."""
+    lengths = (length, length if has_final else max(1, length - seed - 1))
+    starts = (documents(length, seed), documents(lengths[1], seed + 1))
+    masks = [Documents(np.diff([*each, length]).tolist()) for each in starts[:1]]
     layout = padded_layout(name, size, length, masks[0])
-    chain = make_chain(layout, length, starts, has_initial=has_initial, has_final=has_final)
+    chain = make_chain(layout, lengths, starts, has_initial=has_initial, has_final=has_final)
     document = [np.searchsorted(each, np.arange(length), side="right") for each in starts]
     states = {}  # piece that holds a token
     for rank in range(size):
@@ -42,7 +43,8 @@ def check(name, size, length, seed, has_initial, has_final):
             assert (piece.sample * layout.tokens + piece.offset, piece.tokens > 0) == (end, True)
             end += piece.tokens
             of_piece = here[piece.offset : piece.offset + piece.tokens]
-            assert ((of_piece < length) == (piece.link >= 0)).all()
+            assert ((of_piece < lengths[piece.sample]) == (piece.link >= 0)).all()
+            assert piece.link >= 0 or not (piece.waits or piece.exports)
             if piece.link < 0:
                 continue
             assert len(set(document[piece.sample][of_piece])) == 1 and (np.diff(of_piece) == 1).all()
@@ -50,7 +52,7 @@ def check(name, size, length, seed, has_initial, has_final):
                 states[piece.sample, position] = rank, number, piece
         assert end == 2 * layout.tokens
     for sample in range(2):
-        for position in range(length):
+        for position in range(lengths[sample]):
             _, _, piece = states[sample, position]
             before, after = states.get((sample, position - 1)), states.get((sample, position + 1))
             begins = position in starts[sample] and not (position == 0 and has_initial)
@@ -65,12 +67,13 @@ def check(name, size, length, seed, has_initial, has_final):
     for k, link in enumerate(chain.links):
         inside = set(range(link.start, link.start + link.tokens))
         for sample in range(2):
-            begin = {each for each in starts[sample] if not (each == 0 and has_initial)}
-            assert chain.through[k][sample] == (not inside & begin)
-    check_halos(chain, starts, has_initial, length)
+            begin = {each for each in starts[sample] if not (each == 0 and has_initial)} | {lengths[sample]}
+            if chain.continues[k][sample]:
+                assert chain.through[k][sample] == (not inside & begin)
+    check_halos(chain, starts, has_initial, lengths)
 
 
-def check_halos(chain, starts, has_initial, length, width=3):
+def check_halos(chain, starts, has_initial, lengths, width=3):
     """The rows that halos name hold the tokens just before a link, of the same document."""
     rows = np.full((chain.size, chain.slots, 2, width), -1)
     for link in chain.links:
@@ -79,10 +82,13 @@ def check_halos(chain, starts, has_initial, length, width=3):
         rows[link.rank, link.slot, :, width - have :] = np.arange(stop - have, stop)
     initial = np.tile(np.arange(-width, 0) - 100, (2, 1)) if has_initial else np.empty((0,))
     values = np.concatenate([rows.reshape(-1), initial.reshape(-1), [-1]])
-    for places, ends in ((chain.halos(width), [link.start for link in chain.links]), (chain.final_halo(width), [length])):
+    ends = [link.start for link in chain.links]
+    for places, ends in ((chain.halos(width), ends), *(((chain.final_halo(width), lengths[:1]),) * chain.has_final)):
         for each, end in zip(places.reshape(-1, 2, width), ends, strict=True):
             for sample in range(2):
                 begin = max((s for s in starts[sample] if s < end and (s or not has_initial)), default=-width)
+                if end >= lengths[sample] and not chain.has_final:
+                    begin = end
                 if end in starts[sample] and not (end == 0 and has_initial):
                     begin = end
                 wanted = [p if p >= begin else -1 for p in range(end - width, end)]
@@ -109,17 +115,18 @@ def test_all_lengths(name, size):
 
 def test_runs_that_follow_each_other_are_one_link():
     """A zigzag's last rank has the two chunks in the middle."""
-    chain = make_chain(make_layout("zigzag", 2, 8), 16, ((),), has_initial=False, has_final=False)
+    chain = make_chain(make_layout("zigzag", 2, 8), (16,), ((),), has_initial=False, has_final=False)
     assert [(link.rank, link.start, link.tokens) for link in chain.links] == [(0, 0, 4), (1, 4, 8), (0, 12, 4)]
     assert chain.exchanges and chain.passes
-    alone = make_chain(make_layout("zigzag", 2, 8), 16, ((0, 4, 12),), has_initial=True, has_final=False)
+    alone = make_chain(make_layout("zigzag", 2, 8), (16,), ((0, 4, 12),), has_initial=True, has_final=False)
     assert not alone.exchanges
 
 
 def test_striped_is_refused():
     with refused("layout 'striped' | different ranks | zigzag, contiguous, balanced | fix: layout='zigzag'"):
-        make_chain(make_layout("striped", 2, 4), 8, ((),), has_initial=False, has_final=False)
-    assert Causal().starts == ()
+        make_chain(make_layout("striped", 2, 4), (8,), ((),), has_initial=False, has_final=False)
+    with refused("final states | samples of 7 to 8 tokens"):
+        make_chain(make_layout("zigzag", 2, 4), (8, 7), ((), ()), has_initial=False, has_final=True)
 
 
 def test_many_ranks_fold_heads_and_few_gather():
