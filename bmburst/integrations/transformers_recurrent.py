@@ -23,6 +23,7 @@ from functools import partial, wraps
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,6 +31,7 @@ from torch.nn import functional
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
+from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal
 
 __all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "require_layout", "unread"]
@@ -70,6 +72,14 @@ class _Scope:
         documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
         length = None if mask.documents else mask.length  # documents include their length
         return {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+
+    def begins(self) -> Tensor:
+        """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
+        mask = self.mask
+        runs = make_layout(mask.options.layout, mask.comm.size, mask.shape[-1]).runs(mask.comm.rank)
+        positions = np.concatenate([run.start + np.arange(run.tokens) for run in runs])
+        starts = [documents.starts for documents in mask.documents] or [(0,)]
+        return torch.from_numpy(np.stack([np.isin(positions, each) for each in starts])).to(mask.comm.device)
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
@@ -339,6 +349,7 @@ def _griffin(
 ) -> tuple[Tensor, None]:
     """The forward function of RecurrentGemma's recurrent block, whose own loops over tokens."""
     del attention_mask
+    del position_ids  # its reset at position 0 would miss a document behind padding
     require_known_arguments(asked | {"use_cache": use_cache})
     scope = _scope.get()
     assert scope is not None
@@ -350,7 +361,7 @@ def _griffin(
     mixed = burst_causal_conv(self.linear_x(input_states), self.conv_1d.weight[:, 0], self.conv_1d.bias, **options)
     self.rg_lru._rnn_scan = scan
     try:
-        found = self.rg_lru(mixed, position_ids)
+        found = self.rg_lru(mixed, (~scope.begins()).long())
     finally:
         del self.rg_lru._rnn_scan
     return self.linear_out(found * self.act_fn(self.linear_y(input_states))), None
