@@ -5,15 +5,17 @@ are normalized in the kernel. A row compares, in turns on the same GPUs:
 
 - ours: the operator over all ranks, on the sequence of ranks * tokens;
 - one GPU: fla's kernel alone on one rank's tokens (the same work a GPU, without ranks), each rank for itself;
-- fla CP: fla's own context parallelism on the same sequence, for the kinds that have it.
+- fla CP: with `--peers`, fla's own context parallelism on the same sequence, for the kinds that have it. It tunes
+  further kernels, which takes minutes.
 
 The ratio is the time of one GPU divided by that of the ranks; 1 is ideal. Times are medians of the slowest rank, of the
 forward pass with autograd and of both passes. Decays are "usual" (`logsigmoid` of a normal number, as fla's benchmarks),
 "slow" (uniform in -0.1 to 0) or "none" (0). `first` is the time of the first forward and backward of the process, with
-compilation and tuning. `--check` compares results of a short sequence with the definition in fp64 instead.
+compilation and tuning. Each row is also written when it is measured. `--check` compares results of a short sequence with the definition in fp64 instead.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,14 +28,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.engine.machine import RankGroup, publish, start_ranks
-from benchmarks.engine.timing import Times, in_turns, quotient
+from benchmarks.engine.timing import Times, in_turns, once, quotient
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
 from bmburst.sequence import shard, unshard
 
 HEADS, DIM, TOKENS = 32, 128, (16_384, 65_536)
 GATES = ("usual", "slow", "none")
-REPEATS, SECONDS = 10, 20.0
+REPEATS, SECONDS = 10, 5.0
 NAMES = ("q", "k", "v", "g", "beta")
 
 
@@ -47,12 +49,18 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=HEADS, help=f"default: {HEADS}")
     parser.add_argument("--dim", type=int, default=DIM, help=f"of keys and values (default: {DIM})")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"measured rounds (default: {REPEATS})")
-    parser.add_argument("--no-peer", action="store_true", help="leave out fla's context parallelism")
+    parser.add_argument("--kernel", default="auto", help="ours (default: auto)")
+    parser.add_argument("--peers", action="store_true", help="fla's context parallelism too")
     parser.add_argument("--check", action="store_true", help="compare with the definition in fp64")
     parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
     options = parser.parse_args()
     group = RankGroup.world(start_ranks())
-    rows = list((_checked if options.check else _measured)(options, group))
+    rows = []
+    for row in (_checked if options.check else _measured)(options, group):
+        rows.append(row)
+        if group.rank == 0:
+            sys.stderr.write(f"{json.dumps(row)}\n")
+            sys.stderr.flush()
     if group.rank == 0:
         text = table(rows)
         publish(options.output, "benchmarks.linear", text, group.size, rows=rows)
@@ -139,11 +147,11 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                 for layout in options.layouts:
                     calls = {
                         "ours": lambda k=kind, m=mine, lay=layout: burst_linear_attention(
-                            *m, kind=k, layout=lay, group=comm
+                            *m, kind=k, layout=lay, group=comm, kernel=options.kernel
                         ),
                         "one GPU": lambda m=mine, t=theirs: _fla(t, m),
                     }
-                    if not options.no_peer and kind != "decay" and group.size > 1:
+                    if options.peers and kind != "decay" and group.size > 1:
                         context = _context(tokens * group.size, layout, group)
                         calls["fla CP"] = lambda m=mine, t=theirs, c=context: _fla(t, m, cp_context=c)
                     row = {"kind": kind, "tokens a rank": tokens, "ranks": group.size, "gates": gates, "layout": layout}
@@ -174,11 +182,7 @@ def _compared(
     def both(call: Callable[[], Any]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(), inputs, grad)
 
-    begun = time.perf_counter()
-    both(calls["ours"])()
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
-    found: dict[str, Any] = {"first s": time.perf_counter() - begun}
+    found: dict[str, Any] = {"first s": once(both(calls["ours"]), group) / 1e3}
     for name, make in (("forward", lambda call: call), ("both", both)):
         times = in_turns(*map(make, calls.values()), group=group, repeats=repeats, seconds=SECONDS)
         by_name = dict(zip(calls, times, strict=True))

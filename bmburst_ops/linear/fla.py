@@ -4,8 +4,8 @@ Its functions take flat batches of pieces with a state each (`cu_seqlens`, `init
 one call: values `[v, 0]` of value_dim + key_dim columns from the state `[0, I]` end in `[U, M]`, because every column of
 a state evolves alone.
 
-fla tunes its kernels when they first run. With all its choices this takes minutes, so each kernel gets the two choices
-nearest to what is usual (`few_choices`). FLA_CACHE_MODE, fla's own setting, or BMBURST_FLA_TUNING=all leaves them as they
+fla tunes its kernels when they first run. With all its choices this takes minutes, so each kernel gets the choice that
+is nearest to what is usual (`few_choices`); on GPUs with less shared memory, where one may not fit, two. FLA_CACHE_MODE, fla's own setting, or BMBURST_FLA_TUNING=all leaves them as they
 are.
 """
 
@@ -36,7 +36,6 @@ _FUNCTIONS = {
 }
 _HOPPER, _WRONG = 9, ((3, 4), (3, 7, 1))
 _MOST_KEY_DIM = 256
-_CHOICES = 2
 
 
 def unusable(capability: tuple[int, int]) -> tuple[str, str] | None:
@@ -210,7 +209,8 @@ def _function(kind: str) -> Callable[..., Any]:
 
 
 def few_choices() -> None:
-    """Leave each kernel of fla that is imported two choices, those nearest to 4 warps, 3 stages and blocks of 64."""
+    """Leave each kernel of fla that is imported one or two choices, nearest to 4 warps, 3 stages and blocks of 64."""
+    is_small = torch.cuda.is_available() and torch.cuda.get_device_capability() < (_HOPPER, 0)
     tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
@@ -218,7 +218,7 @@ def few_choices() -> None:
                 while value is not None and not isinstance(value, tuner):  # heuristics wrap the tuner
                     value = getattr(value, "fn", None)
                 if isinstance(value, tuner):
-                    value.configs = sorted(value.configs, key=_distance)[:_CHOICES]
+                    value.configs = sorted(value.configs, key=_distance)[: 1 + is_small]
 
 
 def _distance(config: Any) -> float:

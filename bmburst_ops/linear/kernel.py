@@ -89,11 +89,11 @@ class Recurrence:
 
     def act(self, transition: Tensor, state: Tensor) -> Tensor:
         """Return `M S`. Leading dimensions are a batch."""
-        return _product(transition, state) if self.is_delta else transition * state
+        return multiply(transition, state) if self.is_delta else transition * state
 
     def act_transposed(self, transition: Tensor, state: Tensor) -> Tensor:
         """Return `M^T S`."""
-        return _product(transition.mT, state) if self.is_delta else transition * state
+        return multiply(transition.mT, state) if self.is_delta else transition * state
 
 
 class PreparedScan(Protocol):
@@ -135,7 +135,7 @@ class LinearKernel(Protocol):
         ...
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def multiply(left: Tensor, right: Tensor) -> Tensor:
     """Return the matrix product, without TF32: an error of a state reaches all later tokens."""
     if not left.is_cuda:
         return left @ right
