@@ -203,9 +203,14 @@ def _function(kind: str) -> Callable[..., Any]:
     """Return the function of a kind, whose kernels have few choices."""
     module, name = _FUNCTIONS[kind]
     function: Callable[..., Any] = getattr(import_package(module, FlaKernel.name), name)
+    restrict_tuning()
+    return function
+
+
+def restrict_tuning() -> None:
+    """Leave each kernel of fla few choices, unless the environment says otherwise; see the module."""
     if os.environ.get(TUNING) != "all" and "FLA_CACHE_MODE" not in os.environ:
         few_choices()
-    return function
 
 
 def few_choices() -> None:
