@@ -82,6 +82,10 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
     **dict.fromkeys(("deepseek_v3", "axk1", "youtu"), {"head_dim": 4}),
     "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "longcat_flash": {"head_dim": 4, "num_layers": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 1},
 }
 SLOW = 0.05  # the decay A of recurrent layers: with faster ones a lost state would not show
