@@ -1,8 +1,6 @@
 """Regenerates tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
 - The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand and kept.
-- The tables of `docs/paper.md`, from the JSON of its records; see `PAGE_TABLES`. Its pictures are drawn again if one of
-  their numbers changes.
 - The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
 - The output of `bmburst plan --check`, below the line in `results/plan_accuracy_*.md`.
 
@@ -15,7 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +22,7 @@ from benchmarks import hugging_face, logprobs, lora_peers, predictions, slow_lin
 from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
-from benchmarks.paper import curve, overheads, perplexity, tables
-from benchmarks.paper.claims import CLAIMS
-from benchmarks.paper.tables import Recorded
+from benchmarks.paper import perplexity
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]
@@ -46,38 +42,6 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 )
 """Tables of benchmarks that are not kinds of `bmburst bench`, by the prefix of their records' names."""
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
-PAGE = _ROOT / "docs" / "paper.md"
-PAGE_TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
-    {
-        "communication": lambda _: overheads.communication(),
-        "memory": lambda _: overheads.memory(),
-        "burst-and-kv": lambda _: overheads.burst_and_kv(),
-        "backward": overheads.backward,
-        "slow-link": overheads.slow_link,
-        "merge": tables.merge,
-        "tile": tables.tile,
-        "first-token-7b": partial(tables.first_token, model="llama-2-7b"),
-        "first-token-13b": partial(tables.first_token, model="llama-2-13b"),
-        "perplexity": tables.perplexity,
-        "training-7b": partial(tables.training, model="llama-2-7b"),
-        "training-13b": partial(tables.training, model="llama-2-13b"),
-        "training-13b-2-layers": partial(tables.training, model="llama-2-13b", layers=2),
-        "training-13b-h100": partial(tables.training, model="llama-2-13b", layers=2, record=tables.TRAIN_H100),
-        "training-7b-zero-2": partial(tables.training, model="llama-2-7b", zero=2),
-        "training-13b-zero-2": partial(tables.training, model="llama-2-13b", zero=2),
-        "scaling": tables.scaling,
-        "batches": tables.batches,
-        "readme-lengths": tables.readme_lengths,
-        "readme-batches": tables.readme_batches,
-        "prediction": lambda _: curve.table(),
-        "sparse": tables.sparse,
-        "sparse-ranks": lambda records: _sparse_over_ranks(records),
-        "cross": tables.cross,
-        "claims": lambda records: claims_table(records),
-    }
-)
-"""Tables of the page, by the name in `<!-- table: NAME -->`. Each ends at `<!-- end -->`."""
-_PAGE_TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def main() -> int:
@@ -93,8 +57,6 @@ def main() -> int:
         print(path.relative_to(_ROOT))
         if not args.check:
             path.write_text(text, encoding="utf-8")
-            if path.name == curve.NUMBERS:
-                curve.draw(path.parent)
     return int(is_old and args.check)
 
 
@@ -110,42 +72,10 @@ def derived() -> Iterator[tuple[Path, str]]:
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
             text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
             yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
-    yield _RESULTS / curve.NUMBERS, curve.as_json()
-    yield PAGE, filled(PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
         yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
-
-
-def _sparse_over_ranks(records: Recorded) -> list[str]:
-    found = records.record(tables.SPARSE_RANKS)
-    shown = [] if found is None else [sparse_cross.block_sparse_table(found), ""]
-    return [*shown, records.where(tables.SPARSE_RANKS)]
-
-
-def filled(text: str, records: Recorded) -> str:
-    """Return the paper's page with tables generated from the records.
-
-    Args:
-        text: The page.
-        records: The records.
-    """
-
-    def table(found: re.Match[str]) -> str:
-        lines = "\n".join(PAGE_TABLES[found[2]](records)).rstrip()
-        return f"{found[1]}\n{lines}\n\n{found[3]}"
-
-    return _PAGE_TABLE.sub(table, text)
-
-
-def claims_table(records: Recorded) -> list[str]:
-    """Return the table of the paper's claims with their verdicts."""
-    lines = ["| claim | where | here | numbers |", "|---|---|---|---|"]
-    for claim in CLAIMS:
-        verdict, numbers = claim.judge(records)
-        lines.append(f"| {claim.text} | {claim.source} | {verdict} | {numbers} |")
-    return [*lines, ""]
 
 
 def _with_rows(text: str) -> str:

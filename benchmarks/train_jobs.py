@@ -13,6 +13,7 @@ recipes (recipes/toy_*.yaml) are written by hand. tests/train/test_recipes.py re
 
 import argparse
 import dataclasses
+import functools
 import json
 import shlex
 import statistics
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "recipes", ROOT / "docs" / "recipes.md"
 LORA = LoRAConfig(rank=16, alpha=32.0, targets=("all-linear",))
 K, M = 1 << 10, 1 << 20
-MODELS = ("llama-3-8b", "qwen3-8b", "mistral-7b-v0.3", "minicpm5-1b")
 NATIVE = {"qwen3-8b": 32 * K}
 """Trained context lengths of models whose config.json allows more tokens. For Qwen3, from its model card."""
 _BEGIN, _END = "<!-- table: python -m benchmarks.train_jobs recipes -->", "<!-- end of table -->"
@@ -155,7 +154,6 @@ class RecipeJob:
         gpus: GPUs, on one node.
         hardware: A name for `load_hardware`.
         batch: Sequences per step.
-        rope: Method that extends the context: "yarn" or "theta".
         lora: Whether adapters are trained.
         base: Placeholder for the initial weights; "": the name of the model.
     """
@@ -166,7 +164,6 @@ class RecipeJob:
     gpus: int
     hardware: str
     batch: int = 1
-    rope: str = "yarn"
     lora: bool = False
     base: str = ""
 
@@ -174,7 +171,6 @@ class RecipeJob:
     def name(self) -> str:
         """Name of the file, without .yaml."""
         parts = [self.kind, self.model, f"{self.tokens // M}m" if self.tokens >= M else f"{self.tokens // K}k"]
-        parts += [self.rope] if self.kind == "extend" else []
         parts += ["lora"] if self.lora else ["full"] if self.kind != "pretrain" else []
         return "_".join([*parts, f"{self.gpus}x{self.hardware}"])
 
@@ -191,14 +187,8 @@ class RecipeJob:
         native = NATIVE.get(self.model, model.max_position_embeddings)
         if self.tokens <= native:
             return {}
-        factor, fields = self.tokens / native, {"max_position_embeddings": self.tokens}
-        if self.rope == "theta":  # NTK-aware scaling divides the lowest frequency by the factor
-            power = model.head_dim / (model.head_dim - 2)
-            return {**fields, "rope_theta": float(f"{model.rope_theta * factor**power:.3g}")}
-        return {
-            **fields,
-            "rope_scaling": {"kind": "yarn", "factor": factor, "original_max_position_embeddings": native},
-        }
+        scaling = {"kind": "yarn", "factor": self.tokens / native, "original_max_position_embeddings": native}
+        return {"max_position_embeddings": self.tokens, "rope_scaling": scaling}
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of the configuration that the planner does not set."""
@@ -213,42 +203,28 @@ class RecipeJob:
         return {**own, "data": data, "checkpoint_every": 100} | ({"model": longer} if longer else {})
 
 
-def recipe_jobs() -> Iterator[RecipeJob]:
-    """Yield the job of every recipe of a real model, including those that do not fit in memory."""
-    for model in MODELS:
-        for tokens in (32 * K, 128 * K, 512 * K):
-            for gpus in (1, 2, 8):
-                for hardware in _machines(model, tokens, gpus):
-                    batch = max(1, gpus * 32 * K // tokens)
-                    yield RecipeJob(
-                        kind="pretrain", model=model, tokens=tokens, gpus=gpus, hardware=hardware, batch=batch
-                    )
-    for rope, lora in (("yarn", False), ("yarn", True), ("theta", False)):
-        first = RecipeJob(
-            kind="extend", model="llama-3-8b", tokens=128 * K, gpus=8, hardware="h200", batch=2, rope=rope, lora=lora
-        )
-        yield first
-        yield dataclasses.replace(
-            first, tokens=M, batch=1, base="MERGED_MODEL_OF_128K" if lora else "CHECKPOINT_OF_128K"
-        )
-    for model in ("llama-3-8b", "qwen3-8b"):
-        one = RecipeJob(kind="chat", model=model, tokens=8 * K, gpus=8, hardware="h100", batch=16)
-        yield one
-        yield dataclasses.replace(one, gpus=1, batch=4, lora=True)
+_pretrain = functools.partial(RecipeJob, kind="pretrain")
+_extend = functools.partial(RecipeJob, kind="extend", model="llama-3-8b", gpus=8, hardware="h200")
+_chat = functools.partial(RecipeJob, kind="chat", tokens=8 * K, hardware="h100")
+JOBS = (
+    _pretrain(model="llama-3-8b", tokens=32 * K, gpus=1, hardware="h100"),
+    _pretrain(model="llama-3-8b", tokens=32 * K, gpus=2, hardware="h200", batch=2),
+    _pretrain(model="llama-3-8b", tokens=128 * K, gpus=2, hardware="h200"),
+    _pretrain(model="llama-3-8b", tokens=128 * K, gpus=8, hardware="h100", batch=2),
+    _pretrain(model="llama-3-8b", tokens=512 * K, gpus=8, hardware="h200"),
+    _pretrain(model="minicpm5-1b", tokens=128 * K, gpus=1, hardware="h200"),
+    _pretrain(model="qwen3-8b", tokens=128 * K, gpus=8, hardware="h100", batch=2),
+    _extend(tokens=128 * K, batch=2),
+    _extend(tokens=128 * K, batch=2, lora=True),
+    _extend(tokens=M, base="CHECKPOINT_OF_128K"),
+    _chat(model="llama-3-8b", gpus=1, batch=4, lora=True),
+    _chat(model="qwen3-8b", gpus=8, batch=16),
+)
+"""The job of each recipe of a real model. `bmburst plan --write` makes a recipe of any other job."""
 
 
-def _machines(model: str, tokens: int, gpus: int) -> tuple[str, ...]:
-    """Return the hardware of a job's recipes.
-
-    The first model has recipes for both machines. Others have H100 on 8 GPUs below 512K tokens, and H200 otherwise.
-    """
-    if model == MODELS[0]:
-        return "h100", "h200"
-    return ("h100",) if gpus == 8 and tokens < 512 * K else ("h200",)
-
-
-def text_of_recipe(job: RecipeJob) -> str | None:
-    """Return the recipe of a job, or None if it does not fit in memory."""
+def text_of_recipe(job: RecipeJob) -> str:
+    """Return the recipe of a job: the fastest candidate of the planner that fits in memory."""
     hardware = load_hardware(job.hardware)
     task = Task(
         model=_model(job),
@@ -260,14 +236,13 @@ def text_of_recipe(job: RecipeJob) -> str | None:
         lora=LORA if job.lora else None,
     )
     best = search(task, hardware)[0]
-    if not best.memory.fits:
-        return None
+    assert best.memory.fits, job.name
     settings = overlay(settings_of(best.candidate), job.settings())
     return recipe(best, settings, f"recipes/{job.name}.yaml", job.title)
 
 
 def _model(job: RecipeJob) -> LlamaConfig:
-    fields: Mapping[str, Any] = job.longer()
+    fields = job.longer()
     scaling = {"rope_scaling": RopeScaling(**fields["rope_scaling"])} if "rope_scaling" in fields else {}
     return dataclasses.replace(PRESETS[job.model], **{**fields, **scaling})
 
@@ -306,10 +281,8 @@ def _recipes(_args: argparse.Namespace) -> None:
     for path in FOLDER.glob("*.yaml"):
         if not path.name.startswith("toy_") and path.read_text().startswith(FIRST_LINE):
             path.unlink()
-    for job in recipe_jobs():
-        text = text_of_recipe(job)
-        if text is not None:
-            (FOLDER / f"{job.name}.yaml").write_text(text)
+    for job in JOBS:
+        (FOLDER / f"{job.name}.yaml").write_text(text_of_recipe(job))
     if PAGE.is_file():
         before, _, rest = PAGE.read_text().partition(_BEGIN)
         PAGE.write_text(f"{before}{_BEGIN}\n\n{recipes_table()}\n\n{_END}{rest.partition(_END)[2]}")

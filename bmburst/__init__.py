@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from bmburst.schedule.documents import Documents, PrefixLM
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
     from bmburst.schedule.parallelism import MeshShape
+    from bmburst.schedule.tree import Tree
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
+    from bmburst.sequence.packed_tree import PackedTree, pack_tree
 
 __version__ = "0.1.0"
 
@@ -47,10 +49,12 @@ __all__ = [
     "MeshShape",
     "OpBurstAttn",
     "OpBurstAttnStrip",
+    "PackedTree",
     "PrefixLM",
     "SequenceShard",
     "ShardedBatch",
     "SlidingWindow",
+    "Tree",
     "UserError",
     "burst_attention",
     "burst_attn_func",
@@ -61,6 +65,7 @@ __all__ = [
     "burst_ssd",
     "communicator",
     "empty_cache",
+    "pack_tree",
     "shard",
     "start",
     "unshard",
@@ -82,6 +87,7 @@ _HOMES = {
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
     "SlidingWindow": "schedule.mask",
+    "Tree": "schedule.tree",
     "UserError": "errors",
     "burst_attention": "attention.api",
     "burst_attn_func": "attention.api",
@@ -91,7 +97,9 @@ _HOMES = {
     "burst_scan": "linear.api",
     "burst_ssd": "linear.api",
     "communicator": "comm.groups",
+    "PackedTree": "sequence.packed_tree",
     "empty_cache": "attention.api",
+    "pack_tree": "sequence.packed_tree",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",

@@ -25,6 +25,12 @@ MARKED = (
     + "{% else %}{{ m.content + '<|im_end|>' + '\n' }}{% endif %}"
     + _ASKS
 )
+LEAVES_OUT = MARKED.replace(
+    "{% if m.role == 'assistant' %}{% generation %}",
+    "{% if m.role == 'assistant' and m.out %}{{ m.content + '<|im_end|>' + '\n' }}"
+    "{% elif m.role == 'assistant' %}{% generation %}",
+)
+"""Writes an answer with the key "out" as it stands, without the mark of an answer."""
 FORGETS = "{% for m in messages %}" + _TURN + "{{ m.content if loop.last else '' }}{{ '<|im_end|>' }}" + _ASKS
 """Writes earlier messages differently when later ones follow."""
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.mask import BlockSparse, Causal, Full, Intersection, SlidingWindow
+from bmburst.schedule.tree import Tree
 
 KINDS = ("full", "causal", "window", "documents", "prefix", "prefixes", "blocks", "both")
 
@@ -26,6 +27,8 @@ def visible(mask, length):
     elif isinstance(mask, BlockSparse):
         block = [i // mask.block_size for i in range(length)]
         seen = np.array(mask.block_map)[block][:, block]
+    elif isinstance(mask, Tree):
+        seen = _ancestors(mask) & (key <= query)
     else:
         assert isinstance(mask, Causal | Full)
     if isinstance(mask, Causal) or getattr(mask, "causal", False):
@@ -37,6 +40,18 @@ def visible(mask, length):
 def _same(lengths):
     document = np.array([i for i, n in enumerate(lengths) for _ in range(n)])
     return document[:, None] == document[None]
+
+
+def _ancestors(tree):
+    """Return whether the key's node is the query's node or above it, by following parents."""
+    node = [i for i, n in enumerate(tree.lengths) for _ in range(n)]
+    above = np.zeros((len(tree.parents),) * 2, dtype=bool)
+    for i in range(len(tree.parents)):
+        at = i
+        while at >= 0:
+            above[i, at] = True
+            at = tree.parents[at]
+    return above[node][:, node]
 
 
 def random_mask(rng, length, kinds=KINDS):
@@ -78,3 +93,14 @@ def _random_blocks(rng, length, causal):
     size = rng.choice((1, 2, 3, 5, 8, length, length + 1))
     blocks, share = -(-length // size), rng.choice((0.1, 0.4, 0.8, 1.0))
     return BlockSparse([[rng.random() < share for _ in range(blocks)] for _ in range(blocks)], size, causal)
+
+
+def random_tree(rng, length):
+    """Return a tree for `length` tokens of up to five levels; often a few nodes, a single root or no branch."""
+    lengths, path, parents = random_lengths(rng, length), [], []
+    deepest = rng.randint(1, 5)
+    for node in range(len(lengths)):
+        path = path[: rng.randint(0, min(len(path), deepest - 1))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return Tree(parents, lengths)

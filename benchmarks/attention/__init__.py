@@ -16,16 +16,22 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.engine import ONE_GPU, BaseCell, BaseSelection
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import Mask, SlidingWindow, make_mask
+from bmburst.schedule.tiles import visible_area
+from bmburst.schedule.tree import Tree
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Segments
 
 WINDOW = 4096  # tokens that a query sees under the mask "window"
 MEDIAN, SIGMA = 2048, 1.3  # of the log-normal distribution of document lengths
 SHORTEST = 16
+ANSWER = 4096  # tokens of each answer under the mask "tree"
 SEED = 0
+_KIB = 1024
 _PART = 16  # in short sequences, window and median are 1 / _PART of the tokens
 
 
@@ -57,6 +63,13 @@ def sample_document_lengths(tokens: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def tree_of(tokens: int) -> Tree:
+    """Return a prompt with 8 answers, or 16 from 64K tokens on, of 4,096 tokens each; of a 16th in short sequences."""
+    answer, answers = max(1, min(ANSWER, tokens // _PART)), 8 if tokens < 64 * _KIB else 16
+    answers = min(answers, max(1, (tokens - 1) // answer))
+    return Tree([-1, *(0,) * answers], [tokens - answers * answer, *(answer,) * answers])
+
+
 def visible_pairs(mask: str, tokens: int) -> float:
     """Return the number of visible query-key pairs.
 
@@ -64,6 +77,8 @@ def visible_pairs(mask: str, tokens: int) -> float:
     """
     if mask == "documents":
         return float(sum(n * (n + 1) // 2 for n in sample_document_lengths(tokens)))
+    if mask == TREE:
+        return float(visible_area(tree_of(tokens), tokens, np.arange(tokens)))
     if mask == "window":
         seen = window_tokens(tokens)
         return float(tokens * seen - seen * (seen - 1) // 2)
@@ -76,6 +91,9 @@ def facts(mask: str, tokens: int) -> dict[str, Any]:
         lengths = sample_document_lengths(tokens)
         found = {"number": len(lengths), "median": statistics.median(lengths), "longest": max(lengths)}
         return {"documents": found | {"drawn_median": median_tokens(tokens), "sigma": SIGMA, "seed": SEED}}
+    if mask == TREE:
+        prompt, *answers = tree_of(tokens).lengths
+        return {TREE: {"prompt": prompt, "answers": len(answers), "answer": answers[0]}}
     return {"window": window_tokens(tokens)} if mask == "window" else {}
 
 
@@ -83,6 +101,8 @@ def mask_of(name: str, tokens: int) -> Mask:
     """Return the named mask for `burst_attention`, for a sequence of `tokens` tokens."""
     if name == "documents":
         return Documents(sample_document_lengths(tokens))
+    if name == TREE:
+        return tree_of(tokens)
     return SlidingWindow(window_tokens(tokens)) if name == "window" else make_mask(name)
 
 
@@ -98,10 +118,10 @@ def pattern_of(name: str, tokens: int) -> Band | Segments:
 
 PLAIN_MASKS = ("causal", "full")
 MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite each, of the same name
+TREE = "tree"  # a suite too; it is no single pattern, so only `burst_attention` computes it
 MHA, GQA = (32, 32), (32, 8)
 HEAD_DIM = 128
 BALANCED, LLAMA3 = "-balanced", "-llama3"  # suffixes of the names of methods for documents
-_KIB = 1024
 
 
 class AttentionSuite(NamedTuple):
@@ -127,6 +147,7 @@ SUITES: Mapping[str, AttentionSuite] = MappingProxyType(
         "block": AttentionSuite(tuple(_KIB * n for n in (32, 64, 128, 256)), setups=(GQA,)),
         "documents": AttentionSuite((128 * _KIB, 512 * _KIB), masks=("documents",)),
         "window": AttentionSuite((256 * _KIB,), masks=("window",)),
+        TREE: AttentionSuite((40 * _KIB, 128 * _KIB), masks=(TREE,)),
         "accuracy": AttentionSuite((4 * _KIB,), masks=MASKS),
     }
 )
@@ -144,7 +165,7 @@ class Cell(BaseCell):
         heads: Query heads.
         kv_heads: Key/value heads.
         head_dim: Features of a head.
-        mask: One of `MASKS`.
+        mask: One of `MASKS`, or `TREE`.
     """
 
     tokens: int
@@ -188,7 +209,7 @@ class Selection(BaseSelection):
 
     heads: tuple[tuple[int, int], ...] | None = None
     head_dim: int = HEAD_DIM
-    masks: tuple[str, ...] = MASKS
+    masks: tuple[str, ...] = (*MASKS, TREE)
 
     def __post_init__(self) -> None:
         for heads, kv_heads in self.heads or ():
@@ -306,8 +327,11 @@ def one_gpu_cell(cell: Cell) -> Cell:
     Under a causal or full mask it is a sequence of S / sqrt(P) tokens, in whole tiles of the kernel. Under other masks
     it is the same sequence, with the same documents or window, and a P-th of the heads, so that documents keep their
     lengths. (A subset of documents could not have a P-th of the pairs if the longest document has more.) Numbers of
-    heads are rounded down, and every KV head keeps a query head. Rates are compared, not times.
+    heads are rounded down, and every KV head keeps a query head. Under a tree it is `plain_causal`, since no single
+    call of a kernel computes a tree. Rates are compared, not times.
     """
+    if cell.mask == TREE:
+        return plain_causal(cell)
     if cell.mask in PLAIN_MASKS:
         return replace(cell, ranks=1, tokens=_whole_tiles(cell.tokens / math.sqrt(cell.ranks)))
     kv_heads = max(1, cell.kv_heads // cell.ranks)
@@ -326,7 +350,8 @@ def plain_causal(cell: Cell) -> Cell:
 
 def one_gpu_memory(cell: Cell) -> float:
     """Return the approximate peak bytes of the comparison on one GPU: its tensors, and dQ in fp32."""
-    others = (one_gpu_cell(cell),) if cell.mask in PLAIN_MASKS else (one_gpu_cell(cell), plain_causal(cell))
+    is_one = cell.mask in (*PLAIN_MASKS, TREE)
+    others = (one_gpu_cell(cell),) if is_one else (one_gpu_cell(cell), plain_causal(cell))
     return sum(own.held + own.q * own.wide for own in map(sizes, others))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.attention import HEAD_DIM, MASKS, SUITES, Cell, Selection, forward_flops, list_cells
+from benchmarks.attention import HEAD_DIM, MASKS, SUITES, TREE, Cell, Selection, forward_flops, list_cells
 from benchmarks.engine import OK, ONE_GPU, RUNTIMES, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
     Rows,
@@ -35,6 +35,7 @@ _TITLE = {
     "block": "Attention block (projections, rotary, attention) over sequence length",
     "documents": "Attention of packed causal documents over tokens in all",
     "window": "Attention in a causal sliding window over sequence length",
+    TREE: "Attention of a prompt and its answers, a prefix tree, over tokens in all",
     "accuracy": "Relative L2 error against fp64",
 }
 _ERRORS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -51,7 +52,7 @@ def _configure(group: argparse._ArgumentGroup) -> None:
     add("--heads", type=int, metavar="N", help="query heads, instead of 32/32 and 32/8")
     add("--kv-heads", type=int, metavar="N", help="KV heads (default: as --heads)")
     add("--head-dim", type=int, metavar="N", default=HEAD_DIM, help=f"head dimension (default: {HEAD_DIM})")
-    add("--mask", choices=(*MASKS, "all"), default="all", help="masks to measure (default: all)")
+    add("--mask", choices=(*MASKS, TREE, "all"), default="all", help="masks to measure (default: all)")
     add("--deterministic", action="store_true", help="call burst_attention with deterministic=True")
 
 
@@ -75,7 +76,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
         Selection(
             heads=heads,
             head_dim=args.head_dim,
-            masks=MASKS if args.mask == "all" else (args.mask,),
+            masks=(*MASKS, TREE) if args.mask == "all" else (args.mask,),
             **selection_of(args, device, ranks, list(all_methods(device))),
         )
     )
@@ -179,11 +180,17 @@ def _heads(cell: Cell) -> str:
 
 def _mask_facts(rows: Sequence[tuple[Cell, Row]]) -> list[str]:
     """Return lines that describe the masks for every measured length."""
-    measured = {cell.tokens: row for cell, row in rows if row.keys() & {"documents", "window"}}
+    measured = {cell.tokens: row for cell, row in rows if row.keys() & {"documents", "window", TREE}}
     found = []
     for tokens, row in sorted(measured.items()):
         if "window" in row:
             found.append(f"- {short(tokens)} tokens: a query sees itself and the {row['window'] - 1} tokens before it.")
+            continue
+        if TREE in row:
+            own = row[TREE]
+            found.append(
+                f"- {short(tokens)} tokens: a prompt of {own['prompt']}, {own['answers']} answers of {own['answer']}."
+            )
             continue
         own = row["documents"]
         found.append(

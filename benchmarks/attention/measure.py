@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from benchmarks.attention import (
     PLAIN_MASKS,
+    TREE,
     Cell,
     accuracy_ranks,
     facts,
@@ -108,7 +109,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
     * `ratio`: the method's rate divided by that of one GPU, median over the rounds.
     * `exposed_ms`: the median time minus the time of one GPU's kernel for the same FLOPs. It includes exposed transfers
       and other work of the method (layout changes, merges, smaller tiles).
-    * Under masks other than causal and full, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
+    * Under documents and windows, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
       plain causal mask; and `times_arithmetic`: the method's time divided by that, median over the rounds.
     """
     traffic, decided = method.resolve(cell, setting)
@@ -131,11 +132,13 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
 
 
 def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
-    """Return the calls of one GPU with the same FLOPs and, for masks other than causal and full, also plain causal."""
+    """Return the calls of one GPU with the same FLOPs and, for documents and windows, also plain causal attention."""
     if cell.suite == "block":
         return (prepare_block_on_one_gpu(cell, setting),)
     if cell.mask in PLAIN_MASKS:
         return (prepare(OneGpu(), cell, setting),)
+    if cell.mask == TREE:
+        return (prepare(OneGpu(), plain_causal(cell), setting),)
     return prepare(OneGpu(), cell, setting), prepare(OneGpu(), plain_causal(cell), setting)
 
 
@@ -144,7 +147,7 @@ def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
     method, one = forward_flops(cell) / cell.ranks, forward_flops(one_gpu_cell(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
     own = one if cell.method == ONE_GPU else method
-    plain = [] if cell.mask in PLAIN_MASKS else [forward_flops(plain_causal(cell))]
+    plain = [] if cell.mask in (*PLAIN_MASKS, TREE) else [forward_flops(plain_causal(cell))]
     return [flops * factor + projections for flops in (own, one, *plain)]
 
 

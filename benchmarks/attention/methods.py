@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import BALANCED, MASKS, Cell, Traffic, mask_of, sizes
+from benchmarks.attention import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.method import Attend, Method, OneGpu, Setting
 from benchmarks.attention.packages import (
     BurstAttentionPackage,
@@ -25,7 +25,7 @@ from bmburst.schedule.layout import Balanced
 from bmburst.schedule.parallelism import STRATEGIES
 from bmburst.schedule.ring_schedule import distances
 
-_LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
+_LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous", TREE: "balanced"}
 
 
 class Ours(Method):
@@ -37,7 +37,7 @@ class Ours(Method):
         balanced: Whether the layout is "balanced", for documents.
     """
 
-    masks = MASKS
+    masks = (*MASKS, TREE)
 
     def __init__(self, strategy: str = "auto", transport: str = "auto", balanced: bool = False) -> None:
         plain = strategy == transport == "auto"

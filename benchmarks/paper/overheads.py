@@ -2,16 +2,12 @@
 
 They are for one layer on one rank of G, without a mask: B sequences of N tokens, Z query and Zk KV heads of d features,
 h bytes per element, w bytes per fp32 number. `tests/benchmarks/test_overheads.py` checks the formulas by counting. The
-functions after the formulas return the tables for table 1 in `docs/paper.md`. Only `slow_link` imports torch.
+tables of `docs/paper.md` on overheads are of these formulas. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from benchmarks.paper.tables import PAPER, SLOW_LINK, Recorded, cell_text, ms
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,106 +212,3 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
     }
 )
-EXAMPLES: Mapping[str, Shape] = MappingProxyType(
-    {
-        "MHA, 2 GPUs": Shape(ranks=2, tokens=65536, heads=32, kv_heads=32),
-        "MHA, 8 GPUs": Shape(ranks=8, tokens=65536, heads=32, kv_heads=32),
-        "GQA 32/8, 8 GPUs": Shape(ranks=8, tokens=65536, heads=32, kv_heads=8),
-    }
-)
-
-
-def fewer(shape: Shape) -> float:
-    """Return the fraction of received bytes that burst saves over kv in backward; negative if it receives more."""
-    return 1 - METHODS["burst"].backward(shape) / METHODS["kv"].backward(shape)
-
-
-def fewer_a_hop(shape: Shape) -> float:
-    """Return `fewer` for one hop of blocks and gradients, with gradients in the inputs' dtype as in the paper."""
-    return 1 - (3 * shape.q + 2 * shape.statistics) / (4 * shape.k)
-
-
-def fewer_in_all(shape: Shape, other: str) -> float:
-    """Return the fraction of received bytes that burst saves over another method in forward and backward together."""
-    burst, others = (METHODS[name].forward(shape) + METHODS[name].backward(shape) for name in ("burst", other))
-    return 1 - burst / others
-
-
-def fewer_as_published(head_dim: int) -> float:
-    """Return the saving over RingAttention by the paper's own counts: 5 BZNd + 2 BZN instead of 8 BZNd."""
-    return 1 - (5 + 2 / head_dim) / 8
-
-
-def communication() -> list[str]:
-    """Return the table of communication: the paper's formulas, ours, and MiB that a rank receives."""
-    names = list(EXAMPLES)
-    lines = [
-        f"| method | the paper, numbers | forward, bytes | backward, bytes | {' | '.join(names)} |",
-        "|---" * 7 + "|",
-    ]
-    for name, method in METHODS.items():
-        moved = (f"{method.forward(s) / MIB:.0f} / {method.backward(s) / MIB:.0f}" for s in EXAMPLES.values())
-        cells = (name, method.paper or "-", *method.formulas, *moved)
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", "The last three columns: MiB that a GPU receives in forward / backward, 64K tokens, bf16.", ""]
-
-
-def memory() -> list[str]:
-    """Return the table of memory and I/O: the paper's formulas, bytes saved for backward, and traffic of forward."""
-    shape = EXAMPLES["MHA, 8 GPUs"]
-    lines = [
-        "| method | the paper, numbers | kept for backward | MiB | scores written in forward | MiB | at once | "
-        "reads and writes in forward, order of | 10^9 |",
-        "|---" * 9 + "|",
-    ]
-    for name, method in METHODS.items():
-        kept, written, at_work = (f"{of(shape) / MIB:,.0f}" for of in (method.kept, method.scores, method.at_work))
-        moved = f"{method.io(shape) / 1e9:.1f}"
-        cells = (method.paper_kept or "-", method.kept_formula, kept, method.scores_formula, written, at_work)
-        lines.append(f"| {' | '.join((name, *cells, method.io_formula, moved))} |")
-    caption = f"Numbers are for MHA with 64K tokens on 8 GPUs, bf16. M = {ON_CHIP:,}: 192 KiB of an A100's"
-    return [*lines, "", f"{caption} multiprocessor.", ""]
-
-
-def burst_and_kv() -> list[str]:
-    """Return the table of bytes that burst saves over other methods, by formula."""
-    mha = EXAMPLES["MHA, 8 GPUs"]
-    lines = [
-        "| burst receives fewer bytes than | in | by |",
-        "|---|---|---|",
-        f"| kv, MHA, gradients in 16 bits, a hop | backward | {fewer_a_hop(mha):.1%} |",
-    ]
-    for name, shape in EXAMPLES.items():
-        lines.append(f"| kv, {name}, gradients in fp32 as they are sent | backward | {fewer(shape):.1%} |")
-    for other in ("kv", LI):
-        lines.append(f"| {other}, MHA, 8 GPUs | forward and backward | {fewer_in_all(mha, other):.1%} |")
-    published = fewer_as_published(mha.head_dim)
-    lines.append(f"| {LI}, MHA, as the paper counts both | forward and backward | {published:.1%} |")
-    return [*lines, ""]
-
-
-def backward(records: Recorded) -> list[str]:
-    """Return the table of bytes and milliseconds of backward's transfers over NCCL, for kv and burst."""
-    keys = {(h, m): f"backward/65536/{h}/{m}@2" for h in ("mha", "gqa") for m in ("kv", "burst")}
-    if not records.has(PAPER, keys.values()):
-        return [records.where(PAPER)]
-    lines = ["| heads | what moves | MB received | ms, transfers alone | ms, backward |", "|---|---|---|---|---|"]
-    for (heads, method), key in keys.items():
-        row = records.row(PAPER, key)
-        texts = [
-            cell_text(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
-            cell_text(row, lambda r: ms(r, "transfers")),
-            cell_text(row, lambda r: ms(r, "backward")),
-        ]
-        lines.append(f"| {heads} | {method} | {' | '.join(texts)} |")
-    return [*lines, "", records.where(PAPER, keys.values())]
-
-
-def slow_link(records: Recorded) -> list[str]:
-    """Return the table of backward's transfers over slow links between processes."""
-    found = records.record(SLOW_LINK)
-    if found is None:
-        return [records.where(SLOW_LINK)]
-    from benchmarks.slow_links import backward_table
-
-    return [backward_table(found), "", records.where(SLOW_LINK)]

@@ -94,7 +94,8 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
             else:
                 shares = tile_backward(call, tile, others)
                 grad_q.copy_(shares.q)
-                grad_k[:, columns] += shares.k  # for each key, only one tile's share is non-zero
+                # Of a key only one tile's share is non-zero, except in a tree: one of each level.
+                grad_k[:, columns] += shares.k
                 grad_v[:, columns] += shares.v
         returning.send(i)
         _add_up(plan.query_sums, q_parts, into.q[:, :, heads])

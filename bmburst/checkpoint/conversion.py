@@ -25,7 +25,8 @@ from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
 from bmburst.checkpoint.sharded_files import part_names, write_index
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_json
 from bmburst.config import read_json
-from bmburst.data.tokenizer import TOKENIZER_FILE, TOKENIZER_FILES, require_tokenizer
+from bmburst.data.tokenizer import TOKENIZER_FILES
+from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
 

@@ -69,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='file with a prompt a line: {"prompt": "..."}, {"tokens": [...]} or {"messages": [...]}',
+        help='file with a prompt a line: {"prompt": "..."}, {"tokens": [...]} or {"messages": [...]}, the '
+        "last with tools and chat_template_kwargs if needed",
     )
     add("--output", type=Path, metavar="FILE", help="write a JSON line for each answer (default: print the answers)")
     add("--stream", action="store_true", help="print text as it is generated")

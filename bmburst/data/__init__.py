@@ -203,8 +203,8 @@ def tokenize(
     """
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
-            records = read_records(text.files, text_field=text.text_field, on_read=on_read)
-            return write_masked_file(output, filter(keep, map(text.encoder.encode, records)), text.tokenizer)
+            encoded = read_records(text.files, text_field=text.text_field, on_read=on_read, check=text.encoder.encode)
+            return write_masked_file(output, filter(keep, encoded), text.tokenizer)
         documents = read_documents(text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip)
         return write_token_file(output, documents, text.tokenizer)
 

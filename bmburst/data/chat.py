@@ -3,78 +3,149 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.data.documents import SetupError
+from bmburst.data.messages import (
+    MARKS,
+    MESSAGE_KEYS,
+    Message,
+    for_template,
+    is_learned,
+    unread,
+    written_as_data,
+)
 from bmburst.data.records import Pair, Record, template_text
 from bmburst.data.token_writer import Masked
-from bmburst.data.tokenizer import (
-    CHAT_TEMPLATE,
-    TOKENIZER_CONFIG,
-    PromptTokenizer,
-    TokenIds,
-    template_source,
-    tokenizer_folder,
-)
+from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line
 
-Messages = Sequence[Mapping[str, Any]]
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 2
-"""Version of the rules that find answers. Cached tokens of another version are made again."""
+ANSWERS_VERSION = 3
+"""Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template FILE, in bmburst train --data.chat_template FILE"
 _MARK = f"mark answers in it with {{% generation %}} ... {{% endgeneration %}}: {_OPTION}"
 
 
 class ChatTemplate:
-    """Renders messages to text with the chat template of a model.
+    """Renders messages to text with the chat template of a tokenizer.
 
     Args:
-        directory: Contains tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
-        file: A template that replaces that of the directory.
+        tokenizer: The tokenizer, whose folder has the template; see `bmburst.data.tokenizer_folder`.
+        file: A template that replaces that of the folder.
 
     Raises:
-        UserError: There is no template, it cannot be read, or transformers is not installed.
+        UserError: There is no template, the file cannot be read, or transformers is not installed.
     """
 
-    def __init__(self, directory: Path, file: Path | None = None) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, file: Path | None = None) -> None:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise UserError(
+                f"messages need a chat template, and the tokenizer '{tokenizer.name}' has none\n"
+                "allowed: prompts and tokens\nfix: give the messages' text as a prompt"
+            )
+        template = tokenizer.chat_template if file is None else template_text(file)
+        if not template:
+            raise UserError(
+                f"{tokenizer.name} has no chat template, in chat_template.jinja or tokenizer_config.json\n"
+                "allowed: prompts and tokens\nfix: leave chat and messages out, or add the template"
+            )
         try:
-            from transformers import PreTrainedTokenizerFast
+            self.tokenizer: Any = tokenizer.for_transformers(template)
         except ImportError as error:
             raise UserError(
                 "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
             ) from error
-        try:
-            # Not AutoTokenizer: it would ask for permission to run code of the directory.
-            self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        except Exception as error:  # OSError, JSON errors, or a bare Exception of the tokenizers package
-            raise UserError(
-                f"{directory}: cannot read the tokenizer for its chat template: {first_line(error)}\n"
-                "fix: copy the directory again, or give prompts as text without chat"
-            ) from error
-        if file is not None:
-            self.tokenizer.chat_template = template_text(file)
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json\n"
-                "allowed: prompts and tokens\nfix: leave chat and messages out, or add the template"
-            )
 
-    def render(self, messages: Messages) -> str:
-        """Return the text of messages, including the generation prompt of the answer.
+    def source(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None) -> str:
+        """Return the source of the template for a conversation, which is another one with tools in some models.
+
+        Args:
+            name: Origin of the conversation for error messages.
+            messages: From `read_messages`.
+            tools: From `template_variables`.
 
         Raises:
-            Exception: The template rejects the messages, or fails.
+            UserError: The template does not read a part of the conversation that changes the text of others.
         """
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        try:
+            chosen = str(self.tokenizer.get_chat_template(None, tools))
+        except ValueError as error:  # several templates, and none is the default
+            raise refusal(name, error) from error
+        if (part := unread(chosen, messages, tools)) is not None:
+            raise UserError(
+                f"{name}: the chat template does not read {part}\n"
+                f"allowed: {', '.join(MESSAGE_KEYS)}, and what the template names\n"
+                "fix: rename or remove it, or give a template that reads it"
+            )
+        return chosen
+
+    def rendered(self, name: str, messages: tuple[Message, ...], **options: Any) -> str:
+        """Return the text of messages, as `applied` with `tokenize=False`.
+
+        Args:
+            name: Origin of the conversation for error messages.
+            messages: From `read_messages`.
+            options: Further arguments of `apply_chat_template`.
+
+        Raises:
+            UserError: The template rejects the messages, fails, or writes a part of them as quoted data.
+        """
+        text = str(self.applied(name, messages, tokenize=False, **options))
+        if (part := written_as_data(text, messages)) is not None:
+            raise UserError(
+                f"{name}: the chat template writes {part} as quoted data\n"
+                "allowed: what this template takes, mostly content as text and arguments as an object\n"
+                "fix: write it so, or give a template that takes it"
+            )
+        return text
+
+    def applied(self, name: str, messages: tuple[Message, ...], **options: Any) -> Any:
+        """Return what `apply_chat_template` returns for messages, without marks, with "?" for unpaired surrogates.
+
+        Args:
+            name: As in `rendered`.
+            messages: As in `rendered`.
+            options: As in `rendered`.
+
+        Raises:
+            UserError: The template rejects the messages, or fails.
+        """
+        options["tools"] = _valid(options.get("tools"))
+        try:
+            return self.tokenizer.apply_chat_template(_valid(for_template(messages)), **options)
+        except Exception as error:  # from jinja2, or any error raised by the template's code
+            raise refusal(name, error) from error
+
+    def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
+        """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
+
+        This is what transformers' pipeline gives the model.
+
+        Args:
+            name: Origin of the messages for error messages.
+            messages: From `read_messages`.
+            tools: From `template_variables`.
+            options: Further variables of the template.
+
+        Raises:
+            UserError: As `source` and `rendered`, or the final answer cannot be continued.
+        """
+        self.source(name, messages, tools)
+        continues = messages[-1]["role"] == "assistant"
+        return self.rendered(
+            name,
+            messages,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tools=tools,
+            **options,
         )
-        return str(text)
 
 
 class RecordEncoder:
@@ -103,14 +174,9 @@ class RecordEncoder:
     @property
     def identity(self) -> str:
         """Equal for two encoders only if they return the same ids and answers, with the same transformers version."""
-        files = [self._file] if self._file else []
-        if (folder := tokenizer_folder(self.tokenizer.name)) is not None:
-            files += [folder / TOKENIZER_CONFIG, folder / CHAT_TEMPLATE]
-            files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        digest = hashlib.sha256(self.tokenizer.identity.encode())
-        for path in files:
-            digest.update(path.read_bytes() if path.is_file() else b"")
-        return digest.hexdigest()
+        template = self._file.read_text("utf-8") if self._file else getattr(self.tokenizer, "chat_template", None)
+        parts = [self.tokenizer.identity, template, getattr(self.tokenizer, "special_tokens", None)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "replace")).hexdigest()
 
     def encode(self, record: Record | Pair) -> Masked:
         """Return a record's ids and the mask of its answers; for a pair, the chosen answer, then the rejected one.
@@ -149,7 +215,7 @@ class RecordEncoder:
         if not answers.any():
             raise UserError(
                 f"{record.name}: the record has no answer to learn\n"
-                "allowed: a message of the assistant, or a completion\n"
+                "allowed: a message of the assistant that no mark leaves out, or a completion\n"
                 "fix: correct that line, or remove it"
             )
         return Masked(ids, answers, size, _key(text))
@@ -165,67 +231,89 @@ class RecordEncoder:
     def _template(self, name: str) -> ChatTemplate:
         if self._loaded is None:
             missing = f"{name}: the tokenizer '{self.tokenizer.name}' has no chat template, which messages need"
-            folder = template_source(self.tokenizer.name)
-            if folder is None:
+            if not isinstance(self.tokenizer, HuggingFaceTokenizer):
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
-                raise UserError(f"{missing}\nfix: {fix}")
+                raise SetupError(f"{missing}\nfix: {fix}")
+            if self._file is None and not self.tokenizer.chat_template:
+                raise SetupError(f"{missing}\nfix: give {_OPTION}, or a tokenizer that has one")
             try:
-                self._loaded = ChatTemplate(folder, self._file)
+                self._loaded = ChatTemplate(self.tokenizer, self._file)
             except UserError as error:
-                if "has no chat template" in str(error):
-                    raise UserError(f"{missing}\nfix: give {_OPTION}, or a tokenizer that has one") from None
-                raise UserError(f"{name}: {error}") from None
+                raise SetupError(f"{name}: {error}") from None
         return self._loaded
 
     def _conversation(self, record: Record) -> tuple[TokenIds, Mask, int]:
         """Return ids, mask of answers, and the bytes of the answers' text."""
-        template = self._template(record.name).tokenizer
-        chosen = template.get_chat_template(None, record.tools)
-        options = {**record.template_options, "tools": _valid(record.tools)}
-        messages = _valid([dict(message) for message in record.messages or ()])
+        template, messages = self._template(record.name), record.messages or ()
+        chosen = template.source(record.name, messages, record.tools)
+        options = {**record.template_options, "tools": record.tools}
         if _MARKER.search(chosen) is None:
-            text, spans = self._by_prefixes(template, record, messages, options)
-            out = template(text, add_special_tokens=False, return_offsets_mapping=True)
+            text, spans = self._by_prefixes(template, record, options)
+            out = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             answers = np.zeros(len(out["input_ids"]), bool)
             starts, ends = np.array(out["offset_mapping"], np.int64).reshape(-1, 2).T
             for begin, end in spans:  # some tokenizers give white space the empty span at its end
                 answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
-        try:
-            out = template.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
-            )
-        except Exception as error:  # from jinja2, or any error raised by the template's code
-            raise _refusal(record.name, error) from error
-        ids, answers = np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
+        template.rendered(record.name, messages, **options)  # for its errors
+        ids, answers = self._marked(template, record.name, messages, options)
         if record.answers_from:
-            prompt = template.apply_chat_template(messages[: record.answers_from], return_dict=True, **options)
-            answers[: len(prompt["input_ids"])] = False
-        return ids, answers, len(template.decode(ids[answers]).encode("utf-8", "replace"))
+            answers[: len(self._marked(template, record.name, messages[: record.answers_from], options)[0])] = False
+        if not all(map(is_learned, messages)):
+            answers &= self._learned(template, record, options)
+        return ids, answers, len(template.tokenizer.decode(ids[answers]).encode("utf-8", "replace"))
+
+    def _marked(
+        self, template: ChatTemplate, name: str, messages: tuple[Message, ...], options: dict[str, Any]
+    ) -> tuple[TokenIds, Mask]:
+        """Return ids and mask of answers of messages, by a template that marks answers."""
+        out = template.applied(name, messages, return_assistant_tokens_mask=True, **options)
+        return np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
+
+    def _learned(self, template: ChatTemplate, record: Record, options: dict[str, Any]) -> Mask:
+        """Return a mask without the answers of messages that a mark leaves out, by a template that marks answers.
+
+        The runs of marked tokens are in the order of the messages. Rendering the messages up to each answer, with and
+        without it, tells how many runs are its own.
+        """
+        messages = record.messages or ()
+        _, whole = self._marked(template, record.name, messages, options)
+        numbers = np.cumsum(_starts(whole)) - 1
+        left_out, done = np.zeros(len(whole), bool), 0
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._marked(template, record.name, messages[:index], options)[1] if index else np.zeros(0, bool)
+            through = self._marked(template, record.name, messages[: index + 1], options)[1]
+            runs = int(_starts(through).sum()) - int(_starts(before).sum())
+            if not is_learned(message):
+                left_out |= whole & (numbers >= done) & (numbers < done + runs)
+            done += runs
+        if done != int(_starts(whole).sum()):
+            raise UserError(
+                f"{record.name}: the chat template marks answers differently when later messages follow, so that those "
+                "left out by a mark are not found\nallowed: a template with one mark for each answer\n"
+                f"fix: {_MARK}, or remove the marks of the messages: {', '.join(MARKS)}"
+            )
+        return ~left_out
 
     def _by_prefixes(
-        self, template: Any, record: Record, messages: list[dict[str, Any]], options: dict[str, Any]
+        self, template: ChatTemplate, record: Record, options: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the (start, end) characters of its answers.
 
         Renders the messages up to each answer, with and without the answer, and compares the texts.
         """
+        messages = record.messages or ()
 
         def rendered(count: int, *, asks: bool) -> str:
-            try:
-                return str(
-                    template.apply_chat_template(
-                        messages[:count], tokenize=False, add_generation_prompt=asks, **options
-                    )
-                )
-            except Exception as error:  # from jinja2, or any error raised by the template's code
-                raise _refusal(record.name, error) from error
+            return template.rendered(record.name, messages[:count], add_generation_prompt=asks, **options)
 
         whole, spans = rendered(len(messages), asks=False), []
-        special = tuple(t.content for t in template.added_tokens_decoder.values() if t.special)
+        special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < record.answers_from:
+            if message["role"] != "assistant" or index < record.answers_from or not is_learned(message):
                 continue
             if not index:
                 raise UserError(
@@ -245,6 +333,13 @@ class RecordEncoder:
         return whole, spans
 
 
+def _starts(mask: Mask) -> Mask:
+    """Return which True begins a run of a mask."""
+    starts = mask.copy()
+    starts[1:] &= ~mask[:-1]
+    return starts
+
+
 def _valid(value: Any) -> Any:
     """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode."""
     text = json.dumps(value, ensure_ascii=False)
@@ -259,7 +354,8 @@ def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def _refusal(name: str, error: BaseException) -> UserError:
+def refusal(name: str, error: BaseException) -> UserError:
+    """Return the error of a chat template that rejects messages."""
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
         "fix: write them as this template takes them, give another template, or remove the line"

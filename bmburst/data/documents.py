@@ -3,6 +3,7 @@
 import codecs
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,15 @@ KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
     '{"instruction": "...", "output": "..."} or {"text": "..."}'
 )
+SHAPES = (
+    'an array of objects, an array of texts, {"data": [...]} or {"train": [...]} with such an array, one object, or '
+    "objects one after another"
+)
+"""Shapes of a file that ends in .json."""
+_SPLITS = ("data", "train")  # keys of an object that holds the rows: the field of datasets, and its first split
+_ARRAY = re.compile(r"\s*\[\s*(?=\{)")
+_WORD = re.compile(r"[^ \t\r\n]")
+_SHOWN = 5  # bad lines that a message names
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
@@ -56,7 +66,7 @@ def read_documents(
     for file in files:
         try:
             if file.kind != "text":
-                yield from _texts(text_field, rows(file, on_read))
+                yield from _texts(text_field, rows(file, on_read), may_be_text=file.kind == "json")
             elif problem := _why_not_text(file.path):
                 raise _not_text(file, problem)
             else:
@@ -86,7 +96,7 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
     for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
         try:
             if file.kind != "text":
-                next(_texts(text_field, first_row(file)), None)
+                next(_texts(text_field, first_row(file), may_be_text=file.kind == "json"), None)
             elif problem := _why_not_text(file.path, most=PIECE_BYTES):
                 raise _not_text(file, problem)
         except OSError as error:
@@ -97,17 +107,55 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
 def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
     """Yield (name for messages, value) for the lines, elements or rows of a file that is not plain text.
 
+    The value of a line that is not valid JSON is its UserError, so that the lines after it can be read too.
+
     Args:
         file: A file of kind "jsonl", "json" or "dataset".
         on_read: Called with the number of bytes of each read; not for a data set.
 
     Raises:
-        UserError: A line or the file is not valid JSON, or a data set cannot be read.
+        UserError: The file is not valid JSON of a known shape, or a data set cannot be read.
         OSError: A JSON or JSONL file cannot be read.
     """
     if file.kind == "dataset":
         return _dataset_rows(file)
-    return _json_array(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
+    return _json_values(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
+
+
+def with_others(
+    error: UserError,
+    rest: Iterable[tuple[str, Any]],
+    check: Callable[[str, Any], object],
+    most: int = 1_000_000,
+) -> UserError:
+    """Return the error of a line with the names of the bad lines after it, so that all can be corrected at once.
+
+    Args:
+        error: The error; a SetupError is returned as it is.
+        rest: The lines after it, from `rows`.
+        check: Raises a UserError for a bad line, given its name and its value.
+        most: Number of lines to check at most; then the message says "at least".
+    """
+    if isinstance(error, SetupError):
+        return error
+    names, checked = [], 0
+    for name, value in islice(rest, most):
+        checked += 1
+        try:
+            check(name, value)
+        except UserError:
+            names.append(name)
+    if not names:
+        return error
+    first, *fix = str(error).split("\n")
+    lines = "at least " * (checked == most)
+    lines += "1 further line is" if len(names) == 1 else f"{len(names):,} further lines are"
+    shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+    return UserError("\n".join([f"{first}; {lines} malformed: {shown}", *fix]))
+
+
+class SetupError(UserError):
+    """The tokenizer or its chat template is missing or wrong, so that every line would be refused."""
 
 
 def first_row(file: SourceFile) -> Iterator[tuple[str, Any]]:
@@ -133,7 +181,7 @@ def check_arrays(files: Iterable[SourceFile]) -> None:
     for file in files:
         if file.kind == "json":
             try:
-                next(_json_array(file, lambda _: None), None)
+                next(_json_values(file, lambda _: None), None)
             except OSError as error:
                 raise unreadable(file.name, error) from error
 
@@ -194,28 +242,42 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
         yield held
 
 
-def _texts(text_field: str, values: Iterable[tuple[str, Any]]) -> Iterator[Document]:
-    for name, value in values:
-        if not isinstance(value, dict):
-            raise UserError(
-                f"{name}: the line is not a JSON object: {_short(value)}\n"
-                f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
-            )
-        if text_field not in value:
-            raise UserError(
-                f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                f"allowed: {KINDS}\n"
-                "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
-                "records to fine-tune on, rename the keys: docs/fine_tuning_data.md"
-            )
-        text = value[text_field]
-        if not isinstance(text, str):
-            raise UserError(
-                f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
-                "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
-            )
+def _texts(text_field: str, values: Iterable[tuple[str, Any]], *, may_be_text: bool) -> Iterator[Document]:
+    def text_of(name: str, value: Any) -> str:
+        return value if may_be_text and isinstance(value, str) else _text(text_field, name, value)
+
+    lines = iter(values)
+    for name, value in lines:
+        try:
+            text = text_of(name, value)
+        except UserError as error:
+            raise with_others(error, lines, text_of) from error
         # "\ud800" is valid JSON, but an unpaired surrogate, which UTF-8 cannot encode.
         yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
+
+
+def _text(text_field: str, name: str, value: Any) -> str:
+    if isinstance(value, UserError):  # the line is not valid JSON
+        raise value
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{name}: the line is not a JSON object: {_short(value)}\n"
+            f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+        )
+    if text_field not in value:
+        raise UserError(
+            f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+            f"allowed: {KINDS}\n"
+            "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
+            "records to fine-tune on, rename the keys: docs/fine_tuning_data.md"
+        )
+    text = value[text_field]
+    if not isinstance(text, str):
+        raise UserError(
+            f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+            "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
+        )
+    return text
 
 
 def _short(value: object) -> str:
@@ -224,55 +286,93 @@ def _short(value: object) -> str:
 
 
 def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped.
-
-    Raises:
-        UserError: A line is not valid JSON.
-    """
+    """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped; see `rows`."""
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             on_read(len(line))
-            if not line.strip():
-                continue
-            name = f"{file.name}:{number}"
-            try:  # an editor may have put a byte-order mark before the first line
-                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
-                    "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
-                ) from error
-            except ValueError as error:
-                raise UserError(
-                    f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line"
-                ) from error
-            yield name, value
+            if line.strip():
+                yield (name := f"{file.name}:{number}"), _line(name, line, is_first=number == 1)
 
 
-def _json_array(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
-    text = file.path.read_bytes()
-    try:
-        values = parse_json(text.decode("utf-8-sig"))
+def _line(name: str, line: bytes, *, is_first: bool) -> Any:
+    try:  # an editor may have put a byte-order mark before the first line
+        return parse_json(line.decode("utf-8-sig" if is_first else "utf-8").rstrip())
+    except UnicodeDecodeError as error:
+        return UserError(
+            f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
+            "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
+        )
     except ValueError as error:
+        return UserError(f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line")
+
+
+def _json_values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file that ends in .json, of one of `SHAPES`, each with its name."""
+    data = file.path.read_bytes()
+    on_read(len(data))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_json(file, f"byte {error.start} is not UTF-8") from error
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        if not getattr(error, "msg", "").endswith("Extra data"):
+            raise _not_json(file, _reason(error)) from error
+        yield from _json_objects(file, text)
+        return
+    if isinstance(values, dict) and (found := [key for key in _SPLITS if isinstance(values.get(key), list)]):
+        if len(found) > 1:
+            raise UserError(
+                f"'{file.name}' has both {' and '.join(found)}\nallowed: {SHAPES}\nfix: keep one of them in the file"
+            )
+        values = values[found[0]]
+    elif isinstance(values, dict):
+        yield f"{file.name}:1", values
+        return
+    if not isinstance(values, list):
         raise UserError(
-            f"'{file.name}' is not valid JSON: {_reason(error)}\nfix: write an array of JSON objects"
-        ) from error
-    on_read(len(text))
+            f"'{file.name}' is a JSON file of {_short(values)}\nallowed: {SHAPES}\n"
+            "fix: write one of these; of text, name the file .txt"
+        )
     for number, value in enumerate(values, 1):
         yield _element(file, number), value
 
 
+def _json_objects(file: SourceFile, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield objects that follow one another, over several lines each, with the line where each begins."""
+    decoder, line, end = json.JSONDecoder(), 1, 0
+    while found := _WORD.search(text, end):
+        begin = found.start()
+        line += text.count("\n", end, begin)
+        try:
+            _, end = decoder.raw_decode(text, begin)
+            value = parse_json(text[begin:end])
+        except (ValueError, RecursionError) as error:
+            raise _not_json(file, f"after line {line}, {error}") from error
+        yield f"{file.name}:{line}", value
+        line += text.count("\n", begin, end)
+
+
+def _not_json(file: SourceFile, reason: str) -> UserError:
+    return UserError(
+        f"'{file.name}' is not valid JSON: {reason}\nallowed: {SHAPES}\n"
+        "fix: write one of these; of text, name the file .txt"
+    )
+
+
 def _first_element(file: SourceFile) -> Any:
-    """Return the first object of an array by reading only the beginning of the file; None if it is not valid."""
+    """Return the first object of an array of objects by reading only the beginning of the file; else None."""
     decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
     with file.path.open("rb") as opened:
         # Each read is as long as all before it: a long element is tried a few times, not once a block.
         while block := opened.read(max(PIECE_BYTES, len(text))):
             try:
                 text += decoder.decode(block)
-                begin = text.index("{")
-                _, end = json.JSONDecoder().raw_decode(text, begin)
-                return parse_json(text[begin:end])
+                if (begin := _ARRAY.match(text)) is None:
+                    return None
+                _, end = json.JSONDecoder().raw_decode(text, begin.end())
+                return parse_json(text[begin.end() : end])
             except UnicodeDecodeError:
                 return None
             except (ValueError, RecursionError):
@@ -311,7 +411,14 @@ def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
             )
         rows = rows["train"]
     for number, row in enumerate(rows, 1):
-        yield f"{folder.name}:{number}", dict(row)
+        yield f"{folder.name}:{number}", _without_nulls(dict(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row without keys of null: Arrow gives each object of a column all keys that any of them has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _reason(error: ValueError) -> str:

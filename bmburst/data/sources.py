@@ -2,7 +2,6 @@
 
 import codecs
 import os
-import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,8 @@ class SourceFile:
     Attributes:
         path: Path of the file.
         name: Its name in messages.
-        kind: "text": one document; "jsonl": one document per line; "json": an array with one document per element;
-            "dataset": a folder written by the package datasets, one document per row.
+        kind: "text": one document; "jsonl": one document per line; "json": one of `documents.SHAPES`, one document per
+            element; "dataset": a folder written by the package datasets, one document per row.
         named: Whether the user named this file. If it is unreadable, that is an error; an unreadable file found in a
             directory is skipped and reported.
     """
@@ -113,9 +112,7 @@ def _kind(path: Path) -> Literal["text", "jsonl", "json"]:
         return "text"
     with path.open("rb") as file:
         first, more = file.readline(PIECE_BYTES).removeprefix(codecs.BOM_UTF8), file.read(PIECE_BYTES)
-    if re.match(rb"\s*\[\s*\{", first + more):
-        return "json"
-    return "jsonl" if more.strip() and _is_object(first) else "text"
+    return "jsonl" if more.strip() and _is_object(first) else "json"
 
 
 def _is_object(line: bytes) -> bool:

@@ -12,7 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.config import read_json
+from bmburst.data.tokenizer_folder import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    MODEL_CONFIG,
+    SPECIAL_TOKENS,
+    TEMPLATES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    TokenizerFolder,
+    read_folder,
+)
 from bmburst.errors import UserError, first_line, unknown
 
 TokenIds = npt.NDArray[np.int64]
@@ -138,16 +148,13 @@ def load_tokenizer(name_or_path: str) -> PromptTokenizer:
         ) from error
 
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer.model",
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
+    SPECIAL_TOKENS,
+    ADDED_TOKENS,
     "vocab.json",
     "vocab.txt",
     "vocab.model",
@@ -157,7 +164,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     GENERATION_CONFIG,
 )
-"""Files of a tokenizer's directory that belong to the model."""
+"""Files of a tokenizer's directory that belong to the model; further chat templates are in the folder `TEMPLATES`."""
+_BESIDE = (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE)
+"""Files that are read beside a tokenizer.json that is given by its path."""
 # Common end-of-document tokens, for a tokenizer.json without tokenizer_config.json.
 END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eos|>", "<|end|>", "[EOS]", "[SEP]")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -168,14 +177,22 @@ class HuggingFaceTokenizer:
 
     Args:
         name: Name given by the user.
-        tokenizer: The `tokenizers.Tokenizer`; its truncation and padding are disabled here.
-        eos_token: The end-of-document token; None: the first of `END_TOKENS` in the vocabulary.
+        folder: The `tokenizers.Tokenizer`, whose truncation and padding are disabled here, its special tokens and its
+            chat template. Without an `eos_token`, the end-of-document token is the first of `END_TOKENS` in the
+            vocabulary.
+
+    Attributes:
+        special_tokens: Special tokens by name, "eos_token" and others.
+        chat_template: The chat template, or templates by name; None without one.
 
     Raises:
         UserError: It has no end-of-document token.
     """
 
-    def __init__(self, name: str, tokenizer: Any, eos_token: str | None = None) -> None:
+    def __init__(self, name: str, folder: TokenizerFolder) -> None:
+        tokenizer, eos_token = folder.tokenizer, folder.special_tokens.get("eos_token")
+        self.special_tokens, self.chat_template = folder.special_tokens, folder.chat_template
+        self._splits = folder.split_special_tokens
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # encode special tokens in the text as plain text
@@ -190,8 +207,20 @@ class HuggingFaceTokenizer:
         self.name = name
         self.eos_id = int(eos_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        digest = hashlib.sha256(f"{self.eos_id} {tokenizer.to_str()}".encode()).hexdigest()
+        parts = f"{self.eos_id} {tokenizer.to_str()}{' splits special tokens' * self._splits}"
+        digest = hashlib.sha256(parts.encode()).hexdigest()
         self.identity = f"huggingface-{digest[:16]}"
+
+    def for_transformers(self, template: str | dict[str, str]) -> Any:
+        """Return the same tokenizer as an object of transformers, with a chat template."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._tokenizer,
+            chat_template=template,
+            split_special_tokens=self._splits,
+            **self.special_tokens,
+        )
 
     def encode(self, text: str) -> TokenIds:
         """Return the ids of `text`, int64 `[tokens]`."""
@@ -212,7 +241,7 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
 
     def _prompt(self, text: str, *, add_special_tokens: bool) -> Any:
-        self._tokenizer.encode_special_tokens = False
+        self._tokenizer.encode_special_tokens = self._splits
         try:
             return self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
         finally:
@@ -232,28 +261,19 @@ def tokenizer_folder(name_or_path: str) -> Path | None:
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
-def template_source(name_or_path: str) -> Path | None:
-    """Return where transformers finds a tokenizer's chat template; None for "bytes".
-
-    That is its local directory, or its name on the hub, which transformers looks up in the cache.
-    """
-    if name_or_path == ByteTokenizer.name:
-        return None
-    return tokenizer_folder(name_or_path) or Path(name_or_path)
-
-
 def tokenizer_files(name_or_path: str) -> dict[str, Path]:
     """Return the local files of a tokenizer, by their names in a model's directory.
 
-    If the name is that of a tokenizer.json, these are that file, and tokenizer_config.json and the chat template beside
-    it. For a name on the hub, they are the files in the local cache. Empty for "bytes", and if tokenizer.json is not
-    there.
+    If the name is that of a tokenizer.json, these are that file, and what is read beside it: its configuration, special
+    and added tokens, and chat templates. For a name on the hub, they are the files in the local cache. Empty for
+    "bytes", and if tokenizer.json is not there.
     """
     path, folder = Path(name_or_path), tokenizer_folder(name_or_path)
     if folder is None:
         return {} if name_or_path == ByteTokenizer.name else _cached_files(name_or_path)
-    names = TOKENIZER_FILES if folder == path else (TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    names = TOKENIZER_FILES if folder == path else _BESIDE
     found = {name: folder / name for name in names if (folder / name).is_file()}
+    found |= {f"{TEMPLATES}/{file.name}": file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
     return found if folder == path else found | {TOKENIZER_FILE: path}
 
 
@@ -278,16 +298,17 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
         UserError: There is no such file, directory or name, the hub cannot be reached, or a file cannot be read.
     """
     path = Path(name_or_path)
-    if path.is_dir():
-        file = path / TOKENIZER_FILE
-        if not file.is_file():
-            raise UserError(
-                f"no {TOKENIZER_FILE} in tokenizer directory '{path}'\n"
-                "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
-            )
-        return _from_file(name_or_path, file)
-    if path.is_file():
-        return _from_file(name_or_path, path)
+    if path.is_dir() and not (path / TOKENIZER_FILE).is_file():
+        raise UserError(
+            f"no {TOKENIZER_FILE} in tokenizer directory '{path}'\n"
+            "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
+        )
+    if path.exists():
+        files = tokenizer_files(name_or_path)
+        model = files[TOKENIZER_FILE].parent / MODEL_CONFIG
+        return HuggingFaceTokenizer(
+            name_or_path, read_folder(files | ({MODEL_CONFIG: model} if model.is_file() else {}))
+        )
     looks_like_a_path = path.suffix == ".json" or name_or_path.startswith((".", "/", "~"))
     if looks_like_a_path or not _HUB_NAME.fullmatch(name_or_path):
         raise UserError(
@@ -298,27 +319,6 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
     if difflib.get_close_matches(name_or_path, ["bytes"], n=1):
         raise unknown("tokenizer", name_or_path, ["bytes", TOKENIZER_FILE, "a Hugging Face name"])
     return _from_hub(name_or_path)
-
-
-def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(name, require_tokenizer(file), _eos_token(file.parent / TOKENIZER_CONFIG))
-
-
-def require_tokenizer(file: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a tokenizer.json.
-
-    Raises:
-        UserError: The file is not a tokenizer.
-    """
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception for every problem with the file
-        raise UserError(
-            f"cannot read tokenizer '{file}': {first_line(error)}\n"
-            "fix: give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
-        ) from error
 
 
 def _from_hub(name: str) -> HuggingFaceTokenizer:
@@ -340,26 +340,17 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
 
     try:
         with _quiet("huggingface_hub"):
-            file = fetch(TOKENIZER_FILE)
-            with contextlib.suppress(EntryNotFoundError):  # many tokenizers have no configuration
-                fetch(TOKENIZER_CONFIG)
+            files = {TOKENIZER_FILE: fetch(TOKENIZER_FILE)}
+            for file in (*_BESIDE, MODEL_CONFIG):
+                with contextlib.suppress(EntryNotFoundError):  # many tokenizers have some of them only
+                    files[file] = fetch(file)
     except (OSError, ValueError) as error:  # base classes of the package's errors
         raise UserError(
             f"no file or directory '{name}', and no tokenizer from the Hugging Face hub: {first_line(error)}\n"
             f"fix: correct the path or the name; without a network, give 'bytes', a {TOKENIZER_FILE} or a directory "
             "with one"
         ) from error
-    return _from_file(name, file)
-
-
-def _eos_token(config: Path) -> str | None:
-    """Return the end-of-document token of a tokenizer_config.json; None without one."""
-    if not config.is_file():
-        return None
-    token = read_json(config).get("eos_token")
-    if isinstance(token, dict):  # a serialized AddedToken
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    return HuggingFaceTokenizer(name, read_folder(files))
 
 
 @contextlib.contextmanager

@@ -12,11 +12,25 @@ from bmburst.amounts import finite
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
 from bmburst.data.chat import ChatTemplate
-from bmburst.data.tokenizer import PromptTokenizer, TokenIds, template_source
-from bmburst.errors import UserError, first_line
+from bmburst.data.documents import SetupError, with_others
+from bmburst.data.messages import Message, read_conversations, read_messages, template_variables
+from bmburst.data.tokenizer import PromptTokenizer, TokenIds
+from bmburst.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
-_LINE = 'one of {"prompt": "..."}, {"tokens": [...]} and {"messages": [...]}'
+PROMPT_KEYS = {
+    "prompt": "a text",
+    "tokens": "token ids",
+    "messages": "a conversation; a final message of the assistant is continued",
+    "conversations": "a conversation of turns with from and value",
+    **dict.fromkeys(("system", "tools", "chat_template_kwargs"), "beside a conversation, as in training"),
+}
+"""Keys of a line of prompts: what they hold. Others are refused."""
+_KINDS = ("prompt", "tokens", "messages", "conversations")
+_LINE = (
+    'one of {"prompt": "..."}, {"tokens": [...]} and {"messages": [...]}, the last with tools and chat_template_kwargs '
+    "if needed"
+)
 _MOST_BYTES = 1 << 30
 
 
@@ -54,12 +68,14 @@ class PromptEncoder:
         if chat:
             self._loaded = self._template("chat")
 
-    def encode(self, value: str | Sequence[int] | TokenIds | Messages, source: str) -> Prompt:
-        """Return the prompt of a text, of token ids or of messages.
+    def encode(self, value: str | Sequence[int] | TokenIds | Messages | Mapping[str, Any], source: str) -> Prompt:
+        """Return the prompt of a text, of token ids, of messages, or of a line of a file of prompts (`PROMPT_KEYS`).
 
         Raises:
-            UserError: It is empty, has another type, or `text`, `ids` or `messages` rejects it.
+            UserError: It is empty, has another type, or `text`, `ids`, `messages` or `line` rejects it.
         """
+        if isinstance(value, Mapping):
+            return self.line(value, source)
         if isinstance(value, str):
             return self.text(value, source)
         if isinstance(value, Sequence) and value and all(isinstance(each, Mapping) for each in value):
@@ -96,45 +112,63 @@ class PromptEncoder:
             raise self._outside(outside, source)
         return self._checked(np.asarray(ids, np.int64), source)
 
+    def line(self, line: Any, source: str) -> Prompt:
+        """Return the prompt of a line, an object of one prompt, token ids or a conversation.
+
+        A conversation is read as in training: with `tools`, `chat_template_kwargs` and `system`, without null values.
+
+        Raises:
+            UserError: It has none of them or several, an unknown key, or a value that is rejected.
+        """
+        if isinstance(line, UserError):  # it is not valid JSON
+            raise line
+        kinds = [kind for kind in _KINDS if isinstance(line, Mapping) and kind in line]
+        alone = len(kinds) == 1 and line.keys() <= (set(PROMPT_KEYS) - set(_KINDS)) | set(kinds)
+        if not alone or (kinds[0] in ("prompt", "tokens") and len(line) > 1):
+            what = f"the keys {', '.join(map(shown, line)) or 'none'}" if isinstance(line, Mapping) else shown(line)
+            raise UserError(f"{source} holds {what}\nallowed: exactly {_LINE}\nfix: correct that line")
+        if kinds[0] == "prompt":
+            return self.text(line["prompt"], source)
+        if kinds[0] == "tokens":
+            return self.ids(line["tokens"], source)
+        tools, options = template_variables(source, line)
+        messages = read_conversations(source, line, is_prompt=True)
+        if messages is None:
+            raise UserError(
+                f"{source}: {kinds[0]} null\nallowed: a list of messages, at least one\nfix: correct that line"
+            )
+        return self._conversation(messages, tools, options, source)
+
     def messages(self, messages: Any, source: str) -> Prompt:
         """Return the prompt of messages, `[{"role": "user", "content": "..."}, ...]`, by the chat template.
 
-        The template writes all special tokens, including the first. The tokenizer adds none.
+        The template writes all special tokens, including the first. The tokenizer adds none. If the last message is of
+        the assistant, the prompt ends where its text ends, so that the model continues it.
 
         Raises:
             UserError: They are not such a list, there is no tokenizer or chat template, or the template rejects them.
         """
-        if not isinstance(messages, list | tuple) or not messages or not all(map(_is_message, messages)):
-            wrong = next((each for each in messages if not _is_message(each)), messages) if messages else messages
-            raise UserError(
-                f"{source}: messages {shown(wrong)}\n"
-                'allowed: [{"role": "...", "content": "..."}, ...], with at least one\nfix: give every message both'
-            )
+        return self._conversation(read_messages(source, "messages", messages, is_prompt=True), None, {}, source)
+
+    def _conversation(
+        self, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any], source: str
+    ) -> Prompt:
         tokenizer = self._require_tokenizer(source, "messages")
         if self._loaded is None:
             self._loaded = self._template(source)
-        try:
-            text = self._loaded.render(messages)
-        except Exception as error:  # from jinja2, or any error raised by the template's code
-            raise UserError(
-                f"{source}: the chat template refuses the messages: {first_line(error)}\n"
-                "fix: change the messages to what the template accepts, or correct the template"
-            ) from error
+        text = self._loaded.prompt(source, messages, tools, options)
         return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
 
     def _template(self, source: str) -> ChatTemplate:
         tokenizer = self._require_tokenizer(source, "a chat template")
-        folder = template_source(tokenizer.name)
-        if folder is None:
-            raise UserError(
-                f"{source}: messages need a chat template, and the tokenizer '{tokenizer.name}' has none\n"
-                "allowed: prompts and tokens\nfix: give the messages' text as a prompt"
-            )
-        return ChatTemplate(folder)
+        try:
+            return ChatTemplate(tokenizer)
+        except UserError as error:
+            raise SetupError(f"{source}: {error}") from None
 
     def _require_tokenizer(self, source: str, what: str) -> PromptTokenizer:
         if self._tokenizer is None:
-            raise UserError(
+            raise SetupError(
                 f"{source}: {what} needs a tokenizer, and the model comes without one\n"
                 'allowed: {"tokens": [...]}\nfix: give token ids, add tokenizer.json to the directory, or use '
                 "bmburst generate --tokenizer NAME"
@@ -190,7 +224,7 @@ def read_prompts(
 
     Raises:
         UserError: Not exactly one of them is given, a file cannot be read, or a prompt is rejected; the message names
-            the line.
+            the line, and further bad lines.
     """
     given = [
         name
@@ -213,31 +247,28 @@ def read_prompts(
             ) from None
         return [encoder.text(text, str(prompt_file))]
     assert prompts is not None
-    found = [_line(encoder, values, source) for values, source in _lines(prompts)]
+    found, lines = [], _lines(prompts)
+    for source, values in lines:
+        try:
+            found.append(encoder.line(values, source))
+        except UserError as error:
+            raise with_others(error, lines, lambda name, value: encoder.line(value, name)) from error
     if not found:
         raise UserError(f"{prompts} holds no prompt\nallowed: a line each, {_LINE}\nfix: write at least one line")
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each line; of one that is not JSON, its UserError."""
     for number, line in enumerate(_read(path).split(b"\n"), 1):
         if not line.strip(b" \t\r\n\xef\xbb\xbf"):
             continue
         source = f"{path}:{number}"
         try:
-            yield parse_json(line, finite=True), source
+            yield source, parse_json(line, finite=True)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line") from None
-
-
-def _line(encoder: PromptEncoder, values: Any, source: str) -> Prompt:
-    readers = {"prompt": encoder.text, "tokens": encoder.ids, "messages": encoder.messages}
-    if not isinstance(values, dict) or len(values) != 1 or not values.keys() <= readers.keys():
-        what = f"the keys {', '.join(map(shown, values)) or 'none'}" if isinstance(values, dict) else shown(values)
-        raise UserError(f"{source} holds {what}\nallowed: exactly {_LINE}\nfix: correct that line")
-    ((kind, value),) = values.items()
-    return readers[kind](value, source)
+            yield source, UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line")
 
 
 def _read(path: Path) -> bytes:
@@ -258,15 +289,6 @@ def _not_ids(ids: object) -> str | None:
         return shown(ids)
     wrong = (each for each in ids if isinstance(each, bool) or not isinstance(each, int | np.integer))
     return next((f"hold {shown(each)}" for each in wrong), None)
-
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("content"), str)
-        and isinstance(message.get("role"), str)
-        and bool(message["role"])
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

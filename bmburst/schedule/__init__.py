@@ -3,7 +3,7 @@
 Nothing here imports torch or communicates, so that `bmburst plan` works without torch and GPUs. The executors in
 `bmburst.attention` and `bmburst.comm` follow these plans.
 
-- `layout.py`, `mask.py`, `documents.py`: which rank holds which tokens, which keys a query sees
+- `layout.py`, `mask.py`, `documents.py`, `tree.py`: which rank holds which tokens, which keys a query sees
 - `tiles.py`, `ring_schedule.py`: which rank computes which tile of the score matrix at which step
 - `heads_plan.py`, `gather_plan.py`, `units.py`, `exchange.py`: which bytes move between which ranks
 - `strategy.py`, `cost.py`, `hardware.py`: the choice of the fastest strategy
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bmburst.schedule.layout import Layout, make_layout
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow, make_mask
     from bmburst.schedule.ring_schedule import Schedule, make_schedule
+    from bmburst.schedule.tree import Tree
 
 __all__ = [
     "BlockSparse",
@@ -32,6 +33,7 @@ __all__ = [
     "PrefixLM",
     "Schedule",
     "SlidingWindow",
+    "Tree",
     "make_layout",
     "make_mask",
     "make_schedule",
@@ -47,6 +49,7 @@ _HOMES = {
     "PrefixLM": "documents",
     "Schedule": "ring_schedule",
     "SlidingWindow": "mask",
+    "Tree": "tree",
     "make_layout": "layout",
     "make_mask": "mask",
     "make_schedule": "ring_schedule",

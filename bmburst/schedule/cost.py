@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
-from bmburst.schedule.layout import key_areas, most_keys, narrowed_queries, rank_areas
+from bmburst.schedule.layout import key_areas, merged_queries, most_keys, narrowed_queries, rank_areas
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
@@ -225,8 +225,8 @@ class _StrategyCost:
         if backward:
             (q, k), grouped = self._numbers, shapes.own_heads > shapes.own_kv_heads
             kernel += hardware.memory_seconds(KERNEL_BACKWARD_Q * q + grouped * KERNEL_BACKWARD_K * k)
-        more_calls = self.sizes.calls(self.stops, backward=backward) - 1
-        joining = more_calls * hardware.attention_call
+        more_calls = self._calls(backward=backward) - 1
+        joining = more_calls * hardware.attention_call + self._merges(backward=backward)
         if self.shapes.groups == 1:
             # At the end of a call its longest tile runs on one multiprocessor, others idle; rectangles have no tail.
             tile = 4.0 * KERNEL_TILE * most_keys(self.problem.mask, self.problem.length) * shapes.head_dim
@@ -252,10 +252,20 @@ class _StrategyCost:
             return 0.0
         if self.sizes.records_kernels(self.problem.placement.transport, self.nodes):
             return self.problem.hardware.call_start
-        issued = self.sizes.calls(self.stops, backward=backward)
+        issued = self._calls(backward=backward)
         if self.strategy.outer != "gather":
             issued += self.stops - 1 + (backward and self.stops > 1)
         return self.problem.hardware.call_start * (1 + issued)
+
+    def _calls(self, *, backward: bool) -> int:
+        """Return the number of kernel calls of a pass; an upper bound for a tree, whose levels not all ranks meet."""
+        return self.sizes.calls(self.stops, backward=backward) * len(self.problem.mask.levels)
+
+    def _merges(self, *, backward: bool) -> float:
+        """Return the seconds to merge the levels of a tree; in backward, to add their gradients of q."""
+        merged = merged_queries(self.problem.mask, self.problem.length) / self.problem.length
+        nbytes = RING_TILE_BACKWARD_Q if backward else RING_TILE_FORWARD_Q
+        return self.problem.hardware.memory_seconds(nbytes * merged * self._numbers[0])
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -368,17 +368,29 @@ def narrowed_queries(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]
         return (0,) * layout.size
     if isinstance(mask, SlidingWindow):
         return tuple(sum(_queries_from(run, mask.tokens, length) for run in layout.runs(r)) for r in range(layout.size))
-    starts = (mask.rows(real_positions(layout, rank, length), length).start for rank in range(layout.size))
-    return tuple(int(np.count_nonzero(start)) for start in starts)
+    return tuple(_narrowed(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
+
+
+def _narrowed(mask: Mask, length: int, queries: IntArray) -> int:
+    """Return how many of the queries see keys, but not the first, summed over the levels of the mask."""
+    rows = (level.rows(queries, length) for level in mask.levels)
+    return sum(int(np.count_nonzero((start > 0) & (stop > start))) for start, stop in rows)
 
 
 @bounded_cache(maxsize=64)
 def most_keys(mask: Mask, length: int) -> int:
-    """Return the maximum over queries of the number of keys from the first to the last visible one."""
+    """Return the maximum over queries of the number of keys from the first to the last visible one of a level."""
     if isinstance(mask, Causal | Full):
         return length
-    rows = mask.rows(np.arange(length), length)
-    return int((rows.stop - rows.start).max())
+    rows = (level.rows(np.arange(length), length) for level in mask.levels)
+    return max(int((stop - start).max()) for start, stop in rows)
+
+
+@bounded_cache(maxsize=64)
+def merged_queries(mask: Mask, length: int) -> int:
+    """Return how many results of queries are merged over the levels of a mask: 0 unless it is a tree."""
+    rows = (level.rows(np.arange(length), length) for level in mask.levels[1:])
+    return sum(int(np.count_nonzero(stop > start)) for start, stop in rows)
 
 
 def _queries_from(run: Run, position: int, length: int) -> int:

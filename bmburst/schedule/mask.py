@@ -1,8 +1,8 @@
 """Masks: which keys a query sees, in global positions. Imports no torch.
 
-Under every mask except `BlockSparse` a query sees one interval of keys, and both ends of the interval do not decrease
-from one query to the next. This also holds in the local order of each layout; tiles, communication and balance rely on
-it (`bmburst.schedule.tiles`).
+Under every mask except `BlockSparse` and `Tree` a query sees one interval of keys, and both ends of the interval do not
+decrease from one query to the next. This also holds in the local order of each layout; tiles, communication and balance
+rely on it (`bmburst.schedule.tiles`). A `Tree` is a disjoint union of such masks, its levels (`bmburst.schedule.tree`).
 """
 
 from abc import ABC, abstractmethod
@@ -51,9 +51,19 @@ class Mask(ABC):
         return None
 
     @property
+    def levels(self) -> "tuple[Mask, ...]":
+        """Masks that share no visible pair, and together show what this mask shows; more than one in a tree only."""
+        return (self,)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """First positions of the documents, ascending; empty if the mask has none."""
         return ()
+
+    @property
+    def position_offsets(self) -> tuple[int, ...]:
+        """For each start, what a token's position in the sequence exceeds its position in its document by."""
+        return self.starts
 
     @property
     def key_starts(self) -> tuple[int, ...]:
@@ -69,6 +79,15 @@ class Mask(ABC):
     def sees_all(self) -> bool:
         """Whether every query sees every key."""
         return False
+
+    def seen_intervals(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
+        """Return the intervals of keys that any of the consecutive queries `first` to `last` sees, without `blocks`.
+
+        In self-attention the interval has no gaps, since each query sees itself; in cross-attention it may have keys
+        that none of the queries sees.
+        """
+        start, stop = self.rows(np.array([first, last]), length)
+        return [(int(start[0]), int(stop[1]))]
 
     def key_length(self, length: int) -> int:
         """Return the number of real keys for `length` real queries; they differ in cross-attention."""
@@ -91,7 +110,8 @@ class Mask(ABC):
         """Return the mask of the keys that are visible in both.
 
         Raises:
-            UserError: The masks are made for different numbers of tokens, or have blocks of different sizes.
+            UserError: The masks are made for different numbers of tokens, have blocks of different sizes, or are a tree
+                and a mask under which keys of a row would not be exact.
         """
         if not isinstance(other, Mask):
             return NotImplemented
@@ -307,4 +327,12 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
         one = BlockSparse(cells, maps[0].block_size, any(mask.causal for mask in maps))
         masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)
     kept = tuple(dict.fromkeys(mask for mask in masks if mask != Full())) or (Full(),)
+    trees = [mask for mask in kept if len(mask.levels) > 1]
+    if trees:  # a tree is causal
+        kept = tuple(mask for mask in kept if mask != Causal())
+    if trees and len(kept) > 1:
+        raise UserError(
+            f"a tree cannot be joined with another mask: {' & '.join(map(str, kept))}\n"
+            "allowed: a Tree alone, or with causal or full\nfix: compute each row of the tree alone under that mask"
+        )
     return kept[0] if len(kept) == 1 else Intersection(kept)

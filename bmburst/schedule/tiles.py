@@ -2,7 +2,8 @@
 
 Among keys in global order a query sees one interval, and both of its ends do not decrease from one query to the next
 (`bmburst.schedule.mask`). Queries are divided where their intervals no longer form a single band of a rectangle.
-Rectangles along the diagonal with the same band become the segments of one call.
+Rectangles along the diagonal with the same band become the segments of one call. The levels of a tree are divided one
+by one.
 """
 
 import operator
@@ -66,11 +67,14 @@ def make_tiles(
         length: Real tokens of the sequence.
         queries: Global positions of the queries, ascending, below `length`.
         keys: Global positions of the real keys, ascending.
-        by: "queries": each query is in at most one rectangle, so its result is complete. "keys": each key is in at most
-            one, so its gradient is complete. A block-sparse mask gives one rectangle in both cases.
+        by: "queries": each query is in at most one rectangle of each level of the mask, so its result is complete if
+            there is one level. "keys": likewise each key and its gradient. A block-sparse mask gives one rectangle in
+            both cases.
     """
     if not len(queries) or not len(keys):
         return ()
+    if len(mask.levels) > 1:
+        return tuple(tile for level in mask.levels for tile in make_tiles(level, length, queries, keys, by))
     rows = visible_rows(mask, length, queries, keys)
     if mask.blocks is not None:
         return _cells(mask.blocks, rows, queries, keys)
@@ -86,6 +90,8 @@ def make_tiles(
 
 def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
     """Return the number of visible pairs of these queries with all keys of the sequence."""
+    if len(mask.levels) > 1:
+        return sum(visible_area(level, length, queries) for level in mask.levels)
     rows = mask.rows(queries, length)
     if mask.blocks is None or not len(queries):
         return int((rows.stop - rows.start).sum())
@@ -96,6 +102,9 @@ def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
 
 def seen_counts(mask: Mask, length: int) -> IntArray:
     """Return how many queries of the sequence see each of its keys, in global order."""
+    if len(mask.levels) > 1:
+        total: IntArray = np.sum([seen_counts(level, length) for level in mask.levels], axis=0)
+        return total
     rows, keys = mask.rows(np.arange(length), length), mask.key_length(length)
     if mask.blocks is None:
         return _counted(rows, slice(None), keys)
@@ -109,13 +118,13 @@ def seen_counts(mask: Mask, length: int) -> IntArray:
 def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
     """Return the global positions of the keys that any of the consecutive queries `first` to `last` sees.
 
-    In self-attention there are no gaps, since each query sees itself; in cross-attention the result may have keys that
-    none of them sees. Under a block-sparse mask it is exact to blocks.
+    Spans do not overlap; see `Mask.seen_intervals` for what they contain. Under a block-sparse mask they are exact to
+    blocks.
     """
-    start, stop = mask.rows(np.array([first, last]), length)
-    whole = Span(int(start[0]), int(stop[1]))
+    seen = [Span(*interval) for interval in mask.seen_intervals(first, last, length)]
     if mask.blocks is None:
-        return [whole]
+        return seen
+    (whole,) = seen
     size, cells = mask.blocks
     used = cells[first // size : last // size + 1].max(axis=0).astype(np.int64)
     edges, values = _runs(used)

@@ -246,8 +246,8 @@ class SequenceShard:
             tokens[here], labels[here] = sequence(range(run.start, run.start + real * run.stride, run.stride))
         if documents is not None:
             labels[positions >= self._real(documents)] = IGNORE_INDEX
-            starts = np.array(documents.starts or (0,))
-            positions -= starts[np.searchsorted(starts, positions, side="right") - 1]
+            starts, offsets = (np.array(n or (0,)) for n in (documents.starts, documents.position_offsets))
+            positions -= offsets[np.searchsorted(starts, positions, side="right") - 1]
         return part
 
     def join(self, parts: Tensor, dim: int = 1) -> Tensor:

@@ -99,7 +99,15 @@ def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Te
     """Return the label of each token: the next token of its document.
 
     `masks` and `lengths` have one entry for all rows, one per row, or none.
+
+    Raises:
+        UserError: A mask is a tree with branches.
     """
+    if any(len(mask.levels) > 1 for mask in masks):
+        raise UserError(
+            "a tree has several next tokens where it branches, so labels cannot be made from its tokens\n"
+            "fix: pass labels; bmburst.pack_tree(rows) makes them with the tree"
+        )
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
     for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
@@ -119,8 +127,11 @@ def document_positions(positions: Tensor, masks: tuple[Mask, ...], batch: int) -
     """
     rows = []
     for mask in masks:
-        starts = torch.tensor(mask.starts or (0,), dtype=torch.int64, device=positions.device)
-        rows.append(positions - starts[torch.searchsorted(starts, positions, right=True) - 1])
+        starts, offsets = (
+            torch.tensor(n or (0,), dtype=torch.int64, device=positions.device)
+            for n in (mask.starts, mask.position_offsets)
+        )
+        rows.append(positions - offsets[torch.searchsorted(starts, positions, right=True) - 1])
     return torch.stack(rows or [positions]).expand(batch, -1)
 
 

@@ -19,7 +19,8 @@ from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture
 from bmburst.data.records import PAIRS
 from bmburst.data.sources import left_out
-from bmburst.data.tokenizer import CHAT_TEMPLATE, GENERATION_CONFIG, tokenizer_files
+from bmburst.data.tokenizer import GENERATION_CONFIG, tokenizer_files
+from bmburst.data.tokenizer_folder import kept_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
@@ -134,9 +135,7 @@ def _read_tokenizer(name: str, identity: str | None, chat_template: Path | None)
         files = tokenizer_files(name)
         if not files or (identity is not None and data.load_tokenizer(name).identity != identity):
             return {}
-        if chat_template is not None:
-            files[CHAT_TEMPLATE] = chat_template
-        return {file: path.read_bytes() for file, path in files.items()}
+        return kept_files(files, chat_template)
     except OSError as error:
         raise UserError(
             f"tokenizer '{name}': cannot read {error.filename}: {error.strerror}\n"

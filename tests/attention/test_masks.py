@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
+from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow, Tree
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
@@ -16,7 +16,7 @@ from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
-from tests.mask_oracle import random_mask
+from tests.mask_oracle import random_mask, random_tree
 from tests.refusals import refused
 
 MASKS = {
@@ -27,6 +27,7 @@ MASKS = {
     "prefix": lambda n: PrefixLM(n // 3),
     "prefixes": lambda n: PrefixLM([x // 2 for x in _lengths(n)], _lengths(n)),
     "blocks": lambda n: BlockSparse(_map(-(-n // 5)), 5),
+    "tree": lambda n: _tree(n),
     "documents & window": lambda n: Documents(_lengths(n)) & SlidingWindow(3),
     "blocks & documents": lambda n: BlockSparse(_map(-(-n // 4)), 4) & Documents(_lengths(n), causal=False),
 }
@@ -39,6 +40,14 @@ def _lengths(tokens):
     while sum(found) < tokens:
         found.append(min((1, 7, 1, 2, 12, 3)[len(found) % 6], tokens - sum(found)))
     return found
+
+
+def _tree(tokens):
+    """Return two trees of up to four levels, with nodes of a single token."""
+    lengths, parents = _lengths(tokens), []
+    for i in range(len(lengths)):
+        parents.append(-1 if i in (0, 5) else (i - 1, i - 1, parents[-1])[i % 3])
+    return Tree(parents, lengths)
 
 
 def _map(blocks):
@@ -76,6 +85,17 @@ def test_any_mask_on_any_number_of_ranks(seed):
     size, length = rng.randint(1, 5), rng.randint(9, 60)
     layout = rng.choice(("contiguous", "zigzag", "striped", "balanced"))
     run_ranks(size, compare, layout, random_mask(rng, length), length, 4, rng.choice((1, 2, 4)), {"strategy": "auto"})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_tree_on_any_number_of_ranks(seed):
+    rng = random.Random(100 + seed)
+    size, length = rng.randint(1, 5), rng.randint(9, 60)
+    layout = rng.choice(("contiguous", "zigzag", "striped", "balanced"))
+    strategies = ["auto", "kv", "burst"] if layout == "striped" else ["auto", "gather", "kv", "burst", "heads"]
+    heads = size if size > 2 else 4
+    options = {"strategy": rng.choice(strategies)}
+    run_ranks(size, compare, layout, random_tree(rng, length), length, heads, rng.choice((1, heads)), options)
 
 
 @pytest.mark.parametrize("ring_tensors", ["kv", "burst"])

@@ -1,4 +1,4 @@
-"""`bmburst bench paper`: its cells, tables, and a run on two ranks of the CPU; predictions; perplexity by method."""
+"""`bmburst bench paper`: its cells, tables, and a run on two ranks of the CPU; perplexity by method."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.engine import OK, BaseSelection, Results
 from benchmarks.engine.job import Job
 from benchmarks.engine.report import markdown
-from benchmarks.paper import curve, measure, perplexity
+from benchmarks.paper import measure, perplexity
 from benchmarks.paper.kind import KIND, METHODS, PaperCell, list_cells
 from benchmarks.paper.overheads import METHODS as FORMULAS
 from benchmarks.paper.overheads import Shape
@@ -122,22 +122,3 @@ def test_methods_that_need_equal_parts_refuse_others(tmp_path):
 def test_ranks_of_a_perplexity_are_checked_before_work_starts(capsys):
     assert perplexity.main(["--ranks", "0"]) == 2
     says(capsys.readouterr().err.strip(), "--ranks | at least 1 | got 0 | fix: ")
-
-
-def test_predictions_are_drawn_beside_what_is_published(tmp_path):
-    rates = curve.published_rates()
-    assert rates[524288] == pytest.approx(195, rel=0.01)  # as bmburst/plan/data/published.toml has it
-    assert curve.attention_rate(8, 524288) == pytest.approx(rates[524288], rel=0.05)
-    assert curve.attention_rate(64, 65536) < curve.attention_rate(8, 65536)  # eight nodes, short blocks
-    assert curve.gain(8, 32768, pcie=True) > curve.gain(8, 32768) > 1
-    assert curve.main(["--output", str(tmp_path)]) == 0
-    pictures = sorted(tmp_path.glob("*.png"))
-    assert [path.stem for path in pictures] == ["paper_prediction-attention", "paper_prediction-training"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    numbers = json.loads((tmp_path / curve.NUMBERS).read_text())
-    assert numbers["attention"]["predicted, 8 A100"]["524288"] == pytest.approx(curve.attention_rate(8, 524288), 1e-3)
-    assert numbers["training"]["predicted, 8 A100, PCIe"]["32768"] == pytest.approx(
-        curve.gain(8, 32768, pcie=True), 1e-3
-    )
-    assert min(numbers["training"]["predicted, 64 A100, NVLink"].values()) > 0 and len(curve.table()) == 9
-    assert numbers["training"]["the paper, 32 A100"] == {"131072": 2.0}

@@ -130,15 +130,16 @@ def test_what_is_longer_than_the_model_is_noted(model: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ranks: int) -> None:
     lines = [{"prompt": "Once"}, {"tokens": [5]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    lines.append({"messages": [*lines[2]["messages"], {"role": "assistant", "content": "It is"}]})
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     given = ["--prompts", "prompts.jsonl", "--output", "answers.jsonl", "--max-new-tokens", "6", "--nproc", str(ranks)]
     command = [sys.executable, "-m", "bmburst", "generate", "--checkpoint", str(model), *given]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    assert "3 answers" in done.stderr
+    assert "4 answers" in done.stderr
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    for answer, text in zip(answers, ("Once", None, "<user>hi>"), strict=True):
+    for answer, text in zip(answers, ("Once", None, "<user>hi>", "<user>hi<assistant>It is"), strict=True):
         assert {"prompt_tokens", "first_token_seconds", "seconds_per_token", "peak_gib"} < set(answer)
         if text is not None:
             tokens, words = expected(model, text, 6)

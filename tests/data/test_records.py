@@ -78,7 +78,7 @@ def test_all_malformed_lines_are_named_at_once(tmp_path):
     with refused(":1: ", "8 further lines are malformed: ", ", ".join(f"{path}:{n}" for n in range(2, 7)) + ", ...\n"):
         read(path)
     path.write_text(path.read_text() + "no JSON\n")
-    with refused(f"{path}:1: ", "8 further"):
+    with refused(f"{path}:1: ", "9 further"):
         read(path)
     chat.write(path, good, empty)
     with refused(f"{path}:2: the answer in message 2 is empty\n"):
@@ -186,7 +186,7 @@ def test_an_array_of_json(tmp_path):
         ("{", "not valid JSON"),
         ({"conversations": "hi"}, "conversations | role"),
         ({"conversations": [{"from": "human", "value": 3}]}, "content of message 1 is 3 | text"),
-        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "message 1 | function_call | observation"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, 'function_call is "f()" | name | arguments'),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, "message 1 | human | observation"),
         ({"conversations": SHAREGPT[:1]}, "no answer"),
         ({"instruction": "a", "output": ["b"]}, "output | text"),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.data.documents import read_documents
+from bmburst.data.documents import read_documents, with_others
 from bmburst.data.sources import PIECE_BYTES, find_sources
-from tests.refusals import refused
+from bmburst.errors import UserError
+from tests.refusals import refused, says
 
 
 def texts(*inputs, **options):
@@ -125,18 +126,89 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
     refuse(tmp_path, words=[f"{path}:2", *words])
 
 
-def test_json_is_read_as_documents_where_it_holds_several(tmp_path):
-    rows = [{"text": "a"}, {"text": "b"}]
-    for name, text in (
-        ("list.json", json.dumps(rows, indent=1)),
-        ("short.json", json.dumps(rows)),
-        ("lines.json", "\ufeff" + "\n".join(map(json.dumps, rows))),
-    ):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        assert [read for _, read in texts(tmp_path / name)] == ["a", "b"]
-    for name, text in (("one.json", json.dumps(rows[0], indent=1)), ("numbers.json", "[1, 2]"), ("list.txt", "[{}]")):
-        (tmp_path / name).write_text(text)  # are text, as before
-        assert [read for _, read in texts(tmp_path / name)] == [text]
+ROWS = [{"text": "a"}, {"text": "b\u2028"}]
+SHAPES = {
+    "array": json.dumps(ROWS, indent=1),
+    "array in a line": json.dumps(ROWS),
+    "lines": "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),
+    "data": json.dumps({"version": "1.1", "data": ROWS}, indent=1),
+    "train": json.dumps({"train": ROWS, "test": [{"text": "c"}]}),
+    "objects": "\ufeff" + "\n".join(json.dumps(row, indent=2) for row in ROWS) + "\n",
+    "objects without a line between": "".join(map(json.dumps, ROWS)),
+    "texts": json.dumps(["a", "b\u2028"], indent=1),
+    "data of texts": json.dumps({"data": ["a", "b\u2028"]}),
+}
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
+def test_each_shape_of_json_is_read_as_the_same_documents(tmp_path, text):
+    (tmp_path / "x.json").write_text(text, encoding="utf-8", newline="")
+    assert [read for _, read in texts(tmp_path / "x.json")] == ["a", "b\u2028"]
+
+
+@pytest.mark.parametrize("text", [json.dumps(ROWS[0]), json.dumps(ROWS[0], indent=1), '{"data": 3, "text": "a"}'])
+def test_one_object_of_json_is_one_document(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    assert texts(tmp_path / "x.json") == [(f"{tmp_path / 'x.json'}:1", "a")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("plain text", "not valid JSON"),
+        ("3", "a JSON file of 3"),
+        ("null", "a JSON file of null"),
+        ('"text"', 'a JSON file of "text"'),
+        ('{"data": [], "train": []}', "both data and train | keep one"),
+        ('{"text":\n"a"}\n{"text": \n"b"', "not valid JSON | after line 3"),
+        ('{"text":\n"a"} \n x', "not valid JSON | after line 3"),
+        (b"PK\x03\x04\xff".decode("latin-1"), "not UTF-8"),
+    ],
+    ids=str,
+)
+def test_another_shape_of_json_is_refused_with_those_that_are_read(tmp_path, text, words):
+    (tmp_path / "x.json").write_text(text, encoding="latin-1")
+    shapes = ["array of objects", "array of texts", '{"data": [...]}', '{"train": [...]}', "one object"]
+    refuse(tmp_path / "x.json", words=["x.json", words, *shapes, "fix: "])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "element 1 | not a JSON object"),
+        ('[{"text": "a"}, 2, "b", {"text": 3}, null]', "element 2 | 2 further lines | element 4 | element 5"),
+        ('{"instances": [{"text": "a"}]}', "x.json:1 | no field 'text' | 'instances'"),
+        ('{"text":\n"a"}\n\n{"txt":\n"b"}\n{"text": "c"}\n{}', "x.json:4 | 1 further line | x.json:7"),
+    ],
+    ids=str,
+)
+def test_every_bad_element_of_json_is_named(tmp_path, text, words):
+    (tmp_path / "x.json").write_text(text)
+    refuse(tmp_path / "x.json", words=[words, "fix: "])
+
+
+def test_every_bad_line_of_text_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": 1}\n{"text": "b"}\n{bad\n{"text": "c"}\n\xff\n{}\n')
+    refuse(path, words=[f"{path}:2", "string, got 1", "3 further lines", f"{path}:4", f"{path}:6", f"{path}:7"])
+    path.write_bytes(b'{"text": "a"}\n{bad\n{"text": 1}\n')
+    refuse(path, words=[f"{path}:2", "not valid JSON", "1 further line is malformed", f"{path}:3", "fix: "])
+
+
+def test_a_search_for_bad_lines_that_ends_early_says_so():
+    def check(name, value):
+        if not value:
+            raise UserError(f"{name}: empty")
+
+    lines = [(f"x:{number}", number % 2) for number in range(2, 9)]
+    found = with_others(UserError("x:1: empty\nfix: fill it"), iter(lines), check, 4)
+    says(found, "x:1: empty; at least 2 further lines are malformed: x:2, x:4\n", "fix: fill it")
+    says(with_others(UserError("x:1: empty"), iter(lines), check), "empty; 4 further lines")
+
+
+def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
+    (tmp_path / "list.txt").write_text("[{}]")
+    assert [read for _, read in texts(tmp_path / "list.txt")] == ["[{}]"]
     for name, data, words in (
         ("a.jsonl.gz", gzip.compress(b"{}"), ["gzip", "gunzip"]),
         ("a.xz", lzma.compress(b"{}"), ["xz", "unxz"]),

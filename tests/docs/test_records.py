@@ -68,17 +68,6 @@ def test_records_name_the_commit_and_the_program_of_their_runs():
     assert seen >= 4
 
 
-def test_pictures_are_drawn_again_with_their_numbers(tmp_path, monkeypatch):
-    file, drawn = tmp_path / records.curve.NUMBERS, []
-    file.write_text("old")
-    monkeypatch.setattr(records, "_ROOT", tmp_path)
-    monkeypatch.setattr(records, "derived", lambda: iter([(file, "new")]))
-    monkeypatch.setattr(records.curve, "draw", drawn.append)
-    for words, folders in (["--check"], []), ([], [tmp_path]):
-        monkeypatch.setattr(sys, "argv", ["records", *words])
-        assert records.main() == bool(words) and drawn == folders
-
-
 @pytest.mark.parametrize("check", [True, False])
 def test_what_is_old_is_said_and_written_unless_asked_not_to(tmp_path, monkeypatch, capsys, check):
     file = tmp_path / "table.md"

@@ -8,6 +8,9 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import ByteTokenizer, load_tokenizer
+from bmburst.data.chat import RecordEncoder
+from bmburst.data.records import read_records
+from bmburst.data.sources import find_sources
 from bmburst.inference.prompts import Answer, PromptEncoder, TokenLogprob, read_prompts
 from tests.data.test_tokenizer import train_bpe
 from tests.refusals import refused, says
@@ -116,6 +119,93 @@ def test_lines_are_prompts_in_order(directory):
     assert found[1].tokens.tolist() == [3, 0, 299]
 
 
+THINKS = (
+    "{% if tools %}<|im_start|>tools {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ m.content | trim }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+"""Trims contents, and has variables, as Qwen3's."""
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALLED = [
+    MESSAGES[1],
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "3", "name": None},
+]
+
+
+def whole(directory, messages, **options):
+    """Return the ids of transformers for messages whose last one is of the assistant, as its pipeline makes them."""
+    return peer(directory).apply_chat_template(messages, continue_final_message=True, **options)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKS], ids=["spaces", "trimmed"])
+@pytest.mark.parametrize("text", ["It is", " It is \n", "the return of the f", "<think>\nso", "x</s>"], ids=repr)
+def test_a_final_answer_is_continued(directory, template, text):
+    save_config(directory, chat_template=template)
+    messages = [*MESSAGES, {"role": "assistant", "content": text}]
+    wanted = whole(directory, messages)
+    path = write(directory / "prompts.jsonl", {"messages": messages}, {"messages": [*messages, MESSAGES[1]]})
+    continued, asked = read_prompts(encoder(directory), prompts=path)
+    assert continued.tokens.tolist() == encoder(directory).encode(messages, "").tokens.tolist() == wanted
+    opened = peer(directory).apply_chat_template([*messages, MESSAGES[1]], add_generation_prompt=True)["input_ids"]
+    assert asked.tokens.tolist() == opened
+
+
+def test_an_empty_final_answer_opens_the_answer(directory):
+    messages = [*MESSAGES, {"role": "assistant", "content": ""}]
+    assert encoder(directory).encode(messages, "").tokens.tolist() == whole(directory, messages)
+
+
+def test_the_pipeline_of_transformers_continues_too(directory):
+    """Its preprocessing alone: no weights are needed."""
+    from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
+
+    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    pipeline = TextGenerationPipeline.__new__(TextGenerationPipeline)
+    pipeline.tokenizer = peer(directory)
+    for each in (messages, MESSAGES):
+        wanted = pipeline.preprocess(Chat(each))["input_ids"][0].tolist()
+        assert encoder(directory).encode(each, "").tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ({"messages": MESSAGES, "tools": TOOLS}, {"tools": TOOLS}),
+        ({"messages": MESSAGES, "tools": json.dumps(TOOLS)}, {"tools": TOOLS}),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"messages": CALLED, "tools": TOOLS, "chat_template_kwargs": None}, {"tools": TOOLS}),
+        ({"messages": [{**MESSAGES[0], "weight": None}, {**MESSAGES[1], "loss": 0}]}, {}),
+        ({"conversations": [{"from": "Human", "value": "return f(x)"}], "system": "the \u4e16"}, {}),
+    ],
+    ids=str,
+)
+def test_a_conversation_is_read_as_in_training(directory, line, options):
+    save_config(directory, chat_template=THINKS)
+    messages = CALLED if line.get("messages") is CALLED else MESSAGES
+    wanted = peer(directory).apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"]
+    (found,) = read_prompts(encoder(directory), prompts=write(directory / "prompts.jsonl", line))
+    assert found.tokens.tolist() == encoder(directory).encode(line, "prompt 0").tokens.tolist() == wanted
+    learned = chat_encoder(directory).encode(record(directory, line))
+    assert learned.ids[: len(wanted)].tolist() == wanted
+
+
+def chat_encoder(directory):
+    return RecordEncoder(load_tokenizer(str(directory)))
+
+
+def record(directory, line):
+    """Return the record that training reads of a line of prompts with an answer."""
+    key = next(key for key in ("messages", "conversations") if key in line)
+    answered = {**line, key: [*line[key], {"role": "assistant", "content": "It is"}]}
+    (found,) = read_records(find_sources([write(directory / "chats.jsonl", answered)]))
+    return found
+
+
 def test_python_gives_text_ids_arrays_and_messages(directory):
     ours = encoder(directory)
     for value in ([1, 2], (1, 2), np.array([1, 2], np.int32), [np.int64(1), 2]):
@@ -156,14 +246,24 @@ def test_bytes_get_no_special_token():
         ({"tokens": [1, VOCAB]}, f"{VOCAB} | 0 to {VOCAB - 1}"),
         ({"tokens": [1, -1, 2]}, f"-1 | 0 to {VOCAB - 1}"),
         ({"tokens": [2**63]}, f"{2**63} | vocabulary"),
-        ({"messages": []}, "messages [] | role | content"),
+        ({"messages": []}, "messages is [] | role | content"),
         ({"messages": "hi"}, "messages | role | content"),
         ({"messages": {"role": "user", "content": "a"}}, "messages | role | content"),
-        ({"messages": [{"role": "user"}]}, "{'role': 'user'} | content"),
+        ({"messages": MESSAGES, "temperature": 1}, "'temperature' | exactly one"),
+        ({"messages": MESSAGES, "conversations": []}, "'messages' | 'conversations' | exactly one"),
+        ({"messages": None}, "messages null | list"),
+        ({"prompt": "a", "tools": []}, "'tools' | exactly one"),
+        ({"messages": MESSAGES, "tools": 3}, "tools is 3 | list of tools"),
+        ({"messages": MESSAGES, "tools": [{}]}, "does not read tools"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "tokenize | apply_chat_template"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]}, "tool_calls | does not read"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}, "content of message 3 is null"),
+        ({"messages": [MESSAGES[0], {"role": "assistant", "content": ""}, MESSAGES[1]]}, "message 2 is empty"),
+        ({"messages": [{"role": "user"}]}, "content of message 1 is null"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
-            "chat template | Unknown role robot | correct the template",
+            "chat template | Unknown role robot | another template",
         ),
     ],
     ids=str,
@@ -173,6 +273,17 @@ def test_a_bad_line_is_refused_by_its_number(directory, line, words):
     with refused(words, f"{path}:3", "fix: ") as caught:
         read_prompts(encoder(directory), prompts=path)
     assert str(caught.value).splitlines()[-1].startswith("fix: ")
+
+
+def test_every_bad_line_of_prompts_is_named(directory):
+    lines = [{"prompt": "a"}, {"messages": []}, "{", {"prompt": "a"}, {"messages": [{"role": "robot", "content": "a"}]}]
+    path = write(directory / "prompts.jsonl", *lines)
+    with refused(f"{path}:2", "messages is []", f"2 further lines are malformed: {path}:3, {path}:5", "fix: "):
+        read_prompts(encoder(directory), prompts=path)
+    save_config(directory)
+    with refused(f"{path}:1", "no chat template") as caught:  # every line would be refused
+        read_prompts(encoder(directory), prompts=write(path, *[{"messages": MESSAGES}] * 3))
+    assert "further" not in str(caught.value)
 
 
 def test_lines_that_are_no_utf8_are_refused(directory):
@@ -244,10 +355,9 @@ def test_a_template_that_fails_is_refused(directory, template):
 
 
 def test_a_damaged_tokenizer_configuration_is_refused(directory):
-    ours = encoder(directory)
     (directory / "tokenizer_config.json").write_text("{")
     with refused(directory, "tokenizer", "fix: "):
-        ours.encode(MESSAGES, "prompt 0")
+        encoder(directory)
 
 
 def test_ids_of_another_tokenizer_are_refused(directory):

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from bmburst.data import ByteTokenizer
 from bmburst.data.tokenizer import HuggingFaceTokenizer
+from bmburst.data.tokenizer_folder import TokenizerFolder
 from bmburst.inference.answering import TextStream
 from tests.data.test_tokenizer import train_bpe
 from tests.refusals import refused
@@ -26,7 +27,7 @@ def sentencepiece_like():
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return HuggingFaceTokenizer("sentencepiece", tokenizer)
+    return HuggingFaceTokenizer("sentencepiece", TokenizerFolder(tokenizer=tokenizer))
 
 
 def metaspace():
@@ -39,7 +40,7 @@ def metaspace():
 
 BYTES, BPE, SPM, METASPACE = (
     ByteTokenizer(),
-    HuggingFaceTokenizer("bpe", train_bpe()),
+    HuggingFaceTokenizer("bpe", TokenizerFolder(tokenizer=train_bpe())),
     sentencepiece_like(),
     metaspace(),
 )

@@ -26,7 +26,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("answers")
     tiny.save(folder / "model", program.SHAPE, std=0.1)
     chat.directory(folder / "model", chat.MARKED)
-    chat.write(folder / "chats.jsonl", *chat.records(40))
+    chat.directory(folder / "peer", chat.LEAVES_OUT)
+    records = chat.records(40)
+    for record in records[::2]:  # the first of two answers is not learned
+        if len(record["messages"]) > 2:
+            record["messages"][1]["weight"] = 0
+    chat.write(folder / "chats.jsonl", *records)
     for size in (1, 2, 3):
         run_program(size, program.train_all, folder, size)
     return folder
@@ -34,12 +39,11 @@ def folder(tmp_path_factory):
 
 def conversations(folder, numbers):
     """Return ids and labels of records of the file, as transformers has them."""
-    peer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    peer = PreTrainedTokenizerFast.from_pretrained(folder / "peer")
     lines = (folder / "chats.jsonl").read_text().splitlines()
     for number in numbers:
-        found = peer.apply_chat_template(
-            json.loads(lines[number])["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
+        messages = [{**each, "out": each.get("weight") == 0} for each in json.loads(lines[number])["messages"]]
+        found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
         yield ids, ids.masked_fill(mask == 0, -100)
 

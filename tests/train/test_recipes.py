@@ -21,7 +21,7 @@ from tests.distributed.programs import run_program
 from tests.refusals import refused, says
 
 ROOT = Path(__file__).parents[2]
-JOBS = {job.name: job for job in train_jobs.recipe_jobs()}
+JOBS = {job.name: job for job in train_jobs.JOBS}
 TOYS = ("pretrain", "continue", "extend_1", "extend_2", "chat", "chat_lora")
 
 
@@ -54,12 +54,6 @@ def test_every_recipe_is_taken_and_its_numbers_are_the_planners(tmp_path):
         assert f"bmburst train --config recipes/{path.name} --init-from DIR --data FILE" in text
 
 
-def test_every_model_length_and_number_of_gpus_has_a_recipe():
-    found = {(job.model, job.tokens, job.gpus) for job in JOBS.values() if job.kind == "pretrain"}
-    assert found == {(m, n * train_jobs.K, g) for m in train_jobs.MODELS for n in (32, 128, 512) for g in (1, 2, 8)}
-    assert {job.hardware for job in JOBS.values()} == {"h100", "h200"}
-
-
 def test_the_table_of_the_page_is_that_of_the_recipes():
     assert train_jobs.recipes_table() in train_jobs.PAGE.read_text()
 
@@ -70,12 +64,12 @@ def test_the_commands_of_the_page_name_recipes():
 
 
 def test_a_recipe_is_made_again_as_it_is():
-    name = "pretrain_minicpm5-1b_32k_1xh200"
+    name = "pretrain_minicpm5-1b_128k_1xh200"
     assert train_jobs.text_of_recipe(JOBS[name]) == (train_jobs.FOLDER / f"{name}.yaml").read_text()
 
 
 def test_placeholders_are_refused_by_name(tmp_path, capsys):
-    recipe = train_jobs.FOLDER / "pretrain_llama-3-8b_32k_1xh200.yaml"
+    recipe = train_jobs.FOLDER / "pretrain_llama-3-8b_32k_1xh100.yaml"
     assert main(["train", "--config", str(recipe)]) == 2
     says(capsys.readouterr().err.strip(), f"{PLACEHOLDER}llama-3-8b | placeholder of a recipe | fix: add --init-from")
     options = {"init_from": str(directory(tmp_path, "llama-3-8b"))}

@@ -1,0 +1,171 @@
+"""Packed trees: rows are found again, prefixes are stored once, and a model's gradients are those of single rows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+import bmburst
+from bmburst import Tree, pack_tree
+from tests.attention.oracle import attention
+from tests.distributed.threads import run_ranks
+from tests.refusals import refused
+
+PROMPTS = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]
+ROWS = [
+    *([*PROMPTS[0], *answer] for answer in ([5, 3], [5, 3, 5, 8], [9], [5, 4, 4])),
+    [*PROMPTS[1], 8, 2],
+    [*PROMPTS[0], 9],  # a duplicate
+    PROMPTS[0][:5],  # a prefix of other rows, which ends inside a node
+    [0, 0],
+]
+
+
+def drawn(seed):
+    """Return rows of few tokens, so that they share prefixes of all lengths."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(2) for _ in range(rng.randint(2, 12))] for _ in range(rng.randint(1, 9))]
+    rows += [rng.choice(rows)[: rng.randint(2, 12)] for _ in range(rng.randint(0, 3))]
+    rng.shuffle(rows)
+    return rows
+
+
+def holds(rows, packed):
+    """Every row is found again at its path, and sees itself and nothing else."""
+    assert len(packed.paths) == len(rows)
+    lengths = packed.mask.lengths
+    node = np.repeat(np.arange(len(lengths)), lengths)
+    for row, path in zip(rows, packed.paths, strict=True):
+        assert packed.tokens[path].tolist() == row[:-1] and packed.labels[path].tolist() == row[1:]
+        assert packed.positions[path].tolist() == list(range(len(row) - 1))
+        nodes = list(dict.fromkeys(node[path.numpy()].tolist()))
+        assert [packed.mask.parents[n] for n in nodes] == [-1, *nodes[:-1]]
+    covered = torch.cat(packed.paths).unique()
+    assert covered.tolist() == list(range(packed.length))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_are_found_again_and_prefixes_are_stored_once(seed):
+    rows = drawn(seed)
+    packed = pack_tree(rows, least_saved=1)
+    holds(rows, packed)
+    # A token and its label are stored once for each different beginning of a row.
+    assert packed.length == len({tuple(row[:n]) for row in rows for n in range(2, len(row) + 1)})
+    for options in ({"least_saved": 5}, {"least_saved": 1, "max_depth": 2}, {"max_depth": 1}):
+        other = pack_tree(rows, **options)
+        holds(rows, other)
+        assert other.length >= packed.length and len(other.mask.levels) <= options.get("max_depth", 64)
+    assert len(pack_tree(rows, max_depth=1).mask.levels) == 1
+
+
+def test_a_group_of_answers_is_a_prompt_and_its_answers():
+    prompt, answers = list(range(1000)), [[7] * 300, [8] * 200, [9] * 100]
+    packed = pack_tree([torch.tensor([*prompt, *answer]) for answer in answers])
+    # The last token of the prompt predicts the first one of each answer, so each answer's node begins with it.
+    assert packed.mask == Tree([-1, 0, 0, 0], [999, 300, 200, 100])
+
+
+def test_short_prefixes_are_copied():
+    rows = [[*range(200), 1000 + i, *range(50)] for i in range(2)]
+    assert pack_tree(rows).mask.parents == (-1, -1)  # 199 pairs saved
+    assert pack_tree(rows, least_saved=199).mask.parents == (-1, 0, 0)
+    assert pack_tree([*rows, [*range(200), 2000]]).mask.parents == (-1, 0, 0, 0)  # 398 pairs saved
+
+
+def test_values_of_rows_are_summed_where_they_share_tokens():
+    rows = [[1, 2, 3], [1, 2, 4, 5]]
+    packed = pack_tree(rows, least_saved=1)
+    assert packed.tokens.tolist() == [1, 2, 2, 4] and packed.labels.tolist() == [2, 3, 4, 5]
+    assert packed.sum_rows([10.0, torch.tensor([1.0, 2.0, 3.0])]).tolist() == [11, 10, 2, 3]
+    with refused("1 rows", "has 2"):
+        packed.sum_rows([1.0])
+    with refused("row 1", "3 labels", "[4]"):
+        packed.sum_rows([1.0, torch.ones(4)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([], {}, ["no rows"]),
+        ([[1, 2], [3]], {}, ["row 1", "[1]", "at least 2"]),
+        ([[1, -2]], {}, ["row 0", "from 0 on"]),
+        ([[1.0, 2.0]], {}, ["row 0", "float64"]),
+        ([[[1, 2]]], {}, ["row 0", "[1, 2]"]),
+        ([[1, 2]], {"least_saved": 0}, ["least_saved", "at least 1"]),
+        ([[1, 2]], {"max_depth": 0}, ["max_depth", "at least 1"]),
+    ],
+)
+def test_bad_rows_are_refused(rows, options, words):
+    with refused(*words):
+        pack_tree(rows, **options)
+
+
+class Model(torch.nn.Module):
+    """Two layers of attention with GQA and positions, in fp64; `attend` maps q, k and v to the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = (torch.nn.Embedding(n, 16, dtype=torch.float64) for n in (10, 32))
+        self.inner = torch.nn.ModuleList(torch.nn.Linear(16, 16 + 2 * 4, dtype=torch.float64) for _ in range(2))
+        self.outer = torch.nn.ModuleList(torch.nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+        with torch.no_grad():
+            self.tokens.weight /= 4
+
+    def forward(self, tokens, labels, positions, attend):
+        hidden = self.tokens(tokens) + self.places(positions)
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            q, k, v = inner(hidden).unflatten(-1, (-1, 4)).split((4, 1, 1), -2)
+            hidden = hidden + torch.tanh(outer(attend(q, k, v).flatten(-2)))
+        return (hidden @ self.tokens.weight.T).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def objective(rows):
+    """A loss that no sum over tokens gives: a preference between sums of rows, and a clipped ratio of a row."""
+    sums = torch.stack([row.sum() for row in rows])
+    return -logsigmoid(sums[0] - sums[1]) + (sums - 1).exp().clamp(max=0.5).mean() + (sums[4] * sums[5]).tanh()
+
+
+def single_rows(model):
+    found = [
+        model(*(torch.tensor(t)[None] for t in (row[:-1], row[1:], range(len(row) - 1))), _alone)[0] for row in ROWS
+    ]
+    loss = objective(found)
+    return found, loss, torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _alone(q, k, v):
+    return attention(q, k, v, "causal")[0]
+
+
+def over_ranks(comm, layout, strategy, model, expected):
+    rows, loss, gradients = expected
+    packed = pack_tree(ROWS, least_saved=3)
+    cut = {"layout": layout, "mask": packed.mask, "group": comm}
+    tokens, labels, positions = (
+        bmburst.shard(t[None], **cut) for t in (packed.tokens, packed.labels, packed.positions)
+    )
+
+    def attend(q, k, v):
+        return bmburst.burst_attention(q, k, v, length=packed.length, strategy=strategy, **cut)
+
+    logps = model(tokens, labels, positions, attend)
+    whole = bmburst.unshard(logps, length=packed.length, **cut)
+    for mine, wanted in zip(packed.rows(whole[0]), rows, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-12)
+    found = objective(packed.rows(whole[0]))
+    torch.testing.assert_close(found, loss, rtol=1e-11, atol=1e-12)
+    # Every rank computes the loss, and `unshard` sums the gradients of all of them.
+    mine = torch.autograd.grad(found / comm.size, list(model.parameters()))
+    for gradient, wanted in zip(mine, gradients, strict=True):
+        (total,) = comm.all_reduce(gradient.contiguous()).wait()
+        torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("layout", "strategy"), [("zigzag", "auto"), ("balanced", "gather"), ("striped", "burst")])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_model_on_a_tree_equals_the_model_on_each_row(size, layout, strategy):
+    torch.manual_seed(0)
+    model = Model()
+    run_ranks(size, over_ranks, layout, strategy, model, single_rows(model))
