@@ -63,26 +63,27 @@ SIZES = {
     "block_size": 8,
     "lru_width": 32,
 }
-_LINEAR = ("linear_attention", "full_attention")
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_CONV = {"layer_types": ["conv", "full_attention"]}
 # What the names above do not say, by type: one layer of each kind, and sizes that depend on others.
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax"), {"layer_types": [*_LINEAR]}),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-    "bailing_hybrid": {"layer_types": [*_LINEAR], "head_dim": 4},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax"), _LINEAR),
+    **{name: _CONV | {"block_multiple_of": 8} for name in ("lfm2", "lfm3")},
+    "bailing_hybrid": _LINEAR | {"head_dim": 4},
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": [*_LINEAR], "shared_intermediate_size": 16},
+    "granitemoehybrid": _LINEAR | {"shared_intermediate_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "kimi_linear": {"layer_types": [*_LINEAR], "qk_head_dim": 12},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "kimi_linear": _LINEAR | {"qk_head_dim": 12},
+    "lfm2_moe": _CONV | {"num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
-    "olmo_hybrid": {"layer_types": [*_LINEAR], "linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 4, "linear_value_head_dim": 16},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
-    **dict.fromkeys(("deepseek_v3", "axk1", "youtu"), {"head_dim": 4}),
+    **{name: {"head_dim": 4} for name in ("deepseek_v3", "axk1", "youtu")},
     "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},

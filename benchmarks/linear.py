@@ -9,9 +9,10 @@ are normalized in the kernel. A row compares, in turns on the same GPUs:
   further kernels, which takes minutes.
 
 The ratio is the time of one GPU divided by that of the ranks; 1 is ideal. Times are medians of the slowest rank, of the
-forward pass with autograd and of both passes. Decays are "usual" (`logsigmoid` of a normal number, as fla's benchmarks),
-"slow" (uniform in -0.1 to 0) or "none" (0). `first` is the time of the first forward and backward of the process, with
-compilation and tuning. Each row is also written when it is measured. `--check` compares results of a short sequence with the definition in fp64 instead.
+forward pass with autograd and of both passes. Decays are "usual" (`logsigmoid` of a normal number, as in fla's
+benchmarks), "slow" (uniform in -0.1 to 0) or "none" (0). `first` is the time of the first forward and backward of the
+process, with compilation and tuning. Each row is also written when it is measured. `--check` compares results of a
+short sequence with the definition in fp64 instead.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Recurrent layers of transformers (linear attention, Mamba, short convolutions) on split sequences.
 
-Models of transformers mix tokens in few functions, which are globals of their modules and have the same names in all of
-them. `attach` wraps these functions, once for each module. A split batch reaches them in three steps:
+Models of transformers mix tokens in few functions, which are globals of their modules, with the same names in all.
+`attach` wraps these functions, once for each module. A split batch reaches them in three steps:
 
-1. The model's mask function for recurrent layers returns the `SequenceMask`, which it gets as `attention_mask`. So it
+1. The model's mask function for recurrent layers returns the `SequenceMask` that it gets as `attention_mask`. So it
    reaches every mixer through gradient checkpointing, FSDP2 and DDP.
-2. The forward function of the mixer takes the mask off and opens a scope for the duration of the call. A recompute calls
-   the same function.
+2. The forward function of the mixer takes the mask off and opens a scope for the duration of the call. A recompute
+   calls the same function.
 3. In a scope, the functions compute over the ranks. Outside they are transformers' own.
 
 Only modules of `MIXERS` are attached, and only if their functions have the signatures of `SIGNATURES`: those that were
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,7 +230,12 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
 
 
 def _conv(
-    scope: _Scope, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **asked: Any
+    scope: _Scope,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **asked: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
@@ -266,11 +271,11 @@ def _ssd(
     scope: _Scope,
     hidden: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
@@ -290,10 +295,10 @@ def _selective(
     scope: _Scope,
     hidden: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,

@@ -108,11 +108,11 @@ def burst_linear_attention(
 def burst_ssd(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803  # the names of the paper and of mamba-ssm
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,  # the names of the paper and of mamba-ssm
+    B: Tensor,
+    C: Tensor,
     *,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -251,8 +251,8 @@ def burst_causal_conv(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the causal depthwise convolution over the whole sequence for this rank's tokens.
 
-    `out[t] = act(sum_j weight[:, j] x[t - width + 1 + j] + bias)`; tokens of other documents count as zero. Ranks gather
-    the last `width - 1` tokens of each run.
+    `out[t] = act(sum_j weight[:, j] x[t - width + 1 + j] + bias)`; tokens of other documents count as zero. The ranks
+    gather the last `width - 1` tokens of each run.
 
     Args:
         x: `[batch, local_tokens, channels]`, any float dtype.
@@ -356,7 +356,8 @@ def _require_attention(named: dict[str, Tensor], kind: str, initial_state: Tenso
     q, k, v = (named[name] for name in "qkv")
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(
-            f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}\nfix: convert them before the call"
+            f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}\n"
+            "fix: convert them before the call"
         )
     if v.shape[2] % q.shape[2]:
         raise UserError(

@@ -128,8 +128,8 @@ def require_shapes(tensors: Mapping[str, Tensor], shapes: Shapes, words: Mapping
         if not fits or 0 in tensor.shape[1:] or not len(tensor):
             numbers = ", ".join("any" if n is None else str(n) for n in wanted)
             raise UserError(
-                f"{name} must be {words[name]}, got shape {list(tensor.shape)}\nallowed: [{numbers}], at least 1 of each"
-                "\nfix: the same batch and local tokens in all inputs"
+                f"{name} must be {words[name]}, got shape {list(tensor.shape)}\nallowed: [{numbers}], at least 1 each\n"
+                "fix: the same batch and local tokens in all inputs"
             )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UserError(

@@ -102,5 +102,6 @@ def _own_tails(call: ConvCall, width: int) -> list[Any]:
     """Return this rank's links, cut to their last `width` tokens."""
     links = [call.chain.links[number] for number in call.chain.own_links(call.comm.rank)]
     return [
-        link._replace(offset=link.offset + max(0, link.tokens - width), tokens=min(link.tokens, width)) for link in links
+        link._replace(offset=link.offset + max(0, link.tokens - width), tokens=min(link.tokens, width))
+        for link in links
     ]

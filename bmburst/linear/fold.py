@@ -1,8 +1,8 @@
 """Exchange and fold of summaries: which state each link of a chain begins with, and the gradient that it ends with.
 
 Forward, a rank sends M and U of its links, and gets the state before each of them. Backward, it sends the gradient of
-each of these states through the link's own outputs, and gets the gradient of the state after each link. M stays where it
-was folded. Bytes depend on heads and links, not on tokens. There are two ways:
+each of these states through the link's own outputs, and gets the gradient of the state after each link. M stays where
+it was folded. Bytes depend on heads and links, not on tokens. There are two ways:
 
 - one hop: every rank gets all summaries and folds them for itself;
 - two hops: rank r gets the summaries of its share of the heads, folds these, and sends the states to the ranks of the

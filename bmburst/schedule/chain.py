@@ -164,7 +164,9 @@ class Chain:
     def _places_before(self, end: int, sample: int, width: int) -> list[int]:
         """Return where the `width` tokens before a position are, of the document that has the last one of them."""
         begin = max((start for start in self.starts[sample] if start < end), default=-width)
-        return [self._place(position, sample, width) if position >= begin else -1 for position in range(end - width, end)]
+        return [
+            self._place(position, sample, width) if position >= begin else -1 for position in range(end - width, end)
+        ]
 
     def _place(self, position: int, sample: int, width: int) -> int:
         """Return the number of a position among tails and initial tokens."""

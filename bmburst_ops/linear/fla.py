@@ -1,12 +1,12 @@
 """Recurrences by the Triton kernels of flash-linear-attention (package fla-core), for NVIDIA GPUs.
 
-Its functions take flat batches of pieces with a state each (`cu_seqlens`, `initial_state`). M and U of a piece come from
-one call: values `[v, 0]` of value_dim + key_dim columns from the state `[0, I]` end in `[U, M]`, because every column of
-a state evolves alone.
+Its functions take flat batches of pieces with a state each (`cu_seqlens`, `initial_state`). M and U of a piece come
+from one call: values `[v, 0]` of value_dim + key_dim columns from the state `[0, I]` end in `[U, M]`, because every
+column of a state evolves alone.
 
 fla tunes its kernels when they first run. With all its choices this takes minutes, so each kernel gets the choice that
-is nearest to what is usual (`few_choices`); on GPUs with less shared memory, where one may not fit, two. FLA_CACHE_MODE, fla's own setting, or BMBURST_FLA_TUNING=all leaves them as they
-are.
+is nearest to what is usual (`few_choices`); on GPUs with less shared memory, where one may not fit, two.
+FLA_CACHE_MODE, fla's own setting, or BMBURST_FLA_TUNING=all leaves them as they are.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class FlaScan:
         q, k, v, g, *beta = inputs
         if not self._recurrence.is_delta:
             _, ends = self._run(inputs, tuple(edges), None)
-            sums = [part.to(ends.dtype).sum(0) for part in g.split([b - a for a, b in zip(edges, edges[1:], strict=False)])]
+            sums = [part.to(ends.dtype).sum(0) for part in g.split([end - begin for begin, end in pairwise(edges)])]
             return torch.stack(sums).exp()[..., None, None], ends
         key_dim = state[1]
         start = self._states(len(spans), state[0], key_dim, state[2] + key_dim)
@@ -230,5 +231,3 @@ def _distance(config: Any) -> float:
     blocks = [size for size in config.kwargs.values() if isinstance(size, int) and not isinstance(size, bool)]
     near = sum(abs(math.log2(max(size, 1) / 64)) for size in blocks)
     return abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) + near
-
-

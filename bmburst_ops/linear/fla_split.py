@@ -10,6 +10,7 @@ It calls functions inside of fla 0.6, so the rules of versions of `bmburst_ops.l
 
 import math
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,7 +167,10 @@ class FlaSplitScan:
         """The gradients of the states before all fragments through their own outputs."""
         q, k, *_ = self._normal
         g, w, _, _ = self._chunks
-        scale, none = self._recurrence.scale, self._zeros(len(self._edges) - 1, *self._recurrence.state_shape(self._inputs))
+        scale, none = (
+            self._recurrence.scale,
+            self._zeros(len(self._edges) - 1, *self._recurrence.state_shape(self._inputs)),
+        )
         local = self._fla.bwd_dv_local(q=q, k=k, g=g, do=self._grad_out, scale=scale, **self._cut)
         options = {"h0": none, "dht": None, "do": self._grad_out, "dv": local, "scale": scale}
         found: Tensor = self._fla.bwd_dhu(q=q, k=k, w=w, g=g, **options, **self._cut)[1]
@@ -191,7 +195,7 @@ class FlaSplitScan:
 def _fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the edges of all fragments in tokens, and the edges of the pieces in fragments."""
     found, by_piece = [0], [0]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         found += [*range(begin + tokens, end, tokens), end]
         by_piece.append(len(found) - 1)
     return tuple(found), tuple(by_piece)
@@ -213,7 +217,11 @@ def _functions() -> SimpleNamespace:
     def module(name: str) -> Any:
         return import_package(f"fla.{name}", FlaSplitKernel.name)
 
-    states, outputs, norms = module("ops.common.chunk_delta_h"), module("ops.common.chunk_o"), module("modules.norm.l2norm")
+    states, outputs, norms = (
+        module("ops.common.chunk_delta_h"),
+        module("ops.common.chunk_o"),
+        module("modules.norm.l2norm"),
+    )
     found = SimpleNamespace(
         RCP_LN2=module("ops.utils.constant").RCP_LN2,
         bwd=module("ops.gated_delta_rule.chunk").chunk_gated_delta_rule_bwd,

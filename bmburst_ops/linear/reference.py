@@ -78,7 +78,11 @@ class ReferenceScan:
             end = self._exporting.get(number)
             grad_end = self._zero() if end is None else grad_ends[end]
             found = _gradients(
-                self._recurrence, self._cut(number), self._start(starts, number), grad_out[span].to(self._dtype), grad_end
+                self._recurrence,
+                self._cut(number),
+                self._start(starts, number),
+                grad_out[span].to(self._dtype),
+                grad_end,
             )
             for grad, one in zip(grads, found, strict=True):
                 grad[span] = one
@@ -173,5 +177,3 @@ def _gradients(recurrence: Recurrence, inputs: Inputs, start: Tensor, grad_out: 
         *grads, grad_end = torch.autograd.grad(results, leaves, (grad_out[part], grad_end))
         found.append(tuple(grads))
     return tuple(torch.cat(parts[::-1]) for parts in zip(*found, strict=True))
-
-

@@ -1,4 +1,4 @@
-"""The Triton twin of `bmburst_ops.linear.fold`: one program for the columns of a head's state, over all its fragments."""
+"""The Triton twin of `bmburst_ops.linear.fold`: a program for some columns of a head's state and all fragments."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -75,7 +75,9 @@ def run(output: Path, types: tuple[str, ...], size: int, wraps: bool) -> None:
                 logits = part.whole(part.logits(model))
             found[f"{name} {case}"] = {"logits": logits} | _step(model, part)
     for kind, name in WRAPS.items() if wraps else ():
-        found[kind] = _step(_wrapped(kind, tiny_model(name, "bmburst").train()), _part(SplitSequences(mesh), "documents"))
+        found[kind] = _step(
+            _wrapped(kind, tiny_model(name, "bmburst").train()), _part(SplitSequences(mesh), "documents")
+        )
     if dist.get_rank() == 0:
         torch.save(found, output)
 

@@ -3,7 +3,6 @@
 Decays are slow, so that a state that a rank does not get, or that passes from one document to another, shows.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,9 @@ def distances(ours: Found, theirs: Found) -> dict[str, float]:
     """Return how far logits, loss and each gradient are off, relative to their size."""
     found = {"loss": abs(ours["loss"] / theirs["loss"] - 1)}
     if "logits" in ours:
-        found["logits"] = float((ours["logits"] * (theirs["logits"] != 0) - theirs["logits"]).norm() / theirs["logits"].norm())
+        found["logits"] = float(
+            (ours["logits"] * (theirs["logits"] != 0) - theirs["logits"]).norm() / theirs["logits"].norm()
+        )
     assert ours["gradients"].keys() == theirs["gradients"].keys()
     # A gradient that is zero up to rounding, such as that of a key bias, is compared with the largest one.
     least = 1e-2 * max(float(grad.norm()) for grad in theirs["gradients"].values())
@@ -132,20 +133,22 @@ def test_a_type_that_was_not_read(monkeypatch: pytest.MonkeyPatch, part: Any, mo
             part.logits(each)
 
 
-@pytest.fixture
-def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", lambda hidden_states, weight, gate: gate)
-    yield
+def test_a_function_with_another_signature(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+    def another(hidden_states: Any, weight: Any, gate: Any) -> Any:
+        return hidden_states, weight, gate
 
-
-def test_a_function_with_another_signature(part: Any, model: Any, changed: None) -> None:
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", another)
     with refused("causal_conv1d_fn takes hidden_states, weight, gate | not the one that was read"):
         part.logits(model)
 
 
-def test_a_mixer_that_mixes_elsewhere(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+def test_a_mixer_that_mixes_elsewhere(part: Any, model: Any) -> None:
     layer = next(m for m in model.modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet")
     mixer = recurrent.Mixer("Qwen3NextGatedDeltaNet", ("causal_conv1d_fn",))
-    silent = recurrent._scoped(lambda self, hidden_states, attention_mask=None: hidden_states, mixer)
+
+    def forward(self: Any, hidden_states: Any, attention_mask: Any = None) -> Any:
+        return self, hidden_states, attention_mask
+
+    silent = recurrent._scoped(forward, mixer)
     with refused("did not mix tokens in causal_conv1d_fn | fix: "):
         silent(layer, torch.zeros(1, 2, 4), attention_mask=part.mask)

@@ -109,7 +109,7 @@ def _decay(state, q, k, v, g, scale=None):
     return out * (k.shape[2] ** -0.5 if scale is None else scale), state
 
 
-def _ssd(state, x, dt, B, C, A, D, dt_bias, dt_softplus, dt_limit):  # noqa: N803
+def _ssd(state, x, dt, B, C, A, D, dt_bias, dt_softplus, dt_limit):
     assert dt_softplus
     step = functional.softplus(dt + dt_bias).clamp(*dt_limit)
     out, state = _decay(state.mT, C, B, x * step[..., None], A * step, scale=1)

@@ -28,7 +28,11 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"scale": 0}, "scale | positive | 0"),
         (LINEAR, {"kernel": "fast"}, "unknown kernel 'fast' | reference"),
         (LINEAR, {"final_state": 1}, "final_state must be a bool | 1"),
-        (LINEAR, {"initial_state": torch.zeros(2, 4, 3, 4)}, "initial_state must be | [2, 4, 3, 4] | allowed: [2, 4, 4, 3]"),
+        (
+            LINEAR,
+            {"initial_state": torch.zeros(2, 4, 3, 4)},
+            "initial_state must be | [2, 4, 3, 4] | allowed: [2, 4, 4, 3]",
+        ),
         (LINEAR, {"q": torch.zeros(2, 6, 3, 4)}, "k must be | [2, 6, 2, 4] | allowed: [2, 6, 3, 4]"),
         (LINEAR, {"v": torch.zeros(2, 6, 4, 3)}, "q, k and v must share one dtype | torch.float32"),
         (LINEAR, {"v": [1.0]}, "v must be a torch tensor | list"),

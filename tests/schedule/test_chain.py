@@ -82,8 +82,9 @@ def check_halos(chain, starts, has_initial, lengths, width=3):
         rows[link.rank, link.slot, :, width - have :] = np.arange(stop - have, stop)
     initial = np.tile(np.arange(-width, 0) - 100, (2, 1)) if has_initial else np.empty((0,))
     values = np.concatenate([rows.reshape(-1), initial.reshape(-1), [-1]])
-    ends = [link.start for link in chain.links]
-    for places, ends in ((chain.halos(width), ends), *(((chain.final_halo(width), lengths[:1]),) * chain.has_final)):
+    found = [(chain.halos(width), [link.start for link in chain.links])]
+    found += [(chain.final_halo(width), lengths[:1])] if chain.has_final else []
+    for places, ends in found:
         for each, end in zip(places.reshape(-1, 2, width), ends, strict=True):
             for sample in range(2):
                 begin = max((s for s in starts[sample] if s < end and (s or not has_initial)), default=-width)
