@@ -146,7 +146,7 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
             for gates in options.gates:
                 mine = _inputs(kind, tokens, gates, options, group.device)
                 for layout in options.layouts:
-                    calls = {
+                    calls: dict[str, Callable[[], Any]] = {
                         "ours": lambda k=kind, m=mine, lay=layout: burst_linear_attention(
                             *m, kind=k, layout=lay, group=comm, kernel=options.kernel
                         ),

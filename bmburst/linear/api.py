@@ -157,7 +157,12 @@ def burst_ssd(
     """
     comm = resolve_group(group)
     shared = {"A": A} | {name: t for name, t in (("D", D), ("dt_bias", dt_bias)) if t is not None}
-    comm.decided(lambda: (_require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared, dt_limit), "burst_ssd"))
+
+    def decide() -> tuple[None, str]:
+        _require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared, dt_limit)
+        return None, f"burst_ssd\ndt_limit {dt_limit}\ndt_softplus {dt_softplus}\nof all tokens {', '.join(shared)}"
+
+    comm.decided(decide)
     wide = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = functional.softplus(step) if dt_softplus else step
@@ -225,7 +230,8 @@ def burst_scan(
     named = {"a": a, "b": b}
 
     def recurrence() -> Recurrence:
-        shape = tuple(b.shape) if isinstance(b, Tensor) and b.dim() >= 3 else (None,) * 3
+        found = isinstance(b, Tensor) and b.dim() >= 3
+        shape: tuple[int | None, ...] = tuple(b.shape) if found else (None,) * 3
         words = "[batch, local_tokens, channels, ...]"
         tensors, shapes = dict(named), {"a": shape, "b": shape}
         if initial_state is not None:
@@ -274,7 +280,7 @@ def burst_causal_conv(
         UserError: As `burst_linear_attention`.
     """
     if torch.compiler.is_compiling():
-        return _uncompiled(
+        found: Tensor | tuple[Tensor, Tensor] = _uncompiled(
             burst_causal_conv,
             *(x, weight, bias),
             activation=activation,
@@ -285,6 +291,7 @@ def burst_causal_conv(
             initial_state=initial_state,
             final_state=final_state,
         )
+        return found
     comm = resolve_group(group)
     options = SequenceOptions(
         length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
@@ -312,7 +319,8 @@ def _scanned(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the output of a recurrence, and the final state if it is wanted. `recurrence` checks the inputs."""
     if torch.compiler.is_compiling():
-        return _uncompiled(_scanned, named, initial_state, recurrence, options, group)
+        found: Tensor | tuple[Tensor, Tensor] = _uncompiled(_scanned, named, initial_state, recurrence, options, group)
+        return found
     comm = resolve_group(group)
     device_name(comm)  # collective the first time for a group: no rank may raise alone before it
     call = comm.decided(lambda: scan_call(comm, recurrence(), named, options))

@@ -51,7 +51,8 @@ class SequenceConv(torch.autograd.Function):
         leaves = [t.detach().requires_grad_() for t in given]
         with no_autocast(x.device.type), traced("convolution backward"):
             with torch.enable_grad():
-                out = causal_conv(*leaves[:3], None if bias is None else leaves[3], call.pieces, call.activation)
+                flat, before, kernel, *added = leaves
+                out = causal_conv(flat, before, kernel, added[0] if added else None, call.pieces, call.activation)
             grad = torch.zeros_like(out) if grad_out is None else grad_out.flatten(0, 1)
             of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
             of_x = of_x.view_as(x).clone(memory_format=torch.contiguous_format)  # it is changed in place

@@ -116,7 +116,8 @@ class _Hops:
         """Return all ranks' tensors, `[ranks, slots, samples, own heads, ...]`, given this rank's without `ranks`."""
         if self._call.hops == 1:
             return self._call.gathered(slots)
-        return self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()[0]
+        (arrived,) = self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()
+        return arrived
 
     def back(self, links: Sequence[Tensor], extra: Sequence[Tensor]) -> Tensor:
         """Return this rank's slots, `[slots, samples, heads, ...]`.
@@ -147,7 +148,8 @@ class _Hops:
         if missing:
             shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-        return tensor.unflatten(dim, (self._comm.size, self._share))
+        split: Tensor = tensor.unflatten(dim, (self._comm.size, self._share))
+        return split
 
 
 def _joined(transitions: Tensor, ends: Tensor) -> Tensor:

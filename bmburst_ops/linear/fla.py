@@ -133,8 +133,7 @@ class FlaScan:
         if not waiting:
             return self._states(0, *self._recurrence.state_shape(self._inputs))
         # Outputs are affine in the state: any value gives the gradient.
-        start = self._all_starts(self._states(len(waiting), *self._recurrence.state_shape(self._inputs)))
-        start = start.requires_grad_()
+        start = self._states(len(self._pieces.edges) - 1, *self._recurrence.state_shape(self._inputs)).requires_grad_()
         with torch.enable_grad():
             out, _ = self._run(self._inputs, self._pieces.edges, start)
         (found,) = torch.autograd.grad(out, start, self._without_padding(grad_out.clone()))
@@ -230,4 +229,4 @@ def few_choices() -> None:
 def _distance(config: Any) -> float:
     blocks = [size for size in config.kwargs.values() if isinstance(size, int) and not isinstance(size, bool)]
     near = sum(abs(math.log2(max(size, 1) / 64)) for size in blocks)
-    return abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) + near
+    return abs(math.log2(config.num_warps / 4)) + abs(float(config.num_stages) - 3) + near

@@ -68,7 +68,7 @@ class FlaSplitScan:
     def __init__(self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces, tokens: int) -> None:
         assert tokens % CHUNK == 0
         self._recurrence, self._inputs, self._pieces, self._fla = recurrence, inputs, pieces, _functions()
-        self._edges, self._by_piece = _fragments(pieces.edges, tokens)
+        self._edges, self._by_piece = fragments(pieces.edges, tokens)
         self._cut = _cumulative(self._edges, inputs[0].device)
 
     def summary(self) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ class FlaSplitScan:
         return tensor
 
 
-def _fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the edges of all fragments in tokens, and the edges of the pieces in fragments."""
     found, by_piece = [0], [0]
     for begin, end in pairwise(edges):

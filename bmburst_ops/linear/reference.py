@@ -114,7 +114,8 @@ def run(recurrence: Recurrence, inputs: Inputs, state: Tensor) -> tuple[Tensor, 
         state: The state before the first token.
     """
     if recurrence.kind == "scan":
-        return _scanned(*inputs, state)
+        a, b = inputs
+        return _scanned(a, b, state)
     q, k, v, g, *beta = inputs
     repeats = v.shape[1] // k.shape[1]
     if recurrence.normalize:

@@ -1,5 +1,6 @@
 """Tiny hybrids of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,70 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
     return found
+
+
+def steps(output: Path, name: str) -> None:
+    """Train a type for 30 steps on one batch in fp32, over all ranks."""
+    register()
+    mesh = Mesh.over_process_group()
+    model = tiny_model(name, "bmburst").float().train()
+    part = _part(SplitSequences(mesh), "documents")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = part.loss(model)
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        losses.append(part.mesh.sum(loss.item()) / dist.get_world_size())
+    if dist.get_rank() == 0:
+        torch.save(losses, output)
+
+
+def fine_tune(output: Path, name: str) -> None:
+    """Train a type with TRL's SFTTrainer on packed texts, over all ranks."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from bmburst.integrations.transformers_trainer import SplitBatches
+
+    class SplitTrainer(SplitBatches, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as a launcher tells them
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    register()
+    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(VOCABULARY)}, unk_token="@"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@")
+    texts = ["BCDEFGHIJKLMNOP"[i % 7 : i % 7 + 3 + i % 9] for i in range(24)]
+    model = tiny_model(name, "bmburst").float().train()
+    arguments = SFTConfig(
+        output_dir=str(output.parent / f"{name}-{dist.get_world_size()}"),
+        max_length=24,
+        packing=True,
+        per_device_train_batch_size=1,
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = SplitTrainer(
+        split=SplitSequences(Mesh.over_process_group()),
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"text": text} for text in texts]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    if dist.get_rank() == 0:
+        torch.save([line["loss"] for line in trainer.state.log_history if "loss" in line], output)

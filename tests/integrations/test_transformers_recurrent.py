@@ -152,3 +152,27 @@ def test_a_mixer_that_mixes_elsewhere(part: Any, model: Any) -> None:
     silent = recurrent._scoped(forward, mixer)
     with refused("did not mix tokens in causal_conv1d_fn | fix: "):
         silent(layer, torch.zeros(1, 2, 4), attention_mask=part.mask)
+
+
+def losses_of(folder: Path, body: Any, name: str, size: int) -> list[float]:
+    output = folder / f"{name}-{size}.pt"
+    run_processes(size, body, output, name)
+    found: list[float] = torch.load(output)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_thirty_steps_on_any_number_of_ranks(tmp_path: Path, name: str) -> None:
+    one, two, four = (losses_of(tmp_path, program.steps, name, size) for size in (1, 2, 4))
+    assert len(one) == 30 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-3) and four == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_fine_tuning_by_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Packed documents, and the same losses on one and two ranks."""
+    one, two = (losses_of(tmp_path, program.fine_tune, name, size) for size in (1, 2))
+    assert len(one) == 4
+    assert two == pytest.approx(one, rel=1e-3)

@@ -9,6 +9,7 @@ import torch
 from bmburst_ops.errors import KernelError
 from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
 from bmburst_ops.linear.fla import unusable
+from bmburst_ops.linear.fla_split import FlaSplitKernel, FlaSplitScan, fragment_tokens, fragments
 from tests.linear.oracle import problem, whole
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +43,13 @@ def computed(kernel, recurrence, given, starts, grad_out, grad_ends):
     }
 
 
+class Fragments(FlaSplitKernel):
+    """Cuts pieces that are much too short to be cut otherwise."""
+
+    def prepare(self, *given):
+        return FlaSplitScan(*given, 64)
+
+
 def low(recurrence, given, device):
     """Return inputs as a model has them: values in bfloat16, decays in fp32."""
     if recurrence.kind == "scan":
@@ -58,6 +66,8 @@ def test_kernels_in_half_precision(kind, decay):
     tried = low(recurrence, given, DEVICE)
     able = [kernel for kernel in KERNELS if kernel.refusal(recurrence, tried) is None]
     assert "reference" in [kernel.name for kernel in able]
+    if "fla-split" in [kernel.name for kernel in able]:
+        able.append(Fragments())
     for kernel in able:
         found = computed(kernel, recurrence, tried, *(t.float().to(DEVICE) for t in rest))
         for name, wanted in exact.items():
@@ -120,3 +130,13 @@ def test_a_kernel_by_name_says_why_it_cannot_run():
     with pytest.raises(KernelError, match="it needs a GPU"):
         select_kernel("fla", Recurrence("decay"), given)
     assert select_kernel("auto", Recurrence("decay"), given).name == "reference"
+
+
+def test_fragments_cover_the_pieces():
+    """Fragments begin at multiples of a chunk of their piece, and there are enough of them for all multiprocessors."""
+    edges, by_piece = fragments((0, 150, 190, 200), 64)
+    assert (edges, by_piece) == ((0, 64, 128, 150, 190, 200), (0, 3, 4, 5))
+    assert fragments((0, 64, 130), 64) == ((0, 64, 128, 130), (0, 1, 3))
+    assert fragment_tokens(65_536, 32, 128, 132) % 64 == 0
+    assert 4 < 65_536 / fragment_tokens(65_536, 32, 128, 132) < 16
+    assert fragment_tokens(2_048, 4, 64, 132) == 1_024 and fragment_tokens(65_536, 4096, 128, 132) == 65_536
