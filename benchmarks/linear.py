@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,18 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                 mine = _inputs(kind, tokens, gates, options, group.device)
                 for layout in options.layouts:
                     calls: dict[str, Callable[[], Any]] = {
-                        "ours": lambda k=kind, m=mine, lay=layout: burst_linear_attention(
-                            *m, kind=k, layout=lay, group=comm, kernel=options.kernel
+                        "ours": partial(
+                            *(burst_linear_attention, *mine),
+                            kind=kind,
+                            layout=layout,
+                            group=comm,
+                            kernel=options.kernel,
                         ),
-                        "one GPU": lambda m=mine, t=theirs: _fla(t, m),
+                        "one GPU": partial(_fla, theirs, mine),
                     }
                     if options.peers and kind != "decay" and group.size > 1:
                         context = _context(tokens * group.size, layout, group)
-                        calls["fla CP"] = lambda m=mine, t=theirs, c=context: _fla(t, m, cp_context=c)
+                        calls["fla CP"] = partial(_fla, theirs, mine, cp_context=context)
                     row = {"kind": kind, "tokens a rank": tokens, "ranks": group.size, "gates": gates, "layout": layout}
                     yield row | _compared(calls, mine, group, options.repeats)
 
