@@ -148,13 +148,7 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                 mine = _inputs(kind, tokens, gates, options, group.device)
                 for layout in options.layouts:
                     calls: dict[str, Callable[[], Any]] = {
-                        "ours": partial(
-                            *(burst_linear_attention, *mine),
-                            kind=kind,
-                            layout=layout,
-                            group=comm,
-                            kernel=options.kernel,
-                        ),
+                        "ours": partial(_ours, mine, kind=kind, layout=layout, group=comm, kernel=options.kernel),
                         "one GPU": partial(_fla, theirs, mine),
                     }
                     if options.peers and kind != "decay" and group.size > 1:
@@ -162,6 +156,11 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                         calls["fla CP"] = partial(_fla, theirs, mine, cp_context=context)
                     row = {"kind": kind, "tokens a rank": tokens, "ranks": group.size, "gates": gates, "layout": layout}
                     yield row | _compared(calls, mine, group, options.repeats)
+
+
+def _ours(inputs: list[Tensor], **options: Any) -> Any:
+    q, k, v, g, *beta = inputs
+    return burst_linear_attention(q, k, v, g, *beta, **options)
 
 
 def _fla(function: Callable[..., Any], inputs: list[Tensor], **options: Any) -> Tensor:
