@@ -37,7 +37,7 @@ from bmburst.schedule.mask import Causal
 __all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "require_layout", "unread"]
 
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-"""Types of layers in modules of `MIXERS`, besides those that mix tokens in attention or not at all."""
+"""Types of layers in modules of `MIXERS`, besides those of attention."""
 
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"

@@ -133,7 +133,7 @@ def steps(output: Path, name: str) -> None:
     mesh = Mesh.over_process_group()
     model = tiny_model(name, "bmburst").train()
     part = _part(SplitSequences(mesh), "documents")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
@@ -175,7 +175,7 @@ def fine_tune(output: Path, name: str) -> None:
         packing=True,
         per_device_train_batch_size=1,
         max_steps=4,
-        learning_rate=1e-2,
+        learning_rate=1e-3,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

@@ -171,7 +171,7 @@ def test_thirty_steps_on_any_number_of_ranks(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
-def test_fine_tuning_by_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_fine_tuning_by_trl(tmp_path: Path, name: str) -> None:
     """Packed documents, and the same losses on one and two ranks."""
     one, two = (losses_of(tmp_path, program.fine_tune, name, size) for size in (1, 2))
     assert len(one) == 4
