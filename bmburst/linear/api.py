@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bmburst.amounts import require_flag
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import MaskOption, require_scale
 from bmburst.comm.transports import device_name
@@ -75,7 +76,8 @@ def burst_linear_attention(
         final_state: Whether to return the state after the last token too. Every rank gets it, and its gradient is the
             sum of the ranks' gradients.
         kernel: "auto", the first of these that supports the inputs on this machine: "fla" (package fla-core) or
-            "reference" (plain torch, a loop over tokens).
+            "reference" (plain torch, a loop over tokens). By name also "fla-split" (fla-core's kernels on fragments of
+            long runs at the same time, for "gated_delta").
 
     Returns:
         The output, shaped and typed as v; with `final_state` also `[batch, value_heads, key_dim, value_dim]` in fp32 or
@@ -97,9 +99,10 @@ def burst_linear_attention(
     def recurrence() -> Recurrence:
         require_known("kind", kind, KINDS)
         require_scale(scale)
+        if normalize is not None:
+            require_flag("normalize", normalize)
         _require_attention(named, kind, initial_state)
-        is_delta = kind != "decay"
-        chosen = is_delta if normalize is None else bool(normalize)
+        chosen = kind != "decay" if normalize is None else normalize
         return Recurrence(kind, k.shape[-1] ** -0.5 if scale is None else float(scale), chosen)
 
     return _scanned(named, initial_state, recurrence, options, group)
@@ -159,7 +162,9 @@ def burst_ssd(
     shared = {"A": A} | {name: t for name, t in (("D", D), ("dt_bias", dt_bias)) if t is not None}
 
     def decide() -> tuple[None, str]:
-        _require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared, dt_limit)
+        require_flag("dt_softplus", dt_softplus)
+        state = {} if initial_state is None else {"initial_state": initial_state}
+        _require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared | state, dt_limit)
         return None, f"burst_ssd\ndt_limit {dt_limit}\ndt_softplus {dt_softplus}\nof all tokens {', '.join(shared)}"
 
     comm.decided(decide)
@@ -384,6 +389,7 @@ def _require_ssd(named: dict[str, Tensor], shared: dict[str, Tensor], dt_limit: 
         **dict.fromkeys("BC", (batch, tokens, groups, state)),
         **dict.fromkeys(("A", "dt_bias"), (heads,)),
         "D": (heads, head_dim) if isinstance(shared.get("D"), Tensor) and shared["D"].dim() == 2 else (heads,),
+        "initial_state": (batch, heads, head_dim, state),
     }
     words = {
         "x": "[batch, local_tokens, heads, head_dim]",
@@ -391,6 +397,7 @@ def _require_ssd(named: dict[str, Tensor], shared: dict[str, Tensor], dt_limit: 
         **dict.fromkeys("BC", "[batch, local_tokens, groups, state_size]"),
         **dict.fromkeys(("A", "dt_bias"), "[heads]"),
         "D": "[heads] or [heads, head_dim]",
+        "initial_state": "[batch, heads, head_dim, state_size]",
     }
     require_shapes({**named, **shared}, shapes, words)
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:

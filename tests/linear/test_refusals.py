@@ -38,6 +38,13 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"v": [1.0]}, "v must be a torch tensor | list"),
         (LINEAR, {"g": torch.zeros(2, 6, 4, dtype=torch.int64)}, "g must be a floating-point tensor | torch.int64"),
         ("ssd", {"dt_limit": (1.0, 0.5)}, "dt_limit | ascending | (1.0, 0.5)"),
+        (
+            "ssd",
+            {"initial_state": torch.zeros(2, 4, 4, 3)},
+            "initial_state must be | [2, 4, 4, 3] | allowed: [2, 4, 3, 4]",
+        ),
+        ("ssd", {"dt_softplus": 1}, "dt_softplus must be a bool | 1"),
+        (LINEAR, {"normalize": "yes"}, "normalize must be a bool | 'yes'"),
         ("ssd", {"A": torch.zeros(3)}, "A must be [heads] | [3] | allowed: [4]"),
         ("scan", {"a": torch.zeros(2, 6, 4, 2)}, "a must be | [2, 6, 4, 2] | allowed: [2, 6, 4, 3]"),
         (CONV, {"activation": "relu"}, "unknown activation 'relu' | silu"),
