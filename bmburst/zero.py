@@ -91,9 +91,11 @@ class NamedShard:
             ValueError: The tensor has neither layout.
         """
         if isinstance(like, ShardData):
-            if kept := host_shard(self.storage):
+            kept = host_shard(self.storage)
+            if kept is not None:
                 kept.settle()
-            like = self.storage.data
+            # In a forward pass the data of a shard in host memory are its copy on the GPU.
+            like = self.storage.data if kept is None else kept.weights
         if like.dim() == 1 and like.numel() == self.storage.numel():
             return like[self.offset : self.offset + self.count]
         if like.numel() == self.count:

@@ -137,7 +137,8 @@ def save(
         path.write_text(json.dumps(model.to_hugging_face()))
     elif model == "minicpm":
         values = json.loads(path.read_text())
-        values |= {"model_type": "minicpm", "rope_theta": values["rope_parameters"]["rope_theta"], **MINICPM}
+        values |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"}
+        values |= {"rope_theta": values["rope_parameters"]["rope_theta"], **MINICPM}
         path.write_text(json.dumps(values))
     return folder
 

@@ -18,8 +18,9 @@ from benchmarks.attention.peers import RingLi
 from benchmarks.engine.machine import RankGroup
 from benchmarks.inference import CAUSAL, RING_LI, TENSOR_V1, InferenceCell
 from bmburst.blocks.rope import rotary_tables
+from bmburst.checkpoint.derived import EMBEDDING
 from bmburst.inference.cache import KVCache, LayerSlice
-from bmburst.inference.weights import EMBEDDING, ResidentWeights
+from bmburst.inference.weights import ResidentWeights
 from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst_ops import flash

@@ -50,6 +50,7 @@ SUITES: Mapping[str, TrainSuite] = MappingProxyType(
         "step": TrainSuite(("llama-3-8b", "llama-2-7b"), tuple(1024 * n for n in (32, 128, 256, 512, 1024, 2048))),
         "loss": TrainSuite(("tiny-8-heads",), (2048,), ("float32", "bfloat16")),
         "curve": TrainSuite(("llama-95m",), (131072,)),
+        "save": TrainSuite(("llama-3-8b",), (1024 * 32,)),
     }
 )
 # Trained models: the presets, and two small ones for losses.
@@ -198,8 +199,8 @@ def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
 
 
 def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ...]:
-    """Return the methods of a suite: those selected, but only ours on one rank and in the suite curve."""
-    if ranks > 1 and suite != "curve":
+    """Return the methods of a suite: those selected, but only ours on one rank and in the suites curve and save."""
+    if ranks > 1 and suite not in ("curve", "save"):
         return selection.methods
     # In the suite loss, ours on one rank is the reference, even if it is not selected.
     return (OURS,) if suite == "loss" or OURS in selection.methods else ()

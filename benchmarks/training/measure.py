@@ -2,6 +2,8 @@
 
 import gc
 import math
+import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -25,6 +27,7 @@ from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
 from bmburst.data.documents import Document
 from bmburst.data.token_writer import write_token_file
+from bmburst.errors import UserError
 from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.metrics import StepMetrics
@@ -47,7 +50,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
         steps: Number of steps, for the learning rate schedule.
     """
     method = METHODS[cell.method]
-    is_measured = cell.suite == "step"
+    is_measured = cell.suite in ("step", "save")
     config = TrainConfig(
         preset=None,
         model=cell.model,
@@ -176,7 +179,7 @@ class TrainRun(RankRun[TrainCell]):
 
     def measure(self, cell: TrainCell) -> Row:
         """See `RankRun.measure`."""
-        return _measure_steps(cell, self) if cell.suite == "step" else _measure_losses(cell, self)
+        return {"step": _measure_steps, "save": _measure_saves}.get(cell.suite, _measure_losses)(cell, self)
 
 
 def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
@@ -305,6 +308,57 @@ def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
         "milliseconds": asdict(Times.of(milliseconds[1:] or milliseconds)),
         **_memory(run.gauge, found),
     }
+
+
+def _measure_saves(cell: TrainCell, run: TrainRun) -> Row:
+    """Return the seconds for which training stands still for a checkpoint. All ranks must call it.
+
+    * `waiting_seconds`: of a save that training waits for.
+    * `beside_seconds`: of a save beside training: the time from its start to the end of the first step at which it has
+      ended on all ranks, without the median time of as many steps.
+    * `prepared_seconds`: until the host memory for it was there, during which training went on.
+    * `writing_seconds`: from its start until the checkpoint was on disk.
+    * `gib`: bytes of the checkpoint.
+    """
+    trainer = build_trainer(cell, run.setting, _data(cell, run), run.folder, steps=1 << 30)
+    warm_up, milliseconds, found = _steps(trainer, run)
+    median = Times.of(milliseconds).median / 1e3
+    began = time.perf_counter()
+    path = trainer.save()
+    waiting = time.perf_counter() - began
+    run.from_all(None)
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    run.from_all(None)  # all have counted
+    if run.rank == 0:
+        shutil.rmtree(path)  # there may be room for one
+    began = time.perf_counter()
+    if reason := trainer.saves.go_beside_training(trainer.folder, trainer.progress):
+        raise UserError(f"{reason}\nfix: fewer --layers")
+    assert trainer.saves.staging is not None
+    trainer.saves.staging.wait()
+    prepared = time.perf_counter() - began
+    beside, writing, steps = _save_beside(trainer, median)
+    seconds = [max(each) for each in zip(*run.from_all([waiting, prepared, beside, writing]), strict=True)]
+    names = ("waiting_seconds", "prepared_seconds", "beside_seconds", "writing_seconds")
+    return {
+        "recompute": METHODS[cell.method].recompute(cell),
+        "losses": [step.loss for step in (*found, *steps)],
+        "milliseconds": asdict(Times.of(milliseconds)),
+        "warm_up_milliseconds": warm_up,
+        "gib": nbytes / GIB,
+        **dict(zip(names, seconds, strict=True)),
+        **_memory(run.gauge, found[len(warm_up) :]),
+    }
+
+
+def _save_beside(trainer: Trainer, median: float) -> tuple[float, float, list[StepMetrics]]:
+    """Save beside training; return the seconds lost, those until it was written, and the steps."""
+    began, steps = time.perf_counter(), []
+    trainer.save(wait=False)
+    while trainer.saves.is_writing:
+        steps.append(trainer.step())
+    seconds = time.perf_counter() - began
+    return seconds - len(steps) * median, seconds, steps
 
 
 def _measure_rates(cell: TrainCell, setting: Setting) -> Rates:

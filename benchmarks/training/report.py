@@ -26,6 +26,11 @@ MEDIAN_STEPS = 9  # window of the running median
 def describe(cell: TrainCell, row: Row) -> str:
     """Return a measured row in one line."""
     ms, took = row["milliseconds"]["median"], f"({row['seconds']:.1f} s)"
+    if cell.suite == "save":
+        return (
+            f"a save of {row['gib']:.1f} GiB stops training for {row['waiting_seconds']:.2f} s, beside training for "
+            f"{row['beside_seconds']:.2f} s and is written in {row['writing_seconds']:.1f} s; {ms:.1f} ms a step {took}"
+        )
     if cell.suite != "step":
         return f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}, {ms:.1f} ms a step {took}"
     mfu, kernel_mfu = (known(row[name], ".1%") for name in ("mfu", "mfu_kernel"))
@@ -44,6 +49,7 @@ def tables(results: Results[TrainCell], notes: dict[str, int]) -> list[str]:
         (over_ranks, _scaling),
         (partial(trained, suite="loss"), _losses),
         (partial(trained, suite="curve"), _curves),
+        (partial(trained, suite="save"), _saves),
     )
     lines: list[str] = []
     for find, table in shown:
@@ -100,8 +106,12 @@ def extrapolated(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainC
 
 
 def trained(results: Results[TrainCell], suite: str) -> Iterator[tuple[str, Rows[TrainCell]]]:
-    """Yield a title and rows for every model that was trained in the suite "loss" or "curve"."""
-    titles = {"loss": "The same losses by every method", "curve": "Loss on real text"}
+    """Yield a title and rows for every model that was trained in one of the suites "loss", "curve" and "save"."""
+    titles = {
+        "loss": "The same losses by every method",
+        "curve": "Loss on real text",
+        "save": "Training stands still for a checkpoint",
+    }
     yield from groups(
         results.cell_rows(suite),
         lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute),
@@ -279,6 +289,23 @@ def _losses(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
         first, last = row["losses"][0], row["losses"][-1]
         lines.append(f"| {curve_name(cell)} | {first:.5f} | {last:.5f} | {' | '.join(away)} |")
     return [*lines, "", f"{max(len(row.get('losses', ())) for _, row in rows)} steps.", ""]
+
+
+def _saves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
+    lines = [
+        "| | GiB | a step, s | training waits, s | beside it, s | of it | on disk after, s | memory prepared, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, row in rows:
+        if row["status"] != OK:
+            lines.append(f"| {curve_name(cell)} | {note(row, notes)} |  |  |  |  |  |  |")
+            continue
+        waiting, beside = row["waiting_seconds"], row["beside_seconds"]
+        lines.append(
+            f"| {curve_name(cell)} | {row['gib']:.1f} | {row['milliseconds']['median'] / 1e3:.2f} | {waiting:.2f} | "
+            f"{beside:.2f} | {beside / waiting:.1%} | {row['writing_seconds']:.1f} | {row['prepared_seconds']:.1f} |"
+        )
+    return [*lines, ""]
 
 
 def _curves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:

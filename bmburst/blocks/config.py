@@ -19,7 +19,6 @@ from bmburst.blocks.families import (
     write_settings,
 )
 from bmburst.config import check_fields, field
-from bmburst.config.fields import shown
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import MeshShape
 
@@ -213,10 +212,9 @@ class LlamaConfig:
         they contradict each other, the precedence is that of transformers: see `rope_of`.
 
         Raises:
-            UserError: A key is missing, or the model has a feature that is not supported.
+            UserError: A key is missing or unknown, or the model has a feature that is not supported.
         """
         settings = read_settings(values)
-        _refuse_foreign(values)
         missing = [key for key in _HF_REQUIRED if values.get(key) is None]
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
@@ -258,16 +256,6 @@ class LlamaConfig:
             "rope_scaling": None if rope is None else {named.get(key, key): value for key, value in rope.items()},
             "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": self.rope_theta},
         }
-
-
-def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    for key, allowed in _HF_FIXED.items():
-        if values.get(key, allowed) != allowed:
-            raise UserError(
-                f"{key} {shown(values[key])} is not supported\nfix: a model with {allowed!r}, as Meta's LLaMA models"
-            )
-    if values.get("quantization_config"):
-        raise UserError("the weights are quantized (quantization_config)\nfix: give the unquantized model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,14 @@ The families are LLaMA, Mistral, Qwen2, Qwen3 and MiniCPM.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from bmburst.blocks.family_keys import BY_LAYER, COMMON, EVERY_LAYER, MINICPM, NO_WINDOW, ROTARY
 from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
+from bmburst.config.foreign import Key, require_keys
 from bmburst.errors import UserError, require_known
 
 
@@ -19,6 +21,7 @@ class Family:
 
     Attributes:
         architecture: Class of its causal LM in transformers.
+        keys: Keys of config.json that only this family has, or reads in its own way.
         qkv_bias: Whether its query, key and value projections have biases.
         qk_norm: Whether each head of queries and keys is normalized.
         scaled: Whether embeddings, residual updates and logits have factors.
@@ -26,10 +29,10 @@ class Family:
         windows: Whether config.json sets a sliding window: "never", for "all" layers, or by "layer".
         rope_key: Key of the scaling method in `rope_scaling`.
         needs: Required keys. Their defaults in this family differ from those of LLaMA.
-        foreign: Keys of unsupported models with the same model_type.
     """
 
     architecture: str
+    keys: Mapping[str, Key]
     qkv_bias: bool = False
     qk_norm: bool = False
     scaled: bool = False
@@ -37,25 +40,36 @@ class Family:
     windows: str = "never"
     rope_key: str = "rope_type"
     needs: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> Mapping[str, Key]:
+        """All keys of config.json that are understood."""
+        return {**COMMON, **self.keys}
 
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 _MOST_SCALE = 1e6  # upper bound of yarn's mscale, so that the ratio of two is finite
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 """Settings of MiniCPM's three factors, named as in its config.json and in `LlamaConfig`."""
-_ALLOWED = {int: "a whole number", list: "a list of names"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
+    "llama": Family(architecture="LlamaForCausalLM", keys=NO_WINDOW),
     "mistral": Family(
-        architecture="MistralForCausalLM", windows="all", needs=(*_OWN_DEFAULTS, "sliding_window")
+        architecture="MistralForCausalLM",
+        windows="all",
+        needs=(*_OWN_DEFAULTS, "sliding_window"),
+        keys=EVERY_LAYER,
     ),  # arXiv:2310.06825
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM", qkv_bias=True, windows="layer", needs=_OWN_DEFAULTS
+        architecture="Qwen2ForCausalLM", qkv_bias=True, windows="layer", needs=_OWN_DEFAULTS, keys=BY_LAYER
     ),  # arXiv:2407.10671
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM", qk_norm=True, windows="layer", needs=(*_OWN_DEFAULTS, "head_dim")
+        architecture="Qwen3ForCausalLM",
+        qk_norm=True,
+        windows="layer",
+        needs=(*_OWN_DEFAULTS, "head_dim"),
+        keys=BY_LAYER,
     ),  # arXiv:2505.09388
     "minicpm": Family(
         architecture="MiniCPMForCausalLM",
@@ -63,9 +77,10 @@ FAMILIES = {
         ties=True,
         rope_key="type",
         needs=(*_OWN_DEFAULTS, *SCALES),
-        foreign=("num_experts", "sparse_config"),  # MiniCPM-MoE, MiniCPM4.1
+        keys=MINICPM,
     ),  # arXiv:2404.06395; its code is published with its weights, not in transformers
 }
+_INSTEAD = "train it in transformers: docs/hugging_face.md"
 
 
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
@@ -94,7 +109,8 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the family that a config.json names.
 
     Raises:
-        UserError: The family is unknown, a key is missing, or layers have different attention types.
+        UserError: The family is unknown, a key is missing, unknown or has a value that is not supported, or layers have
+            different attention types.
     """
     name = values.get("model_type")
     if isinstance(name, str) and name in _LACKING:
@@ -105,13 +121,12 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     require_known("model_type", name, FAMILIES)
     family = FAMILIES[str(name)]
+    require_keys(values, family.known, f"a {name} model", _INSTEAD)
+    _require_architecture(values, family)
     missing = [key for key in family.needs if key not in values]
     if missing:
         raise UserError(f"config.json of a {name} model lacks {', '.join(missing)}\nfix: add the keys")
-    for key in family.foreign:
-        if values.get(key):
-            raise UserError(f"{key} of a {name} model is not supported\nfix: a model without it")
-    window = {"never": _never, "all": _everywhere, "layer": _by_layer}[family.windows](values)
+    window = _WINDOWS[family.windows](values)
     scales = {key: values[key] for key in SCALES} if family.scaled else {}
     return {
         "qkv_bias": family.qkv_bias,
@@ -147,43 +162,83 @@ def write_settings(
     return values
 
 
-def _never(values: Mapping[str, Any]) -> None:
-    if values.get("sliding_window") is not None:
+def _require_architecture(values: Mapping[str, Any], family: Family) -> None:
+    """Check that the weights are those of the family's causal LM: other classes attend both ways, or have no head."""
+    named = values.get("architectures") or [family.architecture]
+    allowed = family.architecture.lower()  # old files of LLaMA have LLaMAForCausalLM
+    if not isinstance(named, list) or any(not isinstance(each, str) or each.lower() != allowed for each in named):
         raise UserError(
-            f"a {values['model_type']} model has no sliding_window\nfix: set model_type 'mistral', or remove the key"
+            f"architectures {shown(named)} of a {values['model_type']} model are not supported\n"
+            f"allowed: {family.architecture}\nfix: a causal LM of the family"
+        )
+
+
+def _never(values: Mapping[str, Any]) -> None:
+    window = values.get("sliding_window")
+    if window is not None or _layers(values, _FULL) == _SLIDING:
+        raise UserError(
+            f"a {values['model_type']} model has no sliding window, but its sliding_window is {shown(window)} and its "
+            f"layer_types {shown(values.get('layer_types'))}\nfix: set model_type 'mistral', or remove the keys"
         )
 
 
 def _everywhere(values: Mapping[str, Any]) -> int | None:
+    """With layer_types, a Mistral is a Ministral (transformers, `AutoConfig.from_pretrained`)."""
     window: int | None = values["sliding_window"]
-    return window
+    return _windowed(window) if _layers(values, _FULL if window is None else _SLIDING) == _SLIDING else None
 
 
 def _by_layer(values: Mapping[str, Any]) -> int | None:
-    if not values.get("use_sliding_window", False):
-        return None
-    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", 28)  # transformers' default
-    listed = values.get("layer_types") or []
-    for key, given, kind in (
-        ("num_hidden_layers", layers, int),
-        ("max_window_layers", first, int),
-        ("layer_types", listed, list),
-    ):
-        if not isinstance(given, kind) or not all(isinstance(part, str) for part in listed):
-            raise UserError(f"{key} {shown(given)} does not fit\nallowed: {_ALLOWED[kind]}")
-    kinds = set(listed)
-    if not kinds:
-        kinds = {
-            kind
-            for kind, is_there in (("full_attention", first > 0), ("sliding_attention", layers > first))
-            if is_there
-        }
-    if len(kinds) > 1:
+    window: int | None = values.get("sliding_window", 4096) if values.get("use_sliding_window", False) else None
+    first = values.get("max_window_layers", 28)  # transformers' defaults
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise UserError(f"max_window_layers {shown(first)} does not fit\nallowed: a whole number\nfix: correct it")
+    layers = _number_of_layers(values)
+    kinds = [_SLIDING if window is not None and layer >= first else _FULL for layer in (0, layers - 1)]
+    return _windowed(window) if _layers(values, *kinds) == _SLIDING else None
+
+
+_WINDOWS: Mapping[str, Callable[[Mapping[str, Any]], int | None]] = {
+    "never": _never,
+    "all": _everywhere,
+    "layer": _by_layer,
+}
+
+
+def _layers(values: Mapping[str, Any], *otherwise: str) -> str:
+    """Return the attention type of all layers: that in layer_types, or without this key, that of `otherwise`.
+
+    Raises:
+        UserError: layer_types is not a list of a type for each layer, or there are several types or another one.
+    """
+    listed = values.get("layer_types")
+    if listed is not None:
+        layers = _number_of_layers(values)
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed) or len(listed) != layers:
+            raise UserError(
+                f"layer_types {shown(listed)} does not fit\n"
+                f"allowed: a list of {layers} names, one for each layer\nfix: correct it"
+            )
+    kinds: list[str] = sorted({*(otherwise if listed is None else listed)})
+    if len(kinds) > 1 or kinds[0] not in (_FULL, _SLIDING):
         raise UserError(
-            f"layers of type {' and '.join(sorted(kinds))} in one model are not supported\n"
-            "fix: one type for all; for both, train it in transformers: docs/hugging_face.md"
+            f"layers of type {' and '.join(kinds)} in one model are not supported\n"
+            f"allowed: {_FULL} or {_SLIDING}, one type for all\nfix: {_INSTEAD}"
         )
-    return values.get("sliding_window", 4096) if "sliding_attention" in kinds else None
+    return kinds[0]
+
+
+def _number_of_layers(values: Mapping[str, Any]) -> int:
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise UserError(f"num_hidden_layers {shown(layers)} does not fit\nallowed: a whole number\nfix: correct it")
+    return layers
+
+
+def _windowed(window: int | None) -> int:
+    if window is None:
+        raise UserError("layers of type sliding_attention without a sliding_window\nfix: give its length in tokens")
+    return window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,19 +329,16 @@ def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None
         UserError: The settings are incomplete or not supported.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UserError(
-            f"partial_rotary_factor {shown(rope['partial_rotary_factor'])} is not supported\nfix: a model with 1.0"
-        )
+    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
+    require_keys(rope, ROTARY, "rotary settings", _INSTEAD)
     if kind == "default":
         return None
-    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
-    if not rope.get("truncate", True):
-        raise UserError("rope_scaling's truncate false is not supported\nfix: a model with true")
     known = {declared.name for declared in fields(RopeScaling)} - {"kind"}
     given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
-    if "factor" not in given:
-        raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
+    needs = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    if missing := [key for key in needs if key not in given]:
+        said = ", ".join(missing)
+        raise UserError(f"rope_scaling of rope_type {kind} lacks {said}\nfix: add what the model was trained with")
     if kind in ("yarn", "llama3"):
         given.setdefault("original_max_position_embeddings", max_positions)
     else:  # transformers' dynamic scaling starts at max_position_embeddings and ignores this key

@@ -215,7 +215,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         self._checked_on_device = False
         attention = attention or partial(BurstAttention, mask="causal")
         norm = partial(RMSNorm, eps=config.norm_eps, dtype=dtype, kernel=norm_kernel)
-        memory = host_memory or HostMemory()
+        self.host_memory = memory = host_memory or HostMemory()
         self.model = LlamaModel(
             *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora)
         )

@@ -35,6 +35,7 @@ from bmburst.zero import gather, named_shards, scatter
 POSITION_OFFSET = 2
 """Row of position 0 in BART's position tables."""
 _TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+_TABLE = "model.shared.weight"
 _LOGITS_BIAS = "final_logits_bias"
 
 
@@ -289,6 +290,11 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         unknown = sorted(weights.keys() - {shard.name for shard in shards} - {*_TIED, _LOGITS_BIAS})
         if unknown:
             raise UserError(f"the model has no parameter {unknown[0]}\nfix: weights of BartForConditionalGeneration")
+        for name in _TIED:
+            if name in weights and not torch.equal(weights[name], weights.get(_TABLE, weights[name])):
+                raise UserError(
+                    f"{name} differs from {_TABLE}, but the model has one table for both\nfix: a model with a tied head"
+                )
         for shard in shards:
             given = weights.get(shard.name)
             if given is None or tuple(given.shape) != shard.shape:
@@ -304,7 +310,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         Every rank must call it.
         """
         found = {shard.name: whole for shard in named_shards(self) if (whole := gather(shard)) is not None}
-        table = found["model.shared.weight"]
+        table = found[_TABLE]
         return {**found, **dict.fromkeys(_TIED, table), _LOGITS_BIAS: table.new_zeros(1, len(table))}
 
     def _initialize(self, seed: int) -> None:

@@ -5,10 +5,43 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from bmburst.amounts import whole_number, whole_numbers
+from bmburst.blocks.family_keys import NOTES
+from bmburst.config.foreign import Key, keys, require_keys
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 
 _DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
+_SIZES = (
+    *("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    *("decoder_attention_heads", "decoder_ffn_dim", "max_position_embeddings"),
+)
+KEYS: Mapping[str, Key] = {
+    "model_type": Key("read", ("bart",)),
+    **keys(_SIZES, "read: the shape of the weights"),
+    "scale_embedding": Key("read"),
+    "pad_token_id": Key("read: its embedding gets a gradient from the head alone, as in transformers"),
+    "decoder_start_token_id": Key("read: the decoder's first token"),
+    "init_std": Key("read: initial weights"),
+    "activation_function": Key("read", ("gelu",)),
+    "tie_word_embeddings": Key("read", (True,)),
+    **keys(_DROPOUT, "read: there is no dropout", 0),
+    "is_encoder_decoder": Key("read", (True,)),
+    **keys(("is_decoder", "add_cross_attention", "tie_encoder_decoder"), "read", None, False),
+    "cross_attention_hidden_size": Key("read", (None,)),
+    **keys(
+        ("add_bias_logits", "add_final_layer_norm", "normalize_before", "static_position_embeddings"), "read", False
+    ),
+    "normalize_embedding": Key("read", (True,)),
+    "extra_pos_embeddings": Key("read", (2,)),
+    "quantization_config": Key("read: weights are not quantized", (None, {})),
+    "pruned_heads": Key("read", (None, {}, [])),
+    **keys(("hidden_size", "num_hidden_layers", "num_attention_heads"), "no effect: other keys say it for each side"),
+    **keys(("classifier_dropout", "classif_dropout"), "no effect: dropout of classifiers"),
+    **keys(("bos_token_id", "eos_token_id"), "no effect: the tokenizer adds tokens"),
+    **keys(("architectures", "output_past"), "no effect: a note about the model"),
+    **NOTES,
+}
+"""Keys of a BART's config.json that are understood."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +89,19 @@ class Seq2SeqConfig:
 
         Raises:
             UserError: The model is not BART (T5, mBART), has dropout, an activation other than GELU or an untied head,
-                or a size is missing.
+                a size is missing, or a key is unknown.
         """
         if (kind := values.get("model_type", "bart")) != "bart":
             raise UserError(
                 f"model_type {kind!r} is not supported: other encoder-decoders have a position bias, norms before the "
                 "layers or gates\nallowed: 'bart'\nfix: a BART model"
             )
-        for name, wanted in (("activation_function", "gelu"), ("tie_word_embeddings", True)):
-            if values.get(name, wanted) != wanted:
-                raise UserError(f"{name} {values[name]!r} is not supported\nfix: a model with {wanted!r}")
         if dropped := {name: 0.0 for name in _DROPOUT if values.get(name)}:
             said = ", ".join(f"{name} {values[name]!r}" for name in dropped)
             raise UserError(
                 f"{said}: the model has no dropout\nfix: train it without: from_hugging_face(values | {dropped})"
             )
+        require_keys(values, KEYS, "a BART model", "another model")
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         try:
             return cls(**given)

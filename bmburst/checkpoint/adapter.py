@@ -1,5 +1,6 @@
 """Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,12 +12,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.config import ALL, TARGETS, LlamaConfig, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
-from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
+from bmburst.checkpoint.model_center import ATTENTION_PLACES
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, together
+from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
+from bmburst.config.fields import shown
+from bmburst.config.foreign import Key, keys, require_keys
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +31,38 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A", ".lora_B")
 _ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
-_UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
-_NOTHING: tuple[Any, ...] = (None, False, "none", {}, [])
+_TRAINING = "no effect on a trained adapter"
+_NONE: tuple[Any, ...] = (None, False, {}, [])
+KEYS: Mapping[str, Key] = {
+    "peft_type": Key("read", ("LORA",)),
+    "task_type": Key("read", (None, "CAUSAL_LM")),
+    "r": Key("read: lora.rank"),
+    "lora_alpha": Key("read: lora.alpha"),
+    "target_modules": Key("read: names of modules, their ends, or a regular expression; adapters are on all layers"),
+    "base_model_name_or_path": Key("read: the directory of the model, unless another is given"),
+    "init_lora_weights": Key(
+        "read: the other values change the weights of the model too",
+        (None, True, False, "gaussian", "orthogonal", "eva"),
+    ),
+    "eva_config": Key(f"{_TRAINING}: how eva finds the first numbers"),
+    "bias": Key("read", (None, "none")),
+    **keys(("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"), "read", *_NONE),
+    **keys(("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules"), "read", *_NONE),
+    **keys(("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"), "read", *_NONE),
+    **keys(("layer_replication", "loftq_config", "corda_config", "lora_ga_config"), "read", *_NONE),
+    **keys(("velora_config", "monteclora_config", "arrow_config", "kasa_config"), "read", *_NONE),
+    **keys(("alora_invocation_tokens", "ensure_weight_tying", "enable_lora", "megatron_config"), "read", *_NONE),
+    **keys(("lora_dropout", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), _TRAINING),
+    "qalora_group_size": Key("no effect without use_qalora"),
+    "megatron_core": Key("no effect without megatron_config"),
+    "merge_weights": Key("no effect: how old versions of PEFT run the model"),
+    "runtime_config": Key("no effect: how PEFT runs the model"),
+    **keys(("inference_mode", "auto_mapping", "peft_version", "revision"), "no effect: a note about the adapter"),
+}
+"""Keys of adapter_config.json that are understood (PEFT's `LoraConfig`)."""
+_PARTS = tuple(f"{'self_attn' if name in ATTENTION_PLACES else 'mlp'}.{name}" for name in TARGETS)
+_INSTEAD = "merge the adapter in PEFT (merge_and_unload), and give the merged model"
+_MATRIX = re.compile(re.escape(_PREFIX) + r"(?P<module>(?:.+\.)?(?P<name>\w+))\.lora_[AB]\.weight")
 _SAMPLE = "base_sample"  # key in the metadata of our files; PEFT ignores it
 _MATRICES, _NUMBERS = 16, 4  # matrices in a sample, and numbers per matrix
 _ROUNDING = 0.01  # limit: the same weights in another dtype differ by less, those of another model by more
@@ -109,6 +143,12 @@ class Adapter:
         wanted = {peft_name(name): shape for name, shape in shapes.items()}
         found = self.file.shapes
         different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        if missing := [name for name in different if name not in found and len(different) < len(wanted)]:
+            raise UserError(
+                f"{self.directory} has no {missing[0].removeprefix(_PREFIX)}: it is an adapter of another model, or of "
+                "some layers\nallowed: adapters on the same matrices of all layers\n"
+                f"fix: the model that the adapter was trained on; or {_INSTEAD}"
+            )
         if different:
             name = different[0]
             said = [list(shape) if (shape := each.get(name)) else "not there" for each in (found, wanted)]
@@ -191,23 +231,82 @@ def open_adapter(directory: Path) -> Adapter:
     if not path.is_file():
         raise UserError(f"no adapter in {directory}: it has no {CONFIG_FILE}\nfix: give the directory that has one")
     values = read_json(path)
-    for key in _UNSUPPORTED:
-        if values.get(key) not in _NOTHING:
-            raise UserError(f"{path}: {key} {values[key]} is not supported\nfix: an adapter of plain LoRA")
-    given: list[Any] = [values.get(key) for key in ("r", "lora_alpha", "target_modules")]
-    rank, alpha, targets = given
-    names = (targets,) if isinstance(targets, str) else targets
-    if values.get("peft_type") != "LORA" or not isinstance(names, list | tuple) or rank == 0:
-        raise UserError(f"{path} is no LoRA adapter\nfix: an adapter of PEFT's LoraConfig with target_modules")
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise UserError(
+            f"{path} is no LoRA adapter: peft_type is {shown(kind)}\nallowed: LORA\nfix: an adapter of LoRA"
+        )
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    if rank == 0:
+        raise UserError(f"{path} is no LoRA adapter: its rank r is 0\nfix: an adapter of PEFT's LoraConfig")
     try:
-        lora = LoRAConfig(rank=rank, alpha=alpha, targets=tuple(sorted(names)))
+        require_keys(values, KEYS, "an adapter", _INSTEAD)
+        file = open_tensors(directory / WEIGHTS_FILE)
+        lora = LoRAConfig(rank=rank, alpha=alpha, targets=_targets(values.get("target_modules"), file))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    file = open_tensors(directory / WEIGHTS_FILE)
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str | None):
         raise UserError(f"{path}: base_model_name_or_path {base} is no text\nfix: the directory of the model, or null")
     return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
+
+
+def _targets(given: object, file: TensorFile) -> tuple[str, ...]:
+    """Return the matrices that have an adapter, as the file has them.
+
+    Args:
+        given: target_modules, as PEFT reads it: a list of modules or of the ends of their names, or one regular
+            expression that the whole name of a module matches.
+        file: Tensors of the adapter.
+
+    Raises:
+        UserError: target_modules is neither, or selects other modules than those of the file or another kind of module;
+            or the file has no numbers, or other tensors than adapters.
+    """
+    is_list = isinstance(given, list) and given and all(isinstance(each, str) for each in given)
+    if not is_list and not isinstance(given, str):
+        raise UserError(f"target_modules {shown(given)} does not fit\nallowed: names of modules\nfix: {_INSTEAD}")
+    if not file.shapes or not all(prod(shape) for shape in file.shapes.values()):
+        raise UserError(
+            f"{WEIGHTS_FILE} is empty, or has tensors without numbers, as adapters of DeepSpeed ZeRO-3 may be saved\n"
+            "fix: save the adapter again from gathered weights (stage3_gather_16bit_weights_on_model_save)"
+        )
+    modules: dict[str, str] = {}
+    for stored in file.shapes:
+        if (found := _MATRIX.fullmatch(stored)) is None:
+            raise UserError(
+                f"the adapter holds {stored.removeprefix(_PREFIX)}, which is no matrix of LoRA: embeddings, heads and "
+                f"biases beside the adapters are not supported\nallowed: lora_A and lora_B\nfix: {_INSTEAD}"
+            )
+        modules[found["module"]] = found["name"]
+    if given in (ALL, [ALL]):
+        return (ALL,)
+    for module, name in modules.items():
+        if name not in TARGETS:
+            raise UserError(f"adapters on {module} are not supported\nallowed: {', '.join(TARGETS)}\nfix: {_INSTEAD}")
+    layers = {module.rpartition(".")[0].rpartition(".")[0] for module in modules}
+    possible = (f"{layer}.{part}" for layer in sorted(layers) for part in _PARTS)
+    for module in (*modules, *possible):
+        if (is_there := module in modules) != _selects(given, module):
+            said = "does not select" if is_there else "selects"
+            raise UserError(
+                f"target_modules {shown(given)} {said} {module}, which has {'an' if is_there else 'no'} adapter\n"
+                "fix: adapter_config.json and adapter_model.safetensors must be of the same adapter"
+            )
+    return tuple(sorted(set(modules.values())))
+
+
+def _selects(given: Any, module: str) -> bool:
+    """Return whether target_modules selects a module (PEFT, `check_target_module_exists`)."""
+    if isinstance(given, str):
+        try:
+            return re.fullmatch(given, module) is not None
+        except re.error as error:
+            raise UserError(
+                f"target_modules {shown(given)} is no regular expression: {error}\nfix: the one that PEFT was given"
+            ) from None
+    return any(module == each or module.endswith(f".{each}") for each in given)
 
 
 def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") -> hugging_face.Weights:
@@ -250,39 +349,23 @@ def check_resumed(folder: Path, base: Base) -> None:
         open_adapter(newest).require_base(base)
 
 
-def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
-    """Write a model's adapter. Every rank must call it.
+def contents(model: "Llama", base: Base | None) -> Contents:
+    """Return what a checkpoint holds of a model's adapter.
 
     Args:
         model: Model with adapters.
-        directory: Directory to create.
         base: Base model that the adapter names; None if its weights are random.
-
-    Returns:
-        On every rank, the CRC-32 of each file by its name.
-
-    Raises:
-        UserError: On all ranks, if a rank cannot write.
     """
-    from bmburst.zero import gather, named_shards
+    from bmburst.zero import named_shards
 
-    lora = model.lora
-    assert lora is not None
+    assert model.lora is not None
     shards = [each for each in named_shards(model) if is_adapter(each.name)]
-    tensors = [ShardedTensor(peft_name(s.name), s.shape, s.dtype, partial(gather, s)) for s in shards]
-    is_main = shards[0].rank == 0
-
-    def describe() -> int:
-        if not is_main:
-            return 0
-        directory.mkdir(parents=True, exist_ok=True)
-        return write_json(directory / CONFIG_FILE, _config(lora, base))
-
-    found = {CONFIG_FILE: together(describe)[0]}
     metadata = {"format": "pt"}
     if base is not None:
         metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
-    return found | save_parts(directory, STEM, tensors, metadata=metadata, part_bytes=_ONE_FILE)
+    tensors = tuple(ShardedTensor.of_weights(peft_name(shard.name), shard) for shard in shards)
+    group = TensorGroup(STEM, tensors, metadata, _ONE_FILE)
+    return Contents((group,), {CONFIG_FILE: json_bytes(_config(model.lora, base))})
 
 
 def load(model: "Llama", directory: Path, base: Base | None = None) -> None:

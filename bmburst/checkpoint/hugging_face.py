@@ -16,9 +16,19 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
+from bmburst.checkpoint.derived import (
+    EMBEDDING,
+    FREQUENCIES,
+    HEAD,
+    joined,
+    require_frequencies,
+    same_numbers,
+    with_embedding,
+    with_own_head,
+)
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
-from bmburst.checkpoint.sharded_files import ShardedTensor, naming, parts_of, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_json
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, parts_of, save_together, together
+from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.errors import UserError
 
@@ -28,8 +38,6 @@ if TYPE_CHECKING:
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
 CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"
-# Buffers that ModelCenter and old Hugging Face exports store with the weights. The configuration determines them.
-_DERIVED = "inv_freq"
 _STEM = "model"
 _INDEX = ".index.json"
 _FILES = tuple(f"{file}{end}" for file in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX))
@@ -53,12 +61,29 @@ _FIXED = (
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
-    """Read the configuration of the model in a Hugging Face directory.
+    """Read the configuration of the model in a Hugging Face directory; `with_own_head` says when its head is untied.
 
     Raises:
-        UserError: The directory is missing, has no valid config.json, or holds a model of another family.
+        UserError: The directory is missing, has no valid config.json, or holds a model of another family; or a weight
+            file is damaged.
     """
     directory = Path(directory)
+    config = _described(directory)
+    if config.tie_embeddings and _may_hold_head(directory):
+        return with_own_head(config, _open(directory), directory)
+    return config
+
+
+def _may_hold_head(directory: Path) -> bool:
+    """Return whether there are weight files with a head. An index says it without its files, which may not be there."""
+    for name in _FILES:
+        if (directory / name).exists():
+            return not name.endswith(_INDEX) or HEAD in read_json(directory / name).get("weight_map", {})
+    return False
+
+
+def _described(directory: Path) -> LlamaConfig:
+    """Return the configuration in a config.json."""
     if not directory.is_dir():
         raise UserError(f"no directory {directory}\nfix: a folder with config.json and model.safetensors")
     path = directory / CONFIG_FILE
@@ -89,12 +114,12 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 
@@ -122,21 +147,29 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
             or has a wrong shape.
     """
     directory = Path(directory)
-    theirs = read_config(directory)
+    said = _described(directory)
+    files = _open(directory)
+    theirs = with_own_head(said, files, directory)
     for name in _FIXED:
         ours, given = getattr(config, name), getattr(theirs, name)
+        if name == "tie_embeddings" and ours and said.tie_embeddings and not given:
+            raise UserError(
+                f"{HEAD} in {directory} differs from {EMBEDDING}, but this model has one matrix for both\n"
+                "fix: set the model's tie_embeddings to False"
+            )
         if ours != given:
             raise UserError(
                 f"{name} is {ours} in this model but {given} in {directory}\nfix: set the model's {name} to {given}"
             )
-    files = _open(directory)
     require_layers(directory, config, len(files))
+    files = with_embedding(config, files)
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in files]
     if missing:
         raise UserError(f"{directory} lacks {_some(missing)}\nfix: the complete weights of the causal LM")
-    extra = [name for name in files if name not in expected and not _redundant(name, config)]
-    if extra:
+    derived = [name for name in files if name.endswith(FREQUENCIES)]
+    compared = (*derived, *([HEAD] if config.tie_embeddings else []))  # `with_own_head` compares the head
+    if extra := [name for name in files if name not in expected and name not in compared]:
         raise UserError(
             f"{directory} has weights that the model has not: {_some(extra)}\nfix: give a plain model of its family"
         )
@@ -147,6 +180,7 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
                 f"{name} in {directory} has shape {list(found)}, its config.json says {list(shape)}\n"
                 "fix: weights and config.json must be of the same model"
             )
+    require_frequencies(theirs, files, derived, directory)
     return {name: files[name] for name in expected}
 
 
@@ -157,7 +191,7 @@ class Weights:
     Attributes:
         directory: Directory of the files.
         family: `HUGGING_FACE` (also for bmburst's checkpoints) or `MODEL_CENTER`.
-        values: Contents of config.json.
+        values: Contents of config.json; tie_word_embeddings is false if the files hold a head of their own.
         config: Configuration of the model.
         places: For every weight, by Hugging Face's name: the open file, and the name in this file.
         adapter: Adapter that is merged into the weights as they are read, or None.
@@ -198,6 +232,8 @@ def open_weights(directory: str | Path) -> Weights:
         return _open_model_center(directory, values)
     config = read_config(directory)
     files = check_weights(directory, config)
+    if _described(directory) != config:  # the files have a head of their own
+        values = values | {"tie_word_embeddings": config.tie_embeddings}
     places = {name: (file, name) for name, file in files.items()}
     return Weights(directory=directory, family=HUGGING_FACE, values=values, config=config, places=places)
 
@@ -217,13 +253,21 @@ def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
                 f"{inside} in {directory / MODEL_CENTER_FILE} has shape {list(file.shapes[inside])}, its config.json "
                 f"says {list(shape)}\nfix: give weights and config.json of the same model"
             )
-    known = {inside for inside, _ in expected.values()}
-    extra = [name for name in file.shapes if name not in known and not name.endswith(_DERIVED)]
+    head, embedding = (model_center_name(name) for name in (HEAD, EMBEDDING))
+    if config.tie_embeddings and head in file.shapes and not same_numbers((file, head), (file, embedding)):
+        raise UserError(
+            f"{head} in {directory / MODEL_CENTER_FILE} differs from {embedding}; its config.json says that they are "
+            "one (tied)\nfix: set tied to false, or remove the matrix that does not belong to the model"
+        )
+    derived = [name for name in file.shapes if name.endswith(FREQUENCIES)]
+    known = {head, *derived, *(inside for inside, _ in expected.values())}
+    extra = [name for name in file.shapes if name not in known]
     if extra:
         raise UserError(
             f"{directory / MODEL_CENTER_FILE} has {extra[0]}, which the model of its config.json does not have\n"
             "fix: give weights and config.json of the same model"
         )
+    require_frequencies(config, dict.fromkeys(derived, file), derived, directory)
     places = {name: (file, inside) for name, (inside, _) in expected.items()}
     return Weights(directory=directory, family=MODEL_CENTER, values=values, config=config, places=places)
 
@@ -264,6 +308,23 @@ def load(model: "Llama", directory: str | Path) -> None:
         together(require_range)
 
 
+def contents(model: "Llama", *, part_bytes: int | None = None) -> Contents:
+    """Return what `save` writes: `model.safetensors`, or its parts, and `config.json`.
+
+    Args:
+        model: The model.
+        part_bytes: See `TensorGroup`.
+    """
+    from bmburst.zero import named_shards
+
+    shards = named_shards(model)
+    dtype = str(shards[0].dtype).removeprefix("torch.")
+    values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
+    tensors = tuple(ShardedTensor.of_weights(shard.name, shard) for shard in shards)
+    group = TensorGroup(_STEM, tensors, {"format": "pt"}, part_bytes)
+    return Contents((group,), {CONFIG_FILE: json_bytes(values)})
+
+
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> dict[str, int]:
     """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
@@ -276,29 +337,7 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
-    from bmburst.zero import gather, named_shards
-
-    directory = Path(directory)
-
-    shards = named_shards(model)
-    is_main = shards[0].rank == 0
-
-    def prepare() -> None:
-        if is_main:
-            directory.mkdir(parents=True, exist_ok=True)
-
-    with naming(directory):
-        together(prepare)
-    tensors = [ShardedTensor(s.name, s.shape, s.dtype, partial(gather, s)) for s in shards]
-    checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
-    dtype = str(shards[0].dtype).removeprefix("torch.")
-    values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
-
-    def describe() -> int:
-        return write_json(directory / CONFIG_FILE, values) if is_main else 0
-
-    with naming(directory):
-        return checksums | {CONFIG_FILE: together(describe)[0]}
+    return save_together(Path(directory), contents(model, part_bytes=part_bytes))
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
@@ -308,16 +347,10 @@ def _open(directory: Path) -> dict[str, TensorFile]:
         if not path.exists():
             continue
         parts = sorted(parts_of(path)) if name.endswith(_INDEX) else [name]
-        files = [open_tensors(directory / part) for part in parts]
-        return {tensor: file for file in files for tensor in file.shapes}
+        return joined(directory, {part: open_tensors(directory / part) for part in parts})
     raise UserError(
         f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"
     )
-
-
-def _redundant(name: str, config: LlamaConfig) -> bool:
-    """Return whether a tensor is redundant: rotary frequencies in old exports, or a head tied to the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def _some(names: Sequence[str]) -> str:

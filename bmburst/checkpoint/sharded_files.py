@@ -1,17 +1,19 @@
-"""Writes tensors that are sharded over all ranks to files. Tensors are gathered one at a time; several ranks write.
+"""Writes tensors that are sharded over all ranks to files of whole tensors. Several ranks write.
 
-A rank never holds more than three whole tensors: one being gathered, one waiting, and one being written. While a rank
-writes to disk, the others continue to gather.
+A `TensorSource` gives a writing rank its whole tensors. `GatheredTensors` gathers them one at a time, while training
+stands still. A rank then never holds more than three whole tensors: one being gathered, one waiting, and one being
+written. `bmburst.checkpoint.staging` has the source that lets training go on.
 """
 
 import contextlib
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ from torch import Tensor
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
-from bmburst.outputs import FULL
+from bmburst.outputs import FULL, replacing
+
+if TYPE_CHECKING:
+    from bmburst.zero import NamedShard
 
 Result = TypeVar("Result")
 PART_BYTES = 2 << 30
@@ -28,24 +33,136 @@ PART_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A sharded tensor that can be gathered on any rank.
+    """A sharded tensor of a file.
 
     Attributes:
         name: Name in the file.
-        shape: Shape of the whole tensor.
+        shard: The parameter that it belongs to: its shape, and each rank's part.
         dtype: Data type in the file.
-        gather: Called on every rank with the same `root=`. It returns the tensor on that rank and None on the others.
+        piece: Returns this rank's part, flat, in `dtype`.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shard: "NamedShard"
     dtype: torch.dtype
-    gather: Callable[..., Tensor | None]
+    piece: Callable[[], Tensor]
+
+    @classmethod
+    def of_weights(cls, name: str, shard: "NamedShard") -> "ShardedTensor":
+        """Return the weights of a parameter."""
+        return cls(name, shard, shard.dtype, shard.local)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shard.shape) * self.dtype.itemsize
+
+    def gather(self, root: int) -> Tensor | None:
+        """Return the whole tensor on rank `root`, and None on the others. Every rank must call it."""
+        from bmburst.zero import gather
+
+        return gather(self.shard, self.piece(), dtype=self.dtype, root=root)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The tensors of `STEM.safetensors`, or of its parts and their index.
+
+    Attributes:
+        stem: Beginning of the names of the files.
+        tensors: The tensors, the same on all ranks.
+        metadata: Strings for the header.
+        part_bytes: Bytes per part.
+    """
+
+    stem: str
+    tensors: tuple[ShardedTensor, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    part_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a directory of weights will hold.
+
+    Attributes:
+        groups: The sharded tensors.
+        files: Contents of the other files by name; rank 0 writes its own.
+    """
+
+    groups: tuple[TensorGroup, ...]
+    files: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for group in self.groups for tensor in group.tensors)
+
+    def write(self, folder: Path, source: "TensorSource") -> dict[str, int]:
+        """Write all files. Every rank must call it. Only ranks of the first host write.
+
+        Each file gets its name only when it is complete.
+
+        Returns:
+            On every rank, the CRC-32 of each file by its name.
+
+        Raises:
+            OSError: On all ranks, if a rank cannot write.
+        """
+        import bmtrain as bmt
+
+        is_main = bmt.rank() == 0
+
+        def describe() -> dict[str, int]:
+            if not is_main:
+                return {}
+            for name, content in self.files.items():
+                with replacing(folder / name) as partial:
+                    partial.write_bytes(content)
+            return {name: zlib.crc32(content) for name, content in self.files.items()}
+
+        source.together(lambda: folder.mkdir(parents=True, exist_ok=True) if is_main else None)
+        checksums: dict[str, int] = {}
+        for group in self.groups:
+            checksums |= _write_group(folder, group, source)
+        return checksums | source.together(describe)[0]
+
+
+class TensorSource(Protocol):
+    """Where the ranks that write get whole tensors from. Every rank makes the same calls."""
+
+    def together(self, action: Callable[[], Result]) -> list[Result]:
+        """See the function `together`."""
+
+    def fill(
+        self, file: SafetensorsWriter | None, tensors: Sequence[ShardedTensor], owners: Sequence[int], rank: int
+    ) -> None:
+        """Open a file and write the tensors that `rank` owns; None: it owns none."""
+
+
+class GatheredTensors:
+    """A `TensorSource` that gathers one tensor after another. While a rank writes to disk, the others go on."""
+
+    def together(self, action: Callable[[], Result]) -> list[Result]:
+        """See `TensorSource`."""
+        return together(action)
+
+    def fill(
+        self, file: SafetensorsWriter | None, tensors: Sequence[ShardedTensor], owners: Sequence[int], rank: int
+    ) -> None:
+        """See `TensorSource`."""
+        del rank
+        pending = zip(tensors, owners, strict=True)
+        try:
+            if file is not None:
+                with file, _Writing(file) as writing:
+                    for tensor, owner in pending:
+                        full = tensor.gather(root=owner)
+                        if full is not None:
+                            writing.put(full.cpu())
+        finally:
+            for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
+                tensor.gather(root=owner)
 
 
 def index_name(stem: str) -> str:
@@ -90,59 +207,43 @@ def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
     return owners
 
 
-def save_parts(
-    folder: Path,
-    stem: str,
-    tensors: Sequence[ShardedTensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    part_bytes: int | None = None,
-) -> dict[str, int]:
-    """Write `STEM.safetensors`, or for large models its parts and their index, named as by Hugging Face.
-
-    Every rank must call it. Only ranks of the first host write, so other hosts need not see the folder.
-
-    Returns:
-        On every rank, the CRC-32 of each file by its name, including the index.
+def save_together(folder: Path, contents: Contents) -> dict[str, int]:
+    """Write a directory of weights while nothing else runs. Every rank must call it; see `Contents.write`.
 
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
+    with naming(folder):
+        return contents.write(folder, GatheredTensors())
+
+
+def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict[str, int]:
+    """Write `STEM.safetensors`, or for large models its parts and their index, named as by Hugging Face."""
     import bmtrain as bmt
 
-    owners = owners_of([t.nbytes for t in tensors], bmt.config["local_size"], part_bytes or PART_BYTES)
-    parts, rank = max(owners) + 1, bmt.rank()
-    files = part_names(stem, parts)
-    mine = [(t.name, t.shape, t.dtype) for t, owner in zip(tensors, owners, strict=True) if owner == rank]
+    tensors, rank = group.tensors, bmt.rank()
+    owners = owners_of([t.nbytes for t in tensors], bmt.config["local_size"], group.part_bytes or PART_BYTES)
+    files = part_names(group.stem, max(owners) + 1)
+    single = folder / f"{group.stem}.safetensors"
 
     def write() -> dict[str, int]:
-        pending = zip(tensors, owners, strict=True)
-        try:
-            if not mine:
-                return {}
-            with SafetensorsWriter(folder / files[rank], mine, metadata) as file, _Writing(file) as writing:
-                for tensor, owner in pending:
-                    full = tensor.gather(root=owner)
-                    if full is not None:
-                        writing.put(full.cpu())
-            return {files[rank]: file.checksum}
-        finally:
-            for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
-                tensor.gather(root=owner)
+        mine = [(t.name, t.shard.shape, t.dtype) for t, owner in zip(tensors, owners, strict=True) if owner == rank]
+        file = SafetensorsWriter(folder / files[rank], mine, group.metadata) if mine else None
+        source.fill(file, tensors, owners, rank)
+        return {} if file is None else {files[rank]: file.checksum}
 
     def finish() -> dict[str, int]:
         if rank != 0:
             return {}
-        if parts == 1:
-            (folder / index_name(stem)).unlink(missing_ok=True)
+        if len(files) == 1:
+            (folder / index_name(group.stem)).unlink(missing_ok=True)
             return {}
         places = {tensor.name: files[owner] for tensor, owner in zip(tensors, owners, strict=True)}
-        found = write_index(folder, stem, places, sum(tensor.nbytes for tensor in tensors))
-        (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # an old single file would be read first
-        return found
+        checksums = write_index(folder, group.stem, places, sum(tensor.nbytes for tensor in tensors))
+        single.unlink(missing_ok=True)  # an old single file would be read first
+        return checksums
 
-    with naming(folder):
-        return {name: found for action in (write, finish) for each in together(action) for name, found in each.items()}
+    return {name: crc for action in (write, finish) for each in source.together(action) for name, crc in each.items()}
 
 
 def open_parts(folder: Path, stem: str) -> TensorFile:
@@ -190,8 +291,12 @@ class JoinedFiles:
         return self._files[name].read(name, begin, end)
 
 
-def together(action: Callable[[], Result]) -> list[Result]:
+def together(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]] | None = None) -> list[Result]:
     """Run an action on every rank, and return the results of all ranks.
+
+    Args:
+        action: The action.
+        all_gather: Returns the value that each rank gives; by default BMTrain's.
 
     Raises:
         UserError: A rank raised it. It is raised on all ranks, so that no rank waits for another forever.
@@ -207,7 +312,7 @@ def together(action: Callable[[], Result]) -> list[Result]:
         problem = (str(error),)
     except OSError as error:
         problem = (error.errno, error.strerror, None if error.filename is None else str(error.filename))
-    everywhere = bmt.store.allgather_objects((result, problem))
+    everywhere = (all_gather or bmt.store.allgather_objects)((result, problem))
     for _, found in everywhere:
         if found is not None:
             raise UserError(*found) if len(found) == 1 else OSError(*found)

@@ -168,6 +168,9 @@ class _TorchFile:
         return self._tensors[name].reshape(-1)[begin:end]
 
 
+_BLOCK = 16 << 20  # bytes that are added to the checksum and written at once
+
+
 class SafetensorsWriter(TensorWriter):
     """Writes a safetensors file one tensor after another. The file gets its name only when it is complete.
 
@@ -215,8 +218,10 @@ class SafetensorsWriter(TensorWriter):
         self._put(numbers)
 
     def _put(self, data: memoryview) -> None:
-        self.checksum = zlib.crc32(data, self.checksum)
-        self._file.write(data)
+        for at in range(0, len(data), _BLOCK):
+            block = data[at : at + _BLOCK]
+            self.checksum = zlib.crc32(block, self.checksum)  # releases the GIL, as `write` does
+            self._file.write(block)
 
     def _end(self, *, whole: bool) -> None:
         """Do nothing: no data follow the tensors."""
@@ -312,9 +317,14 @@ class TorchFileWriter(TensorWriter):
         return self._archive.open(entry, "w", force_zip64=True)
 
 
+def json_bytes(values: Mapping[str, Any]) -> bytes:
+    """Return the contents of a JSON file."""
+    return f"{json.dumps(values, indent=2)}\n".encode()
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> int:
     """Write a JSON file that gets its name only when it is complete, and return its CRC-32."""
-    data = f"{json.dumps(values, indent=2)}\n".encode()
+    data = json_bytes(values)
     with replacing(path) as partial:
         partial.write_bytes(data)
     return zlib.crc32(data)

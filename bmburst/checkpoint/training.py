@@ -10,10 +10,9 @@ them. The learning rate is a function of the step and needs no state.
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,16 +33,132 @@ from bmburst.errors import UserError
 from bmburst.outputs import FULL, amount, free_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Base
+    from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, TensorSource
     from bmburst.optim import AdamW
-    from bmburst.zero import NamedShard
 
-__all__ = ["STATE_FILE", "RunProgress", "load", "newest_complete", "read_progress", "save", "verified_together"]
+__all__ = [
+    "STATE_FILE",
+    "Draft",
+    "RunProgress",
+    "load",
+    "newest_complete",
+    "read_progress",
+    "save",
+    "verified_together",
+]
 
 OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A checkpoint that is not written yet. Every rank makes it at the step that is saved.
+
+    Attributes:
+        run_folder: The run folder.
+        progress: The progress of the run.
+        contents: The other files.
+        keep: Number of checkpoints to keep.
+    """
+
+    run_folder: Path
+    progress: RunProgress
+    contents: "Contents"
+    keep: int
+
+    @classmethod
+    def of(
+        cls,
+        run_folder: Path,
+        model: "Llama",
+        optimizer: "AdamW",
+        progress: RunProgress,
+        *,
+        keep: int,
+        part_bytes: int | None = None,
+        base: "Base | None" = None,
+        tokenizer: Mapping[str, bytes] | None = None,
+    ) -> "Draft":
+        """Return the checkpoint of the present step.
+
+        For a model with adapters only the adapters' weights are written, in PEFT's format. They name the base model
+        `base`. `tokenizer` maps names of the tokenizer's files to their content, which is written beside the weights.
+        """
+        from bmburst.checkpoint import adapter, hugging_face
+        from bmburst.checkpoint.sharded_files import Contents
+
+        weights = (
+            hugging_face.contents(model, part_bytes=part_bytes) if model.lora is None else adapter.contents(model, base)
+        )
+        groups = (*weights.groups, _optimizer_group(model, optimizer, part_bytes))
+        files = {**weights.files, RANDOM_FILE: _random_state(), **(tokenizer or {})}
+        return cls(run_folder=run_folder, progress=progress, contents=Contents(groups, files), keep=keep)
+
+    @property
+    def target(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.run_folder / FOLDER / f"step-{self.progress.step:06d}"
+
+    @property
+    def _partial(self) -> Path:
+        return self.target.with_name(f".{self.target.name}")
+
+    @property
+    def tensors(self) -> tuple["ShardedTensor", ...]:
+        """All tensors that are written."""
+        return tuple(tensor for group in self.contents.groups for tensor in group.tensors)
+
+    def write(self, source: "TensorSource") -> Path:
+        """Write the checkpoint, and keep only the newest `keep` checkpoints up to it. Every rank must call it.
+
+        `bmburst.checkpoint.sharded_files` describes which ranks write.
+
+        The folder gets its name only when all its files are on disk. So a run that is killed at any point leaves the
+        previous checkpoint intact, and at most some folders with names that begin with a dot. The next call removes
+        these. After a failed write the incomplete folder is removed at once.
+
+        Raises:
+            UserError: On all ranks, if a rank cannot write.
+        """
+        import bmtrain as bmt
+
+        is_main, partial_folder = bmt.rank() == 0, self._partial
+        try:
+            source.together(lambda: _remove_hidden(self.target.parent) if is_main else None)
+            checksums = self.contents.write(partial_folder, source)
+            source.together(lambda: self._publish(checksums) if is_main else None)
+        except OSError as error:  # on all ranks
+            if is_main:  # before a rank ends, which would end the others
+                shutil.rmtree(partial_folder, ignore_errors=True)
+            source.together(lambda: None)
+            room = self._room() if error.errno in FULL else ""  # after removing the incomplete folder
+            raise UserError(
+                f"cannot write the checkpoint {self.target}: {error.strerror}\n"
+                f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(self.run_folder)}"
+            ) from error
+        return self.target
+
+    def _publish(self, checksums: Mapping[str, int]) -> None:
+        """Give the folder its name when all files are on disk, then remove older checkpoints."""
+        _save_state(self._partial / STATE_FILE, self.progress, checksums)
+        for path in (*self._partial.iterdir(), self._partial):
+            _sync(path)
+        _hide(self.target)  # an old one of this step is damaged: a run resumes from the newest complete one
+        self._partial.rename(self.target)
+        _sync(self.target.parent)
+        # Later and incomplete checkpoints are damaged. They do not count, or they would displace complete ones.
+        upto = [path for path in checkpoints(self.run_folder) if step_of(path) <= self.progress.step]
+        whole = [path for path in upto if problem_of(path) is None]
+        for old in set(upto) - set(whole[-self.keep :]):
+            _hide(old)
+        _remove_hidden(self.target.parent)
+
+    def _room(self) -> str:
+        """Return the fix for a full disk, with numbers."""
+        free = free_bytes(self.run_folder)
+        return f"make room: a checkpoint needs {amount(self.contents.nbytes)}, and {amount(free)} are free"
 
 
 def save(
@@ -57,76 +172,17 @@ def save(
     base: "Base | None" = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint, and keep only the newest `keep` checkpoints up to it. Every rank must call it.
-
-    `bmburst.checkpoint.sharded_files` describes which ranks write.
-
-    For a model with adapters only the adapters' weights are written, in PEFT's format. They name the base model `base`.
-    `tokenizer` maps names of the tokenizer's files to their content, which rank 0 writes beside the weights.
-
-    The folder gets its name only when all its files are on disk. So a run that is killed at any point leaves the
-    previous checkpoint intact, and at most some folders with names that begin with a dot. The next call removes these.
-    After a failed write the incomplete folder is removed at once.
+    """Write a checkpoint while training waits. Every rank must call it; see `Draft.of` and `Draft.write`.
 
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
-    import bmtrain as bmt
+    from bmburst.checkpoint.sharded_files import GatheredTensors
 
-    from bmburst.checkpoint import adapter, hugging_face
-    from bmburst.checkpoint.sharded_files import together
-
-    target = run_folder / FOLDER / f"step-{progress.step:06d}"
-    partial = target.with_name(f".{target.name}")
-    is_writer = bmt.rank() == 0
-    checksums: dict[str, int] = {}
-
-    def prepare() -> None:
-        if is_writer:
-            _remove_hidden(target.parent)
-            partial.mkdir(parents=True)
-
-    def finish() -> None:
-        if not is_writer:
-            return
-        checksums[RANDOM_FILE] = _save_random(partial / RANDOM_FILE)
-        for name, content in (tokenizer or {}).items():
-            (partial / name).write_bytes(content)
-            checksums[name] = zlib.crc32(content)
-        _save_state(partial / STATE_FILE, progress, checksums)
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        _hide(target)  # an old one of this step is damaged: a run resumes from the newest complete one
-        partial.rename(target)
-        _sync(target.parent)
-        # Later and incomplete checkpoints are damaged. They do not count, or they would displace complete ones.
-        upto = [path for path in checkpoints(run_folder) if step_of(path) <= progress.step]
-        whole = [path for path in upto if problem_of(path) is None]
-        for old in set(upto) - set(whole[-keep:]):
-            _hide(old)
-        _remove_hidden(target.parent)
-
-    try:
-        together(prepare)
-        if model.lora is not None:
-            checksums |= adapter.save(model, partial, base)
-        else:
-            checksums |= hugging_face.save(model, partial, part_bytes=part_bytes)
-        checksums |= _save_optimizer(partial, model, optimizer, part_bytes)
-        together(finish)
-    except (UserError, OSError) as error:  # on all ranks
-        cause = error.__cause__ if isinstance(error, UserError) else error
-        if is_writer:  # before a rank ends, which would end the others
-            shutil.rmtree(partial, ignore_errors=True)
-        bmt.synchronize()
-        if not isinstance(cause, OSError):
-            raise
-        room = _room(run_folder, model) if cause.errno in FULL else ""  # after removing the incomplete folder
-        raise UserError(
-            f"cannot write the checkpoint {target}: {cause.strerror}\n"
-            f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(run_folder)}"
-        ) from error
-    return target
+    draft = Draft.of(
+        run_folder, model, optimizer, progress, keep=keep, part_bytes=part_bytes, base=base, tokenizer=tokenizer
+    )
+    return draft.write(GatheredTensors())
 
 
 def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | None" = None) -> RunProgress:
@@ -160,16 +216,6 @@ def _remove_hidden(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _room(run_folder: Path, model: "Llama") -> str:
-    """Return the fix for a full disk, with numbers."""
-    from bmburst.optim import state_names
-    from bmburst.zero import named_shards
-
-    written = (each for each in named_shards(model) if each.storage.requires_grad)
-    needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in written)
-    return f"make room: a checkpoint needs {amount(needed)}, and {amount(free_bytes(run_folder))} are free"
-
-
 def _from(run_folder: Path) -> str:
     newest = newest_complete(run_folder)
     return f" from {newest.name}" if newest is not None else " (there is no checkpoint yet: begin it again)"
@@ -184,23 +230,20 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
     path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
 
 
-def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> dict[str, int]:
+def _optimizer_group(model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> "TensorGroup":
     import torch
 
-    from bmburst.checkpoint.sharded_files import ShardedTensor, save_parts
+    from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup
     from bmburst.optim import state_names
-    from bmburst.zero import gather, named_shards
+    from bmburst.zero import named_shards
 
-    def gathered(shard: "NamedShard", name: str, *, root: int) -> "Tensor | None":
-        return gather(shard, optimizer.state_of(shard, name), dtype=torch.float32, root=root)
-
-    tensors = [
-        ShardedTensor(f"{shard.name}.{name}", shard.shape, torch.float32, partial(gathered, shard, name))
+    tensors = tuple(
+        ShardedTensor(f"{shard.name}.{name}", shard, torch.float32, partial(optimizer.state_of, shard, name))
         for shard in named_shards(model)
         if shard.storage.requires_grad
         for name in state_names(shard)
-    ]
-    return save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
+    )
+    return TensorGroup(OPTIMIZER, tensors, part_bytes=part_bytes)
 
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
@@ -228,7 +271,8 @@ def _said(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _save_random(path: Path) -> int:
+def _random_state() -> bytes:
+    """Return the file with the state of torch's generators."""
     import torch
     from safetensors.torch import save
 
@@ -236,8 +280,7 @@ def _save_random(path: Path) -> int:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     data: bytes = save(states)
-    path.write_bytes(data)
-    return zlib.crc32(data)
+    return data
 
 
 def _load_random(path: Path) -> None:

@@ -253,7 +253,7 @@ def _answer(args: argparse.Namespace) -> int:
     if comm.rank == 0:
         length = max(map(len, request.prompts)) + request.options.max_new_tokens
         note_length(length, request.source.weights.config.max_position_embeddings)
-        _note_ignored(request.source.directory)
+        _note_ignored(request.source.directory, args.max_new_tokens)
     with progress_bar("reading weights", request.source.nbytes(args.dtype), "B", is_main=comm.rank == 0) as read:
         generator = Generator(
             request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
@@ -272,12 +272,12 @@ def note_length(length: int, most: int) -> None:
         )
 
 
-def _note_ignored(directory: Path) -> None:
+def _note_ignored(directory: Path, max_new_tokens: int | None) -> None:
     """Print a note on standard error if the model asks for options of generation that are not applied."""
     from bmburst.data.tokenizer import GENERATION_CONFIG
     from bmburst.inference.sampling import ignored_options
 
-    if names := ignored_options(directory):
+    if names := ignored_options(directory, max_new_tokens):
         print(
             f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
             "from those of transformers' generate",

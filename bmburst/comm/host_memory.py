@@ -89,15 +89,31 @@ def _block(size: int, device: int | None) -> Tensor:
         memory = mmap.mmap(-1, size)
     except OSError as error:
         raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes") from error
+    return paged_in(memory, device)
+
+
+def paged_in(memory: mmap.mmap, device: int | None, offset: int = 0) -> Tensor:
+    """Return new mapped memory as uint8 after touching every page; pinned if a GPU is given.
+
+    Args:
+        memory: The memory, all zero.
+        device: The GPU whose process the memory is pinned for.
+        offset: First byte, a multiple of the page size; the memory before it is left out.
+
+    Raises:
+        RuntimeError: CUDA cannot register it.
+    """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    block = torch.frombuffer(memory, dtype=torch.uint8)
+    block = torch.frombuffer(memory, dtype=torch.uint8, offset=offset)
     block[:: mmap.PAGESIZE].zero_()  # touches every page, with all threads of torch
     if device is not None:
         torch.cuda.set_device(device)
         runtime, address = torch.cuda.cudart(), block.data_ptr()
-        if code := int(runtime.cudaHostRegister(address, size, 0)):
-            raise RuntimeError(f"CUDA cannot register {size} bytes of host memory: error {code}\nfix: raise ulimit -l")
+        if code := int(runtime.cudaHostRegister(address, len(block), 0)):
+            raise RuntimeError(
+                f"CUDA cannot register {len(block)} bytes of host memory: error {code}\nfix: raise ulimit -l"
+            )
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return block
 

@@ -178,9 +178,14 @@ _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # set to debug memory errors
 
 
 class Recording:
-    """Repeated work of the current stream, as a CUDA graph after its first `CALLS` calls."""
+    """Repeated work of the current stream, as a CUDA graph after its first `CALLS` calls.
 
-    def __init__(self) -> None:
+    Args:
+        cuda: `torch.cuda`, or what stands in for it.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
         self._runs = 0
         self._graph: Any = None
         self._held: object = None
@@ -199,8 +204,8 @@ class Recording:
             return
         work()
         self._runs += 1
-        if self._runs == CALLS and _has_room():
-            self._graph, self._held = _record(work, varying)
+        if self._runs == CALLS and _has_room(self._cuda):
+            self._graph, self._held = _record(self._cuda, work, varying)
 
 
 class Recordings:
@@ -236,24 +241,24 @@ class Recordings:
 RECORDINGS = Recordings(most=256)
 
 
-def _has_room() -> bool:
+def _has_room(cuda: Any) -> bool:
     """Return whether torch's allocator supports pools for graphs, and has room for memory that stays allocated."""
-    is_torchs_own = torch.cuda.get_allocator_backend() == "native"
-    return is_torchs_own and _NO_CACHE not in os.environ and _free_nbytes() >= _ROOM
+    is_torchs_own = cuda.get_allocator_backend() == "native"
+    return is_torchs_own and _NO_CACHE not in os.environ and _free_nbytes(cuda) >= _ROOM
 
 
-def _free_nbytes() -> float:
+def _free_nbytes(cuda: Any) -> float:
     """Return how many bytes torch's allocator can still take: free memory, limited by the process's memory fraction."""
-    free, total = torch.cuda.mem_get_info()
-    return min(free, torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved())
+    free, total = cuda.mem_get_info()
+    share: float = cuda.get_per_process_memory_fraction() * total - cuda.memory_reserved()
+    return min(float(free), share)
 
 
-def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
+def _record(cuda: Any, work: Callable[[], None], varying: int) -> tuple[Any, object]:
     """Capture the work without running it; return the graph and the objects that must live as long."""
-    current = torch.cuda.current_stream()
-    stream, pool = _capture_resources(current)
-    graph = torch.cuda.CUDAGraph()
-    with CurrentStream(stream), collect_vectors() as vectors:
+    stream, pool = _capture_resources(cuda, cuda.current_stream())
+    graph = cuda.CUDAGraph()
+    with cuda.stream(stream), collect_vectors() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
             if varying:  # freed at once: the pool then serves the work's tensors from this block
@@ -265,6 +270,6 @@ def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
 
 
 @lru_cache(maxsize=64)
-def _capture_resources(stream: Any) -> tuple[Any, Any]:
+def _capture_resources(cuda: Any, stream: Any) -> tuple[Any, Any]:
     """Return a capture stream like this stream, and the memory pool of its graphs, which never run concurrently."""
-    return torch.cuda.Stream(stream.device, priority=stream.priority), torch.cuda.MemPool()
+    return cuda.Stream(stream.device, priority=stream.priority), cuda.MemPool()

@@ -138,6 +138,7 @@ class Batches:
         data_parallel: Number of data groups.
 
     Attributes:
+        sequences: As above.
         samples: Number of samples that all ranks together have taken since the start of training.
         text_bytes: Bytes of text that the labels of the last batch encode, over all data ranks; 0 before the first.
 
@@ -155,7 +156,7 @@ class Batches:
         data_parallel: int = 1,
     ) -> None:
         self._local = local_batch_size(batch_size, data_rank, data_parallel)
-        self._sequences = sequences
+        self.sequences = sequences
         self._batch_size = batch_size
         self._seed = seed
         self._first = data_rank * self._local
@@ -176,13 +177,13 @@ class Batches:
     def coming(self, steps: int = 0) -> Samples:
         """Return the samples that `next` would return after `steps` further steps, without advancing."""
         first = self.samples + steps * self._batch_size
-        taken = tuple(self._sequences.drawn(first + i, self._seed) for i in range(self._batch_size))
-        return Samples(self._sequences, taken, taken[self._first : self._first + self._local])
+        taken = tuple(self.sequences.drawn(first + i, self._seed) for i in range(self._batch_size))
+        return Samples(self.sequences, taken, taken[self._first : self._first + self._local])
 
     @property
     def epoch(self) -> int:
         """Number of completed epochs."""
-        return self.samples // len(self._sequences)
+        return self.samples // len(self.sequences)
 
     def state_dict(self) -> dict[str, int | float | str]:
         """Return the position and the identity of data and order; plain values, the same on every rank."""
@@ -211,9 +212,9 @@ class Batches:
 
     def _order_of(self) -> dict[str, int | float | str]:
         return {
-            "corpus": self._sequences.fingerprint,
-            "sequence_length": self._sequences.sequence_length,
-            "held_out_fraction": self._sequences.held_out_fraction,
+            "corpus": self.sequences.fingerprint,
+            "sequence_length": self.sequences.sequence_length,
+            "held_out_fraction": self.sequences.held_out_fraction,
             "seed": self._seed,
         }
 

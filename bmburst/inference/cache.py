@@ -26,10 +26,11 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_forward
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import angle_tables, rotary_frequencies
+from bmburst.checkpoint.derived import EMBEDDING, HEAD
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.errors import UserError
-from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
+from bmburst.inference.weights import NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.tiles import Span, Tile, make_tiles
@@ -262,26 +263,31 @@ class Decoder:
         is_resident = self._weights.is_resident and self._weights.device.type == "cuda"
         return self.may_capture and moves_in_graphs and is_resident
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, whole: int | None = None) -> Tensor:
         """Append a token to each sequence and return the logits of the next token, on every rank.
 
         Args:
             tokens: `[sequences]` int64 on the device.
+            whole: See `before_step`.
 
         Returns:
             `[sequences, vocab_size]`, fp32 or wider.
         """
-        self.before_step()
+        self.before_step(whole)
         logits = self.compute(tokens)
         self.after_step()
         return logits
 
-    def before_step(self) -> None:
-        """Host part before a step: check for room; with dynamic scaling, update the frequencies for the new lengths."""
+    def before_step(self, whole: int | None = None) -> None:
+        """Host part before a step: check for room; with dynamic scaling, update the frequencies for the new lengths.
+
+        Args:
+            whole: Tokens of the whole text, if more of them are known. Default: the cached ones and the new one.
+        """
         for sequence in range(self._cache.sequences):
             self._cache.require_room(sequence, 1)
         if self._is_dynamic:
-            self._set_frequencies()
+            self._set_frequencies(whole)
 
     def after_step(self) -> None:
         """Host part after a step: add the appended tokens to the host's lengths."""
@@ -360,8 +366,8 @@ class Decoder:
     def _slice_of(self, index: int) -> LayerSlice:
         return LayerSlice.of(self._weights.layer(index), self._config, self._split)
 
-    def _set_frequencies(self) -> None:
-        lengths = [length + 1 for length in self._cache.lengths] if self._is_dynamic else [None]
+    def _set_frequencies(self, whole: int | None = None) -> None:
+        lengths = [whole or length + 1 for length in self._cache.lengths] if self._is_dynamic else [None]
         found = [rotary_frequencies(self._config, length) for length in lengths]
         self._factor = found[0][1]
         self._frequencies.copy_(torch.stack([frequencies for frequencies, _ in found]))

@@ -25,9 +25,10 @@ from bmburst.attention.call import AttentionCall, StrategyRequest, head_shapes
 from bmburst.attention.heads import executor_of, spread_forward
 from bmburst.attention.local import local_forward
 from bmburst.blocks.rope import rotary_tables
+from bmburst.checkpoint.derived import EMBEDDING
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache, merge_earlier, striped_tiles
-from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
+from bmburst.inference.weights import LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions

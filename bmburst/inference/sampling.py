@@ -15,6 +15,7 @@ from bmburst.config import read_json
 from bmburst.config.fields import convert_value, field, shown, spec_of
 from bmburst.data.tokenizer import GENERATION_CONFIG, TokenIds
 from bmburst.errors import UserError, require_known, with_fix
+from bmburst.inference.generation_fields import GENERATOR, NOTED, has_effect
 
 _MODEL_CONFIG = "config.json"
 _EOS = "eos_token_id"
@@ -23,23 +24,6 @@ _KEYS: Mapping[str, str] = {
     **{name: name for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "stop_strings": "stop",
     _EOS: "eos_ids",
-}
-# Keys of generation_config.json that change the answers of transformers and are not applied here, with the values that
-# change nothing.
-_IGNORED: Mapping[str, tuple[object, ...]] = {
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "guidance_scale": (1,),
 }
 # Probabilities are scaled to integers, the largest to 2**40, because integer sums do not depend on their order, while
 # parallel float sums differ between devices and batch sizes. Sums over 2**22 tokens stay below 2**63.
@@ -131,8 +115,8 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
     """Return the given options, with defaults from a model's directory.
 
     Defaults are read from generation_config.json: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
-    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys, such as `max_length`, are ignored;
-    `ignored_options` returns those that matter. Without `do_sample: true` the default is greedy, for any temperature in
+    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys are not applied; `ignored_options`
+    returns those that would change the answers. Without `do_sample: true` the default is greedy, for any temperature in
     the file. If the file has no `eos_token_id`, that of config.json is used.
 
     Args:
@@ -175,14 +159,26 @@ def given_options(
     return make(**given) if options is None else options
 
 
-def ignored_options(directory: Path) -> list[str]:
+def ignored_options(directory: Path, max_new_tokens: int | None = None) -> list[str]:
     """Return the keys of a model's generation_config.json that would change the answers, but are not applied.
+
+    A key that `GENERATOR` does not list counts as one of them.
+
+    Args:
+        directory: The model's directory.
+        max_new_tokens: The user's own; as the file's, it takes the place of `max_length`.
 
     Raises:
         UserError: The file is damaged.
     """
     stored = _generation_config(directory)
-    return [key for key, idle in _IGNORED.items() if stored.get(key) is not None and stored[key] not in idle]
+    unused = [key for key, value in stored.items() if has_effect(key, value) and _is_noted(key)]
+    most = stored.get("max_new_tokens") if max_new_tokens is None else max_new_tokens
+    return [key for key in unused if key != "max_length" or most is None]
+
+
+def _is_noted(key: str) -> bool:
+    return GENERATOR.get(key, NOTED).startswith(NOTED)
 
 
 def _generation_config(directory: Path) -> Mapping[str, Any]:

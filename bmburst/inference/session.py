@@ -137,9 +137,9 @@ class GenerationBatch:
                 "with a cache split by tokens, several sequences take one prompt each\nfix: one session per sequence"
             )
         (tokens,) = prompts
-        early = -self.cache.lengths[0] % groups
+        early, whole = -self.cache.lengths[0] % groups, self.cache.lengths[0] + len(tokens)
         for token in tokens[:early]:
-            self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
+            self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device), whole)
         return [tokens[early:]]
 
     def not_numbers(self) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint.derived import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 << 20
 _LAYER = "model.layers."
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True, eq=False, slots=True)

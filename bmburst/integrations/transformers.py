@@ -6,13 +6,13 @@ loss. docs/hugging_face.md is the guide.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import contents, describe_tensors
@@ -23,12 +23,16 @@ from bmburst.integrations.transformers_models import (
     loss_or_logits,
     recompute,
     refuse_other_tables,
+    require_next_token_loss,
     require_rows,
     require_splittable,
 )
+from bmburst.integrations.transformers_noise import noise_of_whole_sequences
 from bmburst.integrations.transformers_recurrent import require_layout
+from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
+from bmburst.schedule.layout import padded_layout
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops import IGNORE_INDEX
 
@@ -67,6 +71,7 @@ class Part:
         ends: Returns the largest position id + 1 of each rank of the sequence.
         largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
         changing: Models that were found to change their logits after the head.
+        weights: What was seen of the models' weights in the first steps.
     """
 
     input_ids: Tensor
@@ -78,35 +83,23 @@ class Part:
     ends: Callable[[], tuple[int, ...]]
     largest: int | None = None
     changing: "WeakSet[torch.nn.Module]" = field(default_factory=WeakSet)
+    weights: EqualWeights = field(default_factory=EqualWeights)
 
     def logits(self, model: torch.nn.Module, **inputs: object) -> Tensor:
         """Return the model's logits of this rank's tokens, `[batch, local_tokens, vocabulary]`.
+
+        In the first steps the ranks of a sequence compare their weights: they differ if gradients are not averaged.
 
         Args:
             model: A causal LM of transformers, also wrapped by FSDP2, DDP or PEFT. All ranks call it.
             inputs: Further arguments of the model.
 
         Raises:
-            UserError: The model is not exact on split sequences, a token id is not in its vocabulary, or an argument
-                is already part of the split batch.
+            UserError: The model is not exact on split sequences, its result is not that of each token, a token id is
+                not in its vocabulary, an argument is already part of the split batch, or the ranks' weights differ.
         """
-
-        def decide() -> tuple[None, str]:
-            if twice := sorted(_OWN & set(inputs)):
-                raise UserError(
-                    f"{twice[0]} is already part of the split batch\n"
-                    f"fix: pass the whole batch's {twice[0]} to split.part"
-                )
-            require_splittable(model, self.ends)
-            require_layout(model, self.cut.layout.name)
-            require_rows(model, self.largest)
-            return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
-
-        self.mesh.world.decided(decide)
-        ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
-        found: Tensor | None = getattr(model(input_ids=self.input_ids, **(ours | inputs)), "logits", None)
-        if found is None:
-            raise UserError(f"{type(model).__name__} returns no logits\nfix: give a causal LM, AutoModelForCausalLM")
+        found = self._call(model, inputs)
+        self._require_tokens(model, found)
         return found
 
     def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:
@@ -124,18 +117,28 @@ class Part:
             inputs: As in `logits`.
 
         Raises:
-            UserError: As in `logits`, or `valid` is not a number of labels.
+            UserError: As in `logits`, the model's own loss is not that of the next token, or `valid` is not a number of
+                labels.
         """
-        counted = self.mesh.world.decided(lambda: (_count(valid), "Part.loss"))
+
+        def decide() -> tuple[Tensor | int | None, str]:
+            require_next_token_loss(model)
+            return _count(valid), "Part.loss"
+
+        counted = self.mesh.world.decided(decide)
         summed: Tensor | None = None
         logits: Tensor | None = None
+        random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
-            summed, logits = loss_or_logits(model, self.labels, lambda: self.logits(model, **inputs))
+            summed, logits = loss_or_logits(model, self.labels, lambda: self._call(model, inputs))
         if summed is None and logits is None:
             self.changing.add(model)
-            logits = self.logits(model, **inputs)
+            torch.set_rng_state(random)  # the second call draws what the first one drew
+            set_device_states(*of_devices)
+            logits = self._call(model, inputs)
         if summed is None:
             assert logits is not None
+            self._require_tokens(model, logits)
             summed = _loss_sum(logits, self.labels)
         total = valid_labels(self.mesh, self) if counted is None else counted
         return global_mean(summed, total, self.mesh.world.size)
@@ -143,6 +146,45 @@ class Part:
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`."""
         return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
+
+    def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Check the model, call it, and return its logits."""
+
+        def decide() -> tuple[None, str]:
+            if twice := sorted(_OWN & set(inputs)):
+                raise UserError(
+                    f"{twice[0]} is already part of the split batch\n"
+                    f"fix: pass the whole batch's {twice[0]} to split.part"
+                )
+            require_splittable(model, self.ends)
+            require_layout(model, self.cut.layout.name)
+            require_rows(model, self.largest)
+            return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
+
+        def compare() -> tuple[None, str]:
+            self.weights.compare(model, self.mesh.sequence)
+            return None, "weights of the ranks"
+
+        self.mesh.world.decided(decide)
+        if self.mesh.sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
+            self.mesh.world.decided(compare)
+        ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
+        with noise_of_whole_sequences(model, self.cut):
+            result = model(input_ids=self.input_ids, **(ours | inputs))
+        found: Tensor | None = getattr(result, "logits", None)
+        if found is None:
+            raise UserError(f"{type(model).__name__} returns no logits\nfix: give a causal LM, AutoModelForCausalLM")
+        return found
+
+    def _require_tokens(self, model: torch.nn.Module, logits: Tensor) -> None:
+        """Check that logits are those of this rank's tokens: a model that pools tokens would pool those of a rank."""
+        batch, tokens = self.input_ids.shape
+        if logits.dim() != 3 or logits.shape[:2] != (batch, tokens):
+            raise UserError(
+                f"{type(model).__name__} returns logits {list(logits.shape)}, not one for each token of this rank\n"
+                f"allowed: [{batch}, {tokens}, classes]; a result of the whole sequence needs tokens of other ranks\n"
+                "fix: AutoModelForCausalLM, without logits_to_keep"
+            )
 
 
 class SplitSequences:
@@ -176,6 +218,7 @@ class SplitSequences:
         self.options.validate()
         self._compared = False
         self._changing: WeakSet[torch.nn.Module] = WeakSet()
+        self._weights = EqualWeights()
 
     def part(
         self,
@@ -185,30 +228,38 @@ class SplitSequences:
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         documents: DocumentsOption = None,
+        **others: object,
     ) -> Part:
         """Return this rank's part of a batch. All ranks of its sequence group pass the same whole batch.
 
         On CPUs always, and on GPUs the first time, the ranks check that they pass the same batch.
 
         Args:
-            input_ids: `[batch, length]` on any device, with at least one token per rank.
+            input_ids: `[batch, length]` on any device. Samples with fewer tokens than ranks are padded.
             labels: `[batch, length]`, as in transformers: the token of each position, not shifted, and `IGNORE_INDEX`
                 (-100) for no loss. They are shifted here, before the split. Default: all tokens except the first of
                 each document.
             position_ids: `[batch, length]` or `[1, length]`. As in transformers, a document begins where they do not
-                increase by 1, and documents do not see each other. Default: they restart in each of `documents`.
-            attention_mask: `[batch, length]`, 0 for padding, which may be before or after a sample's tokens.
+                increase by 1, and documents do not see each other. Default: they restart in each document, if the other
+                arguments number documents, but not at padding.
+            attention_mask: `[batch, length]`, 0 for padding, which may be before or after a document's tokens, and 1
+                for tokens, or the number of a token's document: 1, 2, 3, ... If there is padding or a number above 1,
+                the first token of a document is not counted as a label.
             documents: One `bmburst.Documents` for all samples, or one per sample; tokens after them are padding.
+            others: Other keys of transformers' batches (`BATCH_KEYS`). `cu_seq_lens_q` and `cu_seq_lens_k`, cumulative
+                lengths of the documents of all samples, and `seq_idx`, `[batch, length]`, say where documents begin.
 
         Raises:
-            UserError: Shapes differ, there is padding between tokens, or the ranks pass different batches.
+            UserError: Shapes differ, there is padding inside a document, arguments contradict each other, a key is
+                unknown, or the ranks pass different batches.
         """
         comm = self.mesh.sequence
 
         def decide() -> tuple[tuple[WholeBatch, SequenceShard], str]:
-            whole = whole_batch(input_ids, labels, position_ids, attention_mask, documents)
+            whole = whole_batch(input_ids, labels, position_ids, attention_mask, documents, others)
             length = input_ids.shape[1]
-            cut = SequenceShard.cut(length, layout=self.options.layout, size=comm.size, rank=comm.rank)
+            layout = padded_layout(self.options.layout, comm.size, max(length, comm.size))
+            cut = SequenceShard(length, layout, comm.rank)
             return (whole, cut), _signature(whole) if comm.active else ""
 
         with nullcontext() if self._compared else comm.checking():
@@ -248,6 +299,7 @@ class SplitSequences:
             ends=lambda: _ends(whole.position_ids, cut),
             largest=whole.largest,
             changing=self._changing,
+            weights=self._weights,
         )
 
 
@@ -301,8 +353,7 @@ def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
     """Return the largest position + 1 of each rank."""
-    size, name = cut.layout.size, cut.layout.name
-    cuts = [SequenceShard.cut(cut.length, layout=name, size=size, rank=rank) for rank in range(size)]
+    cuts = [replace(cut, rank=rank) for rank in range(cut.layout.size)]
     return tuple(int(one.take(position_ids).max()) + 1 for one in cuts)
 
 

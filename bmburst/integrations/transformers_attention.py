@@ -47,6 +47,10 @@ class _NoTensor(UserError, AttributeError):
     """A mask is used as a tensor. It is also an AttributeError, for code that tests whether an attribute exists."""
 
 
+class NotSplit(UserError):
+    """Attention is called neither with a part of a split batch nor with what a split cache has returned."""
+
+
 class SequenceMask:
     """The description of a split batch for attention, passed to a model as its `attention_mask`.
 
@@ -226,7 +230,7 @@ def attention(
             raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
         require_known_arguments({name: each for name, each in asked.items() if name != "use_cache"})
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return layer.attend(query, scale, attention_mask.window, softcap), None
+        return layer.attend(query, value, scale, attention_mask.window, softcap), None
     if isinstance(attention_mask, CachedMask):
         attention_mask = attention_mask.given
     if not isinstance(attention_mask, SequenceMask):
@@ -320,7 +324,7 @@ def _has_window(mask: MaskOption, window: int) -> bool:
 
 def _not_split(got: object) -> UserError:
     what = "no attention_mask" if got is None else f"a {type(got).__name__}"
-    return UserError(
+    return NotSplit(
         f"{NAME} attention needs a part of a split batch as attention_mask, got {what}\n"
         "fix: to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
         "to generate: bmburst.integrations.transformers_cache.generate; "

@@ -1,18 +1,44 @@
-"""Completes and checks whole batches of transformers before the split: labels, position ids, padding, documents."""
+"""Completes and checks whole batches of transformers before the split: labels, position ids, padding, documents.
 
-from collections.abc import Sequence
+A batch may say in several ways where documents begin: by position ids that restart, an attention_mask whose values
+number the documents, `seq_idx`, or `cu_seq_lens_q`. If there are several, they must agree.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from bmburst.amounts import whole_number
 from bmburst.attention.options import require_numbers
 from bmburst.errors import UserError
-from bmburst.schedule.documents import Documents
+from bmburst.schedule.documents import Documents, lengths_between
 from bmburst_ops import IGNORE_INDEX
 
 DocumentsOption = Documents | Sequence[Documents] | None
+
+READ = "read"
+BATCH_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "input_ids": READ,
+        "labels": READ,
+        "position_ids": READ,
+        "attention_mask": READ,
+        "cu_seq_lens_q": READ,
+        "cu_seq_lens_k": READ,
+        "max_length_q": READ,
+        "max_length_k": READ,
+        "seq_idx": READ,
+        "length": "no effect, because it is for samplers",
+        "special_tokens_mask": "no effect, because it is for collators",
+        "offset_mapping": "no effect, because it describes the text",
+        "overflow_to_sample_mapping": "no effect, because it describes the text",
+    }
+)
+"""The keys of a batch that are understood, and what is done with each. All others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +61,20 @@ def whole_batch(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     documents: DocumentsOption,
+    others: Mapping[str, object],
 ) -> WholeBatch:
     """Return the batch with defaults for missing arguments; see `SplitSequences.part`.
 
     Raises:
-        UserError: Types, dtypes or shapes differ, an id is below 0, there is padding between tokens, or arguments
-            cannot be combined.
+        UserError: Types, dtypes or shapes differ, an id is below 0, there is padding inside a document, arguments
+            cannot be combined or contradict each other, or another key is unknown.
     """
     if not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
         raise UserError(
             f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
             "allowed: a tensor of int64 with one token or more\nfix: call the tokenizer with return_tensors='pt'"
         )
+    _require_known(others)
     given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
@@ -57,14 +85,34 @@ def whole_batch(
         for name, tensor in (("labels", labels), ("position_ids", position_ids))
     )
     largest = _largest(input_ids, labels)
-    hidden = _hidden(_shaped("attention_mask", attention_mask, input_ids, integers=False))
-    packed = _documents(input_ids, position_ids, hidden, documents)
+    numbers = _numbers(_shaped("attention_mask", attention_mask, input_ids, integers=False))
+    marks = _marks(input_ids, numbers, others)
+    if documents is None:
+        packed = _documents(position_ids, numbers, marks)
+    else:
+        if numbers is not None or marks:
+            name = next(iter(marks), "attention_mask")
+            raise UserError(
+                f"documents cannot be combined with {name} that has padding or bounds of documents\n"
+                f"fix: leave {name} out; tokens after the documents are padding"
+            )
+        packed = _given(documents, input_ids)
     if position_ids is None:
-        restarted = packed if documents is not None else ()
-        position_ids = _positions(input_ids, restarted)
+        position_ids = _positions(input_ids, packed if documents is not None or marks else ())
     own = _labels(input_ids, packed) if labels is None else labels
     shifted = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return WholeBatch(input_ids, _counted(shifted, packed, hidden), position_ids, packed, largest)
+    return WholeBatch(input_ids, _counted(shifted, packed, numbers), position_ids, packed, largest)
+
+
+def _require_known(others: Mapping[str, object]) -> None:
+    """Check that the further keys of a batch are understood. A key whose value is None says nothing."""
+    unknown = sorted(name for name, value in others.items() if name not in BATCH_KEYS and value is not None)
+    if unknown:
+        raise UserError(
+            f"a batch has {unknown[0]}, which split sequences cannot use\n"
+            f"allowed: {', '.join(name for name, done in BATCH_KEYS.items() if done == READ)}\n"
+            f"fix: a collator without {unknown[0]}, if the loss does not depend on it"
+        )
 
 
 def _are_integers(value: object) -> bool:
@@ -100,23 +148,25 @@ def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
     return max(int(input_ids.max()), int(labels.max()))
 
 
-def _hidden(attention_mask: Tensor | None) -> Tensor | None:
-    """Return a mask that is true at padding; None if there is no padding."""
+def _numbers(attention_mask: Tensor | None) -> Tensor | None:
+    """Return the number of each token's document, 0 for padding; None for a mask of ones."""
     if attention_mask is None or bool((attention_mask == 1).all()):
         return None
-    hidden = attention_mask == 0
-    if not bool((hidden | (attention_mask == 1)).all()):
+    numbers = attention_mask.long()
+    if not bool(((numbers == attention_mask) & (numbers >= 0)).all()):
         raise UserError(
-            "attention_mask holds other values than 0 and 1\n"
-            "allowed: 1 for tokens, 0 for padding; fix: pack documents by documents= or position_ids"
+            "attention_mask holds other values than 0 and 1, or numbers of documents\n"
+            "allowed: 0 for padding; for tokens 1, or 1, 2, 3, ... by document\n"
+            "fix: the tokenizer's attention_mask; documents by position_ids or documents="
         )
-    return hidden
+    return numbers
 
 
-def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bool) -> Tensor | None:
+def _shaped(name: str, tensor: object, input_ids: Tensor, *, integers: bool) -> Tensor | None:
     if tensor is None:
         return None
-    if not (_are_integers(tensor) if integers else isinstance(tensor, Tensor) and tensor.layout == torch.strided):
+    is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    if not isinstance(tensor, Tensor) or not (_are_integers(tensor) if integers else is_dense):
         what = "integers" if integers else "0 and 1"
         raise UserError(
             f"{name} must be a tensor of {what}, got {_kind(tensor)}\n"
@@ -132,26 +182,131 @@ def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bo
     return tensor.to(input_ids.device, torch.int64 if integers else None)
 
 
+def _marks(input_ids: Tensor, numbers: Tensor | None, others: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return by argument what differs between neighbouring documents, int64 `[batch, length]`, without position_ids.
+
+    Args:
+        input_ids: `[batch, length]`.
+        numbers: As `_numbers` returns them.
+        others: Further keys of the batch.
+    """
+    found = {}
+    if numbers is not None and bool((numbers > 1).any()):
+        found["attention_mask"] = numbers
+    seq_idx = _shaped("seq_idx", others.get("seq_idx"), input_ids, integers=True)
+    if seq_idx is not None:
+        found["seq_idx"] = seq_idx
+    for side in "qk":
+        edges, longest = others.get(f"cu_seq_lens_{side}"), others.get(f"max_length_{side}")
+        if edges is not None:
+            lengths = lengths_between(edges)
+            found[f"cu_seq_lens_{side}"] = _of_lengths(f"cu_seq_lens_{side}", lengths, input_ids)
+            if longest is not None:
+                _require_longest(f"max_length_{side}", longest, max(lengths))
+    return found
+
+
+def _of_lengths(name: str, lengths: tuple[int, ...], input_ids: Tensor) -> Tensor:
+    """Return the number of each token's document, for lengths of the documents of all samples one after another."""
+    batch, length = input_ids.shape
+    numbers = torch.repeat_interleave(torch.tensor(lengths))
+    ends = numbers[length::length] != numbers[length - 1 : -1 : length]
+    if len(numbers) != batch * length or not bool(ends.all()):
+        raise UserError(
+            f"{name} ends at {len(numbers)} in a batch of {batch} x {length} tokens, or a document is in two samples\n"
+            f"allowed: cumulative lengths from 0 to {batch * length}\n"
+            f"fix: {name} of the whole batch, as DataCollatorWithFlattening returns it"
+        )
+    return numbers.reshape(batch, length).to(input_ids.device)
+
+
+def _require_longest(name: str, value: object, longest: int) -> None:
+    """Check the length that attention kernels of transformers are told."""
+    number = whole_number(name, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, 1)
+    if number < longest:
+        raise UserError(f"{name} is {number}, but a document has {longest} tokens\nfix: {name}={longest}")
+
+
 def _documents(
-    input_ids: Tensor, position_ids: Tensor | None, hidden: Tensor | None, documents: DocumentsOption
+    position_ids: Tensor | None, numbers: Tensor | None, marks: Mapping[str, Tensor]
 ) -> tuple[Documents, ...]:
-    """Return the given documents, or those that padding or restarting position ids mark."""
-    if documents is not None:
-        if hidden is not None:
-            raise UserError(
-                "documents cannot be combined with an attention_mask that has padding\n"
-                "fix: leave attention_mask out; tokens after the documents are padding"
-            )
-        return _given(documents, input_ids)
-    if hidden is not None:
-        return _one_if_equal([_without_padding(row, sample) for sample, row in enumerate(hidden)])
-    if position_ids is None:
+    """Return the documents that position ids, padding and other arguments mark."""
+    if position_ids is not None:  # constant where positions increase by 1
+        steps = torch.arange(position_ids.shape[1], device=position_ids.device)
+        marks = {"position_ids": position_ids - steps, **marks}
+    if numbers is None and not marks:
         return ()
-    found = [_edges(row.diff() != 1) for row in position_ids]
-    return () if all(len(lengths) == 1 for lengths in found) else _one_if_equal([Documents(n) for n in found])
+    first = next(iter(marks.values())) if numbers is None else numbers
+    hidden = torch.zeros_like(first, dtype=torch.bool) if numbers is None else numbers == 0
+    starts = _starts(marks, hidden)
+    found = []
+    for sample, row in enumerate(hidden):
+        own = {name: mark[sample] for name, mark in marks.items()}
+        found.append(_of_sample(sample, row, starts[sample], own))
+    alone = numbers is None and all(len(mask.lengths) == 1 for mask in found)
+    return () if alone else _one_if_equal(found)
+
+
+def _starts(marks: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Return whether a document begins at the second of two neighbouring tokens, bools `[batch, length - 1]`.
+
+    Raises:
+        UserError: Two arguments contradict each other.
+    """
+    neighbours = ~(hidden[:, 1:] | hidden[:, :-1])
+    starts = {name: (mark.diff() != 0) & neighbours for name, mark in marks.items()}
+    first = next(iter(starts), None)
+    for name, other in starts.items():
+        differ = (other != starts[first or name]).nonzero()
+        if len(differ):
+            sample, place = differ[0].tolist()
+            at, not_at = (name, first) if bool(other[sample, place]) else (first, name)
+            raise UserError(
+                f"{first} and {name} contradict each other in sample {sample}\n"
+                f"at token {place + 1} a document begins by {at}, but not by {not_at}\n"
+                "fix: leave one of them out; without position_ids, positions restart in each document"
+            )
+    return starts[first] if first is not None else torch.zeros_like(neighbours)
+
+
+def _of_sample(sample: int, hidden: Tensor, starts: Tensor, marks: Mapping[str, Tensor]) -> Documents:
+    """Return a sample's documents. Padding before a document is a document of its own.
+
+    Args:
+        sample: Its index, for messages.
+        hidden: True at padding, `[length]`.
+        starts: Whether a document begins between two neighbours that are no padding, `[length - 1]`.
+        marks: As `_marks` returns them, and position ids less their places; `[length]`.
+    """
+    lengths = _edges(starts | hidden.diff())
+    edges = (0, *accumulate(lengths))
+    are_padding = hidden[list(edges[:-1])].tolist()
+    texts = [i for i, is_padding in enumerate(are_padding) if not is_padding]
+    between = [i for i in range(texts[0], texts[-1]) if are_padding[i]] if texts else []
+    broken = [i for i in between if not _are_two(edges[i], edges[i + 1], marks)]
+    numbers = marks["attention_mask"][[edges[i] for i in texts]].tolist() if "attention_mask" in marks else []
+    if not texts or broken or len(set(numbers)) < len(numbers):
+        where = "no token" if not texts else "padding between tokens" if broken else "a document in two places"
+        raise UserError(
+            f"attention_mask of sample {sample} has {where}\n"
+            "allowed: padding before or behind a document, which is in one place\n"
+            "fix: pack documents (documents=, or position_ids) instead"
+        )
+    return Documents(lengths[: texts[-1] + 1])
+
+
+def _are_two(start: int, stop: int, marks: Mapping[str, Tensor]) -> bool:
+    """Return whether the token before some padding and the token behind it are of two documents."""
+    ends = {name: (int(mark[start - 1]), int(mark[stop])) for name, mark in marks.items()}
+    if "position_ids" in ends:  # positions may count the padding or not: only smaller ones are another document's
+        before, behind = ends.pop("position_ids")
+        if behind + stop <= before + start - 1:
+            return True
+    return any(before != behind for before, behind in ends.values())
 
 
 def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tuple[Documents, ...]:
+    """Return the documents of the argument, checked."""
     batch, length = input_ids.shape
     if not isinstance(documents, Documents | Sequence):
         raise UserError(
@@ -179,19 +334,6 @@ def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tup
         if mask.length > length:
             mask.require(length)
     return _one_if_equal(masks)
-
-
-def _without_padding(hidden: Tensor, sample: int) -> Documents:
-    """Return a sample's tokens as a document, after a document of the padding before them, if any."""
-    edges = _edges(hidden.diff())
-    kinds = [bool(hidden[sum(edges[:i])]) for i in range(len(edges))]
-    if kinds.count(False) != 1:
-        where = "no token" if False not in kinds else "padding between tokens"
-        raise UserError(
-            f"attention_mask of sample {sample} has {where}\n"
-            "allowed: padding before or behind the tokens; fix: pack documents (documents=, or position_ids) instead"
-        )
-    return Documents(tuple(edges[: kinds.index(False) + 1]))
 
 
 def _edges(changes: Tensor) -> tuple[int, ...]:
@@ -224,12 +366,18 @@ def _labels(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
     return labels
 
 
-def _counted(labels: Tensor, documents: tuple[Documents, ...], hidden: Tensor | None) -> Tensor:
-    """Return shifted labels without those of padding tokens and of tokens that padding follows."""
+def _counted(labels: Tensor, documents: tuple[Documents, ...], numbers: Tensor | None) -> Tensor:
+    """Return shifted labels without those of padding tokens and of tokens that padding follows.
+
+    An attention_mask that marks padding or documents also says which labels count: a document's first token is no label
+    of the token before it.
+    """
     counted = labels.clone()
     for row, mask in enumerate(documents):
         rows = row if len(documents) > 1 else slice(None)
         counted[rows, mask.length - 1 :] = IGNORE_INDEX
-    if hidden is not None:
-        counted[hidden] = IGNORE_INDEX
+        if numbers is not None:
+            counted[rows, [start - 1 for start in mask.starts[1:]]] = IGNORE_INDEX
+    if numbers is not None:
+        counted[numbers == 0] = IGNORE_INDEX
     return counted

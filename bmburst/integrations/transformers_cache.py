@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -18,9 +19,12 @@ from bmburst.attention.call import AttentionCall
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.inference.cache import merge_earlier, striped_tiles
+from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.integrations.transformers import SplitSequences
+from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import refuse_states
+from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.tiles import Span
@@ -28,7 +32,6 @@ from bmburst_ops.decode import decode_attention, merge_decode
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype
 
-_REFUSED = ("use_cache", "inputs_embeds", "assistant_model", "prompt_lookup_num_tokens")
 _ROOM = 64
 """Least number of a rank's tokens by which the memory grows."""
 
@@ -46,8 +49,13 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
         super().__init__()
         self._mesh, self._split, self.length = mesh, split, 0
+        self._width = 0  # head_dim of the values
         self.prefilling: int | None = None
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
+
+    def share(self, split: CacheSplit) -> None:
+        """Set the tokens that this rank caches, before the first of them."""
+        self._split = split
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `CacheLayerMixin`."""
@@ -58,14 +66,19 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return the arguments of the attention function."""
+        self._width = value_states.shape[-1]
+        if self._width < key_states.shape[-1]:  # zeros in, zeros out
+            stored = pad(value_states, (0, key_states.shape[-1] - self._width))
+        else:
+            stored = value_states
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(key_states, stored)
         there, split = self._split.tokens(self.length), self._split
         new = key_states.shape[2] if self.prefilling is None else self.prefilling
         own = split.tokens(self.length + new) - there
         first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
         step = 1 if self.prefilling is not None else split.token_groups
-        for name, states in (("keys", key_states), ("values", value_states)):
+        for name, states in (("keys", key_states), ("values", stored)):
             mine = states[:, :, first::step][:, :, :own].transpose(1, 2)
             memory = self._with_room(getattr(self, name), there, own)
             memory[:, there : there + own] = mine
@@ -77,18 +90,27 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
 
-    def attend(self, query: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
+    ) -> Tensor:
         """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
 
         Args:
             query: `[batch, heads, tokens, head_dim]`.
+            values: What `update` returned. A model that passes something else computes with values after it caches
+                them.
             scale: Factor on the scores.
             window: Number of tokens that each query sees; None: all.
             softcap: Softcap of the scores, or None; already checked.
 
         Returns:
-            `[batch, tokens, heads, head_dim]`.
+            `[batch, tokens, heads, value_dim]`.
+
+        Raises:
+            NotSplit: `values` is something else.
         """
+        if values is not self.values:
+            raise NotSplit("the values are not those that the split cache returned\nfix: another model")
         split, new = self._split, query.shape[2]
         wide = accumulation_dtype(query.dtype)
         outs = []
@@ -115,7 +137,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             partial = merged.unflatten(0, partial.shape[:2])
         else:
             partial = partial[..., :-1]
-        return partial.to(query.dtype)
+        return partial[..., : self._width].to(query.dtype)
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
         """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
@@ -144,6 +166,10 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """Return -1: memory grows."""
         return -1
+
+    def crop(self, max_length: int) -> None:
+        """Drop the tokens from `max_length` on; later tokens overwrite them."""
+        self.length = min(self.length, max_length)
 
     def reset(self) -> None:
         """Drop all tokens and free their memory."""
@@ -186,6 +212,8 @@ class SplitCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SplitLayer(mesh, split) for _ in range(text.num_hidden_layers)])
         self.text: Tensor | None = None
         """The cached tokens of the last `generate`, `[batch, tokens]`."""
+        self.rotated_for = 0
+        """Tokens of the text that the newest prefill was for, which may determine the rotary frequencies."""
 
     @property
     def nbytes(self) -> int:
@@ -212,32 +240,43 @@ class SplitCache(Cache):  # type: ignore[misc]
             raise UserError(f"input_ids differs from the cached text at token {int(differing[0])}\n{whole}")
 
     @torch.no_grad()
-    def prefill(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+    def prefill(self, model: PreTrainedModel, input_ids: Tensor, *, length: int | None = None) -> None:
         """Append a prompt or a further turn, `[batch, tokens]`, with its tokens split over the ranks.
 
         The split part begins at a multiple of the number of ranks. Every rank computes the few tokens before it.
 
+        Args:
+            model: See `generate`.
+            input_ids: The new tokens, `[batch, tokens]`.
+            length: Tokens of the whole text, if more will follow at once. Rotary frequencies of types "dynamic" and
+                "longrope" depend on it. Default: the cached and the new tokens.
+
         Raises:
             UserError: As in `SplitSequences.part`, or the model is not exact on split sequences.
         """
-        early = -self.get_seq_length() % self.mesh.sequence.size
-        if early:
-            self._run(model, input_ids[:, :early])
-        if input_ids.shape[1] - early < self.mesh.sequence.size:
-            if input_ids.shape[1] > early:
-                self._run(model, input_ids[:, early:])
-            return
-        input_ids = input_ids[:, early:]
+        whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
+        self.rotated_for = whole
+        with one_length(model, whole):
+            early = -self.get_seq_length() % self.mesh.sequence.size
+            if input_ids.shape[1] - early < self.mesh.sequence.size:
+                early = input_ids.shape[1]
+            if early:
+                self._run(model, input_ids[:, :early])
+            if early < input_ids.shape[1]:
+                self._run_split(model, input_ids[:, early:], whole)
+
+    def _run_split(self, model: PreTrainedModel, input_ids: Tensor, whole: int) -> None:
+        """Run the model on this rank's part of the tokens, of a text of `whole` tokens."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length()
         part = SplitSequences(self.mesh, layout="striped").part(input_ids, position_ids=positions[None])
 
         def decide() -> tuple[None, str]:
-            require_splittable(model, part.ends)
+            require_splittable(model, lambda: (whole,))
             refuse_states(model)
             require_rows(model, part.largest)
             return None, "SplitCache.prefill"
 
-        self.mesh.world.decided(decide)
+        self.mesh.sequence.decided(decide)
         for layer in self.layers:
             layer.prefilling = input_ids.shape[1]
         try:
@@ -270,6 +309,10 @@ def generate(
 ) -> Any:
     """Call `model.generate` with a prompt and a KV cache that are split over ranks. All ranks pass the same arguments.
 
+    All ranks return the tokens of rank 0, and end where it ends: also with `max_time`, with criteria or processors of
+    your own, and where logits of two ranks differ in the last bit. An exception that a streamer, criterion or processor
+    raises on one rank ends `generate` on all of them.
+
     Args:
         model: A causal LM of transformers with attn_implementation="bmburst".
         input_ids: The whole prompt with all earlier turns, `[batch, tokens]`.
@@ -277,14 +320,16 @@ def generate(
         past_key_values: The cache of the earlier turns. Default: a new cache.
         attention_mask: Must be all ones, if given.
         seed: Seed of sampling; all ranks draw the same numbers.
-        options: Further arguments of `model.generate`.
+        options: Further arguments of `model.generate`: those of `SPLIT_ARGUMENTS` and `SPLIT_GENERATE` in
+            `bmburst.inference.generation_fields`. A `streamer` may be on one rank alone.
 
     Returns:
         The result of `model.generate`, the same on every rank.
 
     Raises:
         UserError: The model or an argument is not supported, the prompt is padded, it does not begin with the cached
-            text, the options ask for beam search or several samples per prompt, or ranks have different arguments.
+            text, the options or the model's generation_config ask for something that is not read here, or ranks have
+            different arguments; or see `Together.step`.
     """
     require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
 
@@ -301,22 +346,32 @@ def generate(
             raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
         _require_options(model, options)
         told = [f"{name} {_plain(value)}" for name, value in sorted(options.items()) if name != "streamer"]
+        told += [] if "generation_config" in options else [f"generation_config {_plain(model.generation_config)}"]
         seeded = f"seed {whole_number('seed', seed, 0)}"
         ids = f"input_ids {describe_tensors(input_ids)} {contents(input_ids)}"
         return cache, "\n".join(("generate", seeded, ids, f"cached {cache.get_seq_length()}", *told))
 
     with mesh.sequence.checking():
         cache = mesh.sequence.decided(decide)
-    input_ids = input_ids.to(mesh.sequence.device)
-    most = input_ids.shape[1] - 1  # generate itself computes the last token
-    if cache.get_seq_length() < most:
-        cache.prefill(model, input_ids[:, cache.get_seq_length() : most])
+    input_ids, inner = input_ids.to(mesh.sequence.device), _inner(model)
+    if not cache.get_seq_length():
+        _require_cacheable(inner, mesh, input_ids[:, :1])
+    together = Together(mesh.sequence)
+    given: dict[str, Any] = {"use_cache": True} | options | {"cache_implementation": None}  # that of a whole cache
+    if given.get("streamer") is not None:
+        given["streamer"] = Streamer(given["streamer"], together)
     devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with (
+        torch.random.fork_rng(devices),
+        own_frequencies(model, mesh.sequence.device),
+        split_steps(inner, cache, together),
+    ):
         torch.manual_seed(seed)
-        given: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(input_ids)} | options
-        found = model.generate(input_ids, past_key_values=cache, **given)
+        mask = torch.ones_like(input_ids)
+        found = model.generate(input_ids, attention_mask=mask, past_key_values=cache, **given)
+    together.finish()
     text = found if isinstance(found, Tensor) else found.sequences
+    cache.crop(text.shape[1] - 1)  # with synced_gpus, later steps have computed the last token at other positions
     cache.text = text[:, : cache.get_seq_length()].clone()
     return found
 
@@ -340,26 +395,68 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
     require_rows(model, int(input_ids.max()))
 
 
+@torch.no_grad()
+def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
+    """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
+    cache = SplitCache(model.config, mesh)
+    for layer in cache.layers:
+        layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
+    try:
+        cache._run(model, token)
+    except (RuntimeError, ValueError) as error:  # what is cached has another layout, or is changed later
+        if isinstance(error, UserError) and not isinstance(error, NotSplit):
+            raise
+        raise UserError(
+            f"{type(model).__name__} computes with keys or values after it has cached them, which a split cache does "
+            'not allow\nfix: model.set_attn_implementation("eager"), and model.generate: a whole cache on each rank'
+        ) from error
+
+
+def _inner(model: torch.nn.Module) -> PreTrainedModel:
+    """Return the outermost model of transformers, without wrappers such as PEFT's."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
 def _require_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    config = options.get("generation_config") or model.generation_config
+    """Refuse what is not known to be right with a split cache, in the options and the generation_config.
+
+    A field of the configuration that the installed transformers does not have changes nothing there.
+    """
+    config = options.get("generation_config")
+    config = model.generation_config if config is None else config
     if not isinstance(config, GenerationConfig):
         raise UserError(
             f"generation_config must be transformers' GenerationConfig, got {type(config).__name__}\n"
             "fix: leave it out, or GenerationConfig(...)"
         )
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or getattr(config, name, None) or 1) != 1:
-            raise _no_beams()
-    for name in _REFUSED:
-        if options.get(name) is not None and options[name] is not True:
-            raise UserError(
-                f"{name} is not possible with a split cache\n"
-                'fix: leave it out, or model.set_attn_implementation("sdpa") and model.generate'
-            )
+    for name in sorted(set(options) - set(SPLIT_ARGUMENTS) - set(SPLIT_GENERATE)):
+        if options[name] is not None:
+            raise _not_possible(name, options[name], "leave it out")
+    defaults = model.generation_config  # transformers takes from it what `config` leaves open
+    for name in GenerationConfig().to_dict():
+        stored = [value for each in (config, defaults) if (value := getattr(each, name, None)) is not None]
+        value = next(iter(stored), None) if name not in options else options[name]
+        if name == "use_cache" and name not in options:  # set by `generate`
+            continue
+        if has_effect(name, value) and SPLIT_GENERATE.get(name, REFUSED) == REFUSED:
+            if name in ("num_beams", "num_return_sequences"):
+                raise _no_beams()
+            unset = "leave it out" if name in options else f"generation_config.{name} = None"
+            raise _not_possible(name, value, unset)
+
+
+def _not_possible(name: str, value: object, unset: str) -> UserError:
+    got = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+    return UserError(
+        f"{got} is not possible with a split cache\n"
+        f'fix: {unset}, or model.set_attn_implementation("sdpa") and model.generate'
+    )
 
 
 def _plain(value: object) -> str:
     """Return a value as text if that is equal on all ranks, else its type."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
     is_plain = isinstance(value, int | float | str | GenerationConfig | None)
     return repr(value) if is_plain else type(value).__name__
 

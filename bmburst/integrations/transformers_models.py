@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
@@ -75,6 +76,21 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
         raise UserError(
             f"the batch has token id {largest}, but the model's vocabulary has {rows}\nallowed: 0 to {rows - 1}\n"
             "fix: use the tokenizer that the model was made for, or model.resize_token_embeddings"
+        )
+
+
+def require_next_token_loss(model: torch.nn.Module) -> None:
+    """Check that a model's own loss is that of the next token, which `Part.loss` computes.
+
+    Raises:
+        UserError: It is another loss, such as that of a classification.
+    """
+    outermost = next(iter(_parts(model)), None)
+    kind = getattr(outermost, "loss_type", None)
+    if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
+        raise UserError(
+            f"the loss of {type(outermost).__name__} is {kind}, but that of a split sequence is the next token's\n"
+            "fix: AutoModelForCausalLM; if the loss is a sum over tokens, your own loss of part.logits(model)"
         )
 
 

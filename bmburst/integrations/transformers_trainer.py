@@ -6,6 +6,7 @@ the mean over its own labels, and an evaluation has one loss per rank. `share_ba
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.loss import count_valid
 from bmburst.mesh import Mesh
 
 __all__ = ["SplitBatches", "share_batches"]
 
-_TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 _PART = "part"  # key of the part in a micro-batch
 _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -30,6 +31,22 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 """Values of a Trainer's arguments that are exact on split sequences."""
+
+TRAINER_ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"read; allowed: {', '.join(map(repr, values))}" for name, values in _ALLOWED.items()},
+        "compute_loss_func": "refused, because the loss is cross entropy",
+        "compute_metrics": "refused, because the logits of a long sequence fit on no rank",
+        "parallelism_config": "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits",
+        "prediction_loss_only": "read; predictions are refused, because logits of a long sequence fit on no rank",
+        "neftune_noise_alpha": "read; the noise is that of the whole sequence",
+        "include_num_input_tokens_seen": "read; counts the tokens of the batches, without the padding of a layout",
+    }
+)
+"""Arguments of a Trainer that mean something else on split sequences, and what is done with each."""
+
+_PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""What accelerate sets in a model that it prepares for an evaluation."""
 
 
 def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
@@ -84,6 +101,9 @@ class SplitBatches:
         super().__init__(*arguments, **options)
         self.split = split
         self._trainer: Any = self  # untyped access to the Trainer's attributes
+        self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
+        """Labels of the last batch of each sequence group in an evaluation."""
+        self._without_labels = 0
         _require_plain(self._trainer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -104,9 +124,13 @@ class SplitBatches:
         """Return this rank's parts of the micro-batches of a step, and the number of labels of all ranks in them."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         parts = [self._part(batch) for batch in batches]
-        # A Trainer counts tokens and FLOPs from input_ids and sums them over ranks.
-        found = [{"input_ids": part.input_ids, _PART: part} for part in parts]
+        found = [{**self._tokens(part, batch), _PART: part} for part, batch in zip(parts, batches, strict=True)]
         return found, self.split.valid(*parts) if parts else None
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of samples of a step. The ranks of a sequence group train on the same ones."""
+        ranks: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return ranks // self.split.mesh.shape.sequence
 
     def compute_loss(
         self,
@@ -130,10 +154,12 @@ class SplitBatches:
         dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None = None,
-        *arguments: Any,
-        **options: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> Any:
         """Run the Trainer's evaluation loop with one loss per sequence group, instead of one per rank.
+
+        Batches without labels have no loss. If there are any, `eval_batches_without_labels` is their number.
 
         Raises:
             UserError: Predictions are requested.
@@ -144,7 +170,14 @@ class SplitBatches:
                 "fix: trainer.evaluate(), which gives the loss; or bmburst.integrations.transformers_cache.generate"
             )
         self._trainer.gather_function = self._gather_groups  # the loop resets it
-        return super().evaluation_loop(dataloader, description, True, *arguments, **options)  # type: ignore[misc]
+        self._without_labels = 0
+        with _still_to_be_prepared(self._trainer):
+            output = super().evaluation_loop(  # type: ignore[misc]
+                dataloader, description, True, ignore_keys, metric_key_prefix
+            )
+        if self._without_labels:
+            output.metrics[f"{metric_key_prefix}_batches_without_labels"] = self._without_labels
+        return output
 
     def _part(self, batch: dict[str, Any]) -> Part:
         missing = sorted({"input_ids", "labels"} - set(batch))
@@ -153,14 +186,25 @@ class SplitBatches:
                 f"a batch of {type(self).__name__} has no {missing[0]}, it has {', '.join(sorted(batch))}\n"
                 "allowed: batches of a causal LM\nfix: a collator that gives labels, such as DataCollatorWithFlattening"
             )
-        return self.split.part(**{name: batch[name] for name in _TAKEN if batch.get(name) is not None})
+        return self.split.part(**batch)
+
+    def _tokens(self, part: Part, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what a Trainer counts tokens and FLOPs from: sums over ranks count each token of a batch once."""
+        mine = part.cut.real_tokens  # they are the first ones
+        found = {"input_ids": part.input_ids[:, :mine]}
+        if batch.get("attention_mask") is not None:
+            found["attention_mask"] = part.cut.take((batch["attention_mask"] != 0).long())[:, :mine]
+        return found
 
     def _group_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return the loss that a single process would have instead of the sequence group."""
-        group = self.split.mesh.sequence
+        mesh, part = self.split.mesh, self._part(batch)
+        (labels,) = mesh.sequence.all_reduce(count_valid(part.labels)).wait()
+        (self._labels,) = mesh.data.all_gather(labels).wait()
+        valid = self._labels.sum()
         with torch.no_grad():
-            (total,) = group.all_reduce(self._part(batch).loss(model)).wait()
-        return total / group.size
+            (total,) = mesh.sequence.all_reduce(part.loss(model, valid)).wait()
+        return total / mesh.sequence.size / (valid > 0)  # the mean of no loss is not a number
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -168,9 +212,40 @@ class SplitBatches:
         `Accelerator.gather_for_metrics` would count a group once per rank, but in the last batch only once.
         """
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
+        labels = self._labels.tolist()
+        self._without_labels += labels.count(0)
         state = self._trainer.accelerator.gradient_state
         kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else gathered.numel()
-        return gathered.flatten()[:kept]
+        return gathered.flatten()[: kept if any(labels) else 0]
+
+
+@contextmanager
+def _still_to_be_prepared(trainer: Any) -> Iterator[None]:
+    """Let an evaluation before the training not be the preparation for it.
+
+    accelerate prepares a model once. An evaluation prepares it without DDP, so that a training that follows would not
+    average gradients; and FSDP2 is prepared with an optimizer only.
+    """
+    accelerator = trainer.accelerator
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if accelerator._models or (is_sharded and not accelerator.is_fsdp2):
+        yield
+    elif is_sharded:
+        trainer.create_optimizer()
+        trainer.model, trainer.optimizer = accelerator.prepare(trainer.model, trainer.optimizer)
+        trainer.model_wrapped = trainer.model
+        yield
+    else:
+        model, wrapped = trainer.model, trainer.model_wrapped
+        before = {name: vars(model)[name] for name in _PREPARED if name in vars(model)}
+        try:
+            yield
+        finally:
+            accelerator._models.clear()
+            trainer.model, trainer.model_wrapped = model, wrapped
+            for name in _PREPARED:
+                vars(model).pop(name, None)
+            vars(model).update(before)
 
 
 def _require_plain(trainer: Any) -> None:
@@ -182,6 +257,13 @@ def _require_plain(trainer: Any) -> None:
                 f"{name} needs the logits of a whole sequence, which fit on no rank\n"
                 "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"
             )
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    if config is not None and max(config.cp_size, config.sp_size, config.tp_size) > 1:
+        sizes = f"cp_size={config.cp_size}, sp_size={config.sp_size}, tp_size={config.tp_size}"
+        raise UserError(
+            f"parallelism_config would split batches or matrices a second time: {sizes}\n"
+            "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
+        )
     for name, allowed in _ALLOWED.items():
         value = getattr(trainer.args, name, allowed[0])
         if value not in allowed:

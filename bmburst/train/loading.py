@@ -174,10 +174,13 @@ class Loader:
     Args:
         cut: This rank's shard of a sequence.
         device: Device of the batches.
+
+    Attributes:
+        cut: As above.
     """
 
     def __init__(self, cut: SequenceShard, device: torch.device) -> None:
-        self._cut = cut
+        self.cut = cut
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetch = Prefetch(self._prepare)
@@ -197,7 +200,7 @@ class Loader:
 
     def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
-        batch = LocalBatch.read(self._cut, samples)
+        batch = LocalBatch.read(self.cut, samples)
         if self._stream is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0

@@ -173,9 +173,15 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         if newest := newest_complete(folder):
             raise UserError(f"{option} {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
     try:
-        return LlamaConfig.from_hugging_face(values)
+        config = LlamaConfig.from_hugging_face(values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if not config.tie_embeddings:
+        return config
+    # Imported here, because it imports torch, which --help does not need. The files may hold a head of their own.
+    from bmburst.checkpoint.hugging_face import read_config
+
+    return read_config(folder)
 
 
 def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None:

@@ -79,12 +79,14 @@ class HostFacts(StepTiming):
         memory: Peak allocated bytes since the last exchange; on a CPU, peak of the process so far.
         reserved: Peak reserved bytes; 0 on a CPU.
         stop: Number of the signal that asks this rank to stop; 0: none.
+        saved: 1 if the started save of a checkpoint has ended on this rank, else 0.
     """
 
     query_key_pairs: float = 0.0
     memory: float = 0.0
     reserved: float = 0.0
     stop: float = 0.0
+    saved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 import bmburst
+from docs.tools import foreign
 from docs.tools.settings import MARK, tables
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if MARK in markdown:
         markdown = markdown.replace(MARK, tables())
+    if foreign.FOREIGN in markdown:
+        markdown = markdown.replace(foreign.FOREIGN, foreign.tables())
     markdown = _RECORD.sub(lambda found: _record(_target(here, found["path"]), here), markdown)
     drawn = _outside_of_code(markdown, lambda text: _FIGURES.sub(_figures, text))
     return _outside_of_code(drawn, lambda text: _LINK.sub(led, text))

@@ -14,6 +14,7 @@ from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
+from tests.pairs import pairwise
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -52,11 +53,10 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("strategy", ["kv", "burst", "auto"])
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("size", "layout", "mask", "strategy", "kernel"),
+    pairwise([1, 2, 3, 4], LAYOUTS, ["causal", "full"], ["kv", "burst", "auto"], ["reference", "cpu"]),
+)
 def test_equals_one_device_in_fp64(size, layout, mask, strategy, kernel):
     # size + 1 tokens leave whole ranks without a real one
     for length, heads, kv_heads in ((size, 2, 2), (size + 1, 2, 1), (13 + size, 4, 2), (24, 3, 1), (29, 2, 2)):

@@ -18,6 +18,7 @@ from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
+from tests.pairs import long
 from tests.refusals import refused
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -60,7 +61,7 @@ def attend(comm, strategy, cases):
         compare(comm, mask, layouts, lengths, *heads[i % 3], strategy=strategy)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, *long(4), 5])
 @pytest.mark.parametrize("strategy", ["heads", "gather", "kv", "burst", "auto"])
 def test_equals_its_definition(size, strategy):
     """Each size and strategy with its own part of the cases."""

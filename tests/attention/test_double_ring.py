@@ -20,6 +20,7 @@ from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
+from tests.pairs import pairwise
 from tests.refusals import refused
 
 MESHES = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2)]
@@ -64,10 +65,9 @@ def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=Tr
     )
 
 
-@pytest.mark.parametrize(("nodes", "places"), MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
+@pytest.mark.parametrize(
+    ("nodes", "places", "layout", "mask", "ring_tensors"), pairwise(MESHES, LAYOUTS, ["causal", "full"], ["kv", "q"])
+)
 def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors):
     def body(comm, whole, expected):
         got, _, _ = double_attention(comm, nodes, ring_tensors, whole, mask, layout)

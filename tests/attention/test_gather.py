@@ -17,6 +17,7 @@ from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
+from tests.pairs import pairwise
 
 CASES = [
     ("contiguous", "causal"),
@@ -39,8 +40,7 @@ def in_units(monkeypatch, most):
     monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("layout", "mask"), CASES)
+@pytest.mark.parametrize(("most", "size", "layout", "mask"), pairwise([0, 1, 2], [2, 3, 4], CASES), indirect=["most"])
 def test_equals_one_device_in_fp64(most, size, layout, mask):
     kernel = "reference" if size == 3 else "cpu"
     # size + 1 tokens leave whole ranks without a real one
@@ -48,8 +48,11 @@ def test_equals_one_device_in_fp64(most, size, layout, mask):
         run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "gather", "kernel": kernel})
 
 
-@pytest.mark.parametrize(("layout", "mask"), CASES[:4])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (12, 6)])
+@pytest.mark.parametrize(
+    ("most", "layout", "mask", "heads", "kv_heads"),
+    pairwise([0, 1, 2], CASES[:4], [(4, 4), (4, 1), (12, 6)]),
+    indirect=["most"],
+)
 def test_equals_one_device_beside_an_exchange_of_heads(most, layout, mask, heads, kv_heads):
     for length in (5, 21, 32):
         run_ranks(4, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads+gather"})

@@ -22,6 +22,7 @@ from tests.attention.test_burst_attention import compare
 from tests.attention.test_ring_traffic import Counting
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
+from tests.pairs import pairwise
 from tests.refusals import refused
 
 CASES = [
@@ -107,7 +108,10 @@ def copy(tensor, source, inbox, target):
         inbox[b : b + target.width] = data[a : a + source.width]
 
 
-@pytest.fixture(params=["one unit", "several units"])
+UNITS = ["one unit", "several units"]
+
+
+@pytest.fixture(params=UNITS)
 def units(request, monkeypatch):
     """A head exchange in one step, or pipelined as over the memory of peers."""
     if request.param == "several units":
@@ -117,9 +121,9 @@ def units(request, monkeypatch):
     strategy.choose_strategy.cache_clear()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(
+    ("size", "layout", "mask", "units"), pairwise([2, 3, 4], LAYOUTS, ["causal", "full"], UNITS), indirect=["units"]
+)
 def test_equals_one_device_in_fp64(size, layout, mask, units):
     for length, heads, kv_heads in (
         (size, size, size),
@@ -130,8 +134,9 @@ def test_equals_one_device_in_fp64(size, layout, mask, units):
         run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(
+    ("layout", "mask", "units"), pairwise(["zigzag", "contiguous"], ["causal", "full"], UNITS), indirect=["units"]
+)
 def test_heads_inside_a_ring(layout, mask, units):
     for size, heads, kv_heads in ((4, 2, 2), (4, 6, 1), (6, 3, 3), (6, 4, 2)):
         for length in (size, 3 * size - 1, 29):

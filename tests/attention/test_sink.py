@@ -10,6 +10,7 @@ import bmburst
 from bmburst.recompute import checkpoint
 from tests.attention.cross_oracle import visible
 from tests.distributed.threads import run_ranks
+from tests.pairs import long
 from tests.refusals import refused
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -77,7 +78,7 @@ def attend(comm, name, layout, **options):
 STRATEGIES = ("heads", "gather", "kv", "burst", "auto")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [*long(1), 2, 3, *long(4)])
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_its_definition(size, name):
     def body(comm):

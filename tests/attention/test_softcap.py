@@ -16,6 +16,7 @@ from bmburst.recompute import checkpoint
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.cross_oracle import visible
 from tests.distributed.threads import run_ranks
+from tests.pairs import long
 from tests.refusals import refused
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -89,7 +90,7 @@ def compare(comm, mask, given, wanted, layout, recompute=None, sink=None, **opti
         torch.testing.assert_close(ours, exact, **CLOSE, msg=lambda m, s=said: f"{s}: {m}")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [*long(1), 2, 3, *long(4)])
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_its_definition(size, name):
     given, wanted = problem(seen_by(name))

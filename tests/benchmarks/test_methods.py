@@ -66,7 +66,7 @@ def test_ours_computes_attention_by_what_its_name_says():
 
 
 def test_documents_and_a_window_are_computed_on_three_ranks():
-    run_processes(3, _compare_masked)
+    run_processes(3, _compare_masked, fresh=True)
 
 
 def _compare_peers(size):

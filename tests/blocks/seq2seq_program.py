@@ -176,7 +176,7 @@ def refusals() -> None:
         Seq2SeqConfig(**{**SIZES, "decoder_layers": 0})
     with refused("encoder_attention_heads 3 | d_model 16"):
         Seq2SeqConfig(**{**SIZES, "encoder_attention_heads": 3})
-    with refused("activation_function | 'relu' | 'gelu'"):
+    with refused("activation_function 'relu' | allowed: \"gelu\""):
         Seq2SeqConfig.from_hugging_face({**SIZES, "activation_function": "relu"})
     with refused("vocab_size | config.json"):
         Seq2SeqConfig.from_hugging_face({name: SIZES[name] for name in SIZES if name != "vocab_size"})
@@ -185,8 +185,11 @@ def refusals() -> None:
     for kind in ("t5", "mbart"):
         with refused(f"model_type '{kind}' | 'bart' | position bias"):
             Seq2SeqConfig.from_hugging_face({**SIZES, "model_type": kind})
-    with refused("tie_word_embeddings | False | True"):
+    with refused("tie_word_embeddings | False | allowed: true"):
         Seq2SeqConfig.from_hugging_face({**SIZES, "tie_word_embeddings": False})
+    for key, value in (("normalize_before", True), ("of_a_new_version", None), ("quantization_config", {"bits": 4})):
+        with refused(key, "a BART model"):
+            Seq2SeqConfig.from_hugging_face({**SIZES, key: value})
     with refused("decoder_start_token_id 19 | 0 to 18"):
         Seq2SeqConfig(**{**SIZES, "decoder_start_token_id": 19})
     with refused("2 sources and 1 targets"):
@@ -217,6 +220,9 @@ def refusals() -> None:
         model.load_weights({**weights, name: torch.zeros(15)})
     with refused("model.encoder.layers.2.fc1.bias | BartForConditionalGeneration"):
         model.load_weights({**weights, "model.encoder.layers.2.fc1.bias": torch.zeros(1)})
+    for name in ("lm_head.weight", "model.encoder.embed_tokens.weight"):
+        with refused(f"{name} | model.shared.weight | one table"):
+            model.load_weights({**weights, name: weights[name] + 1})
     with refused("final_logits_bias | not 0"):
         model.load_weights({**weights, "final_logits_bias": torch.ones(1, 19)})
 

@@ -84,7 +84,7 @@ def test_any_run_of_a_tensor(tmp_path: Path, write: Callable[[Path], None]) -> N
 def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
     config = replace(CONFIG, tie_embeddings=True)
     weights = tiny.weights(config)
-    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(1)
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, _directory(tmp_path, config) / "model.safetensors")
     assert "lm_head.weight" not in _read(tmp_path, config)
@@ -107,7 +107,8 @@ def _change(name: str, weight: Tensor | None) -> Callable[[Path], None]:
 
 def _config(**values: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps(CONFIG.to_hugging_face() | values))
+        other = {"architectures": None} if "model_type" in values else {}
+        (folder / "config.json").write_text(json.dumps(CONFIG.to_hugging_face() | other | values))
 
     return change
 
@@ -174,7 +175,9 @@ def test_a_minicpm_is_tied_where_it_does_not_say_otherwise() -> None:
     values = replace(CONFIG, **MINICPM).to_hugging_face()
     del values["tie_word_embeddings"]
     assert LlamaConfig.from_hugging_face(values).tie_embeddings
-    assert not LlamaConfig.from_hugging_face(values | {"model_type": "llama"}).tie_embeddings
+    llama = CONFIG.to_hugging_face()
+    del llama["tie_word_embeddings"]
+    assert not LlamaConfig.from_hugging_face(llama).tie_embeddings
 
 
 def test_factors_are_the_published_ones() -> None:
@@ -209,7 +212,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_text("config.json", "{"), "config.json | JSON | fix: "),
         (_text("config.json", "[]"), "config.json | JSON object | fix: "),
         (_config(model_type="gpt2"), "model_type | 'gpt2' | llama, minicpm, mistral, qwen2, qwen3"),
-        (_config(sliding_window=4), "llama | sliding_window | fix: set model_type | 'mistral'"),
+        (_config(sliding_window=4), "llama | sliding_window is 4 | fix: set model_type | 'mistral'"),
         (_config(model_type="gemma2"), "gemma2 | logit softcap | attn_logit_softcapping | allowed: model_type llama"),
         (_config(model_type="gpt_oss"), "gpt_oss | attention sinks | allowed: model_type llama"),
         (_config(model_type="minicpm", scale_emb=12), "minicpm | scale_depth, dim_model_base | fix: "),
@@ -220,10 +223,10 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_config(model_type="mistral", sliding_window=4), "sliding_window | None | 4 | fix: "),
         (
             _config(model_type="qwen2", use_sliding_window=True, max_window_layers=1),
-            "full_attention | sliding_attention | fix: one type | docs/hugging_face.md",
+            "full_attention | sliding_attention | one type | docs/hugging_face.md",
         ),
         (_config(model_type="qwen2"), "qkv_bias | False | True | fix: "),
-        (_config(model_type="qwen3", attention_bias=True), "attention_bias True | fix: a model with False"),
+        (_config(model_type="qwen3", attention_bias=True), "attention_bias True | allowed: false | fix: "),
         (_config(num_key_value_heads=5), "config.json: | num_kv_heads 5 | num_heads | allowed: | fix: "),
         (_config(max_position_embeddings=0), "config.json: | max_position_embeddings: 0 | at least 1 | fix: "),
         (_config(hidden_size="wide"), "config.json: | hidden_size | 'wide' | allowed: | 16777216"),

@@ -12,6 +12,7 @@ from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused, says
 
 TOKENS = 45
@@ -90,8 +91,7 @@ def require_equal(folder, config, lora, policy, **more):
 
 @pytest.mark.parametrize(
     ("size", "lora"),
-    [(1, LORAS[0]), (1, LORAS[1]), (2, LORAS[1])]
-    + [pytest.param(*each, marks=pytest.mark.long) for each in ((2, LORAS[0]), (3, LORAS[0]), (3, LORAS[1]))],
+    [(1, LORAS[0]), (2, LORAS[1]), *long((1, LORAS[1]), (2, LORAS[0]), (3, LORAS[0]), (3, LORAS[1]))],
 )
 def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
     config = write(tmp_path, lora=lora)

@@ -12,7 +12,7 @@ MODEL = replace(PRESETS["llama-tiny"], num_layers=1)
 
 
 def test_an_embedding_that_is_not_the_head_is_gone():
-    run_program(1, _an_embedding_that_is_not_the_head_is_gone)
+    run_program(1, _an_embedding_that_is_not_the_head_is_gone, fresh=True)
 
 
 def _an_embedding_that_is_not_the_head_is_gone():

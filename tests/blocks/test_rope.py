@@ -167,7 +167,7 @@ def test_other_kinds_are_refused_by_name(kind: object, spelling: str) -> None:
         ({"rope_parameters": 5}, "rope_parameters 5 | object | rope_type"),
         ({"rope_scaling": "linear"}, "rope_scaling | 'linear' | object | rope_type"),
         ({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "full_attention | all layers"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 | 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 | allowed: null, 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "a", "mscale_all_dim": 1}}, "mscale 'a' | above 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1, "mscale_all_dim": -1}}, "mscale -1 | above 0"),
     ],

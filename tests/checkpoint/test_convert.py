@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
+from bmburst.blocks.rope import rotary_frequencies
 from bmburst.checkpoint import conversion as converting
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.conversion import convert
@@ -61,7 +62,8 @@ def model_center_directory(folder: Path, config: LlamaConfig, values: dict[str, 
     """As `bmtrain.save` and ModelCenter's scripts leave it, with the buffer that its rotary embedding saves."""
     folder.mkdir()
     weights = {model_center_name(name): tensor.half() for name, tensor in tensors(config).items()}
-    torch.save(weights | {"position_bias.inv_freq": torch.ones(4)}, folder / "pytorch_model.pt")
+    frequencies, _ = rotary_frequencies(config, None)
+    torch.save(weights | {"position_bias.inv_freq": frequencies}, folder / "pytorch_model.pt")
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 

@@ -135,8 +135,8 @@ def _says(**values: Any) -> Callable[[Path], None]:
         ("minicpm-1b", _says(tie_word_embeddings=False), "lacks | lm_head.weight"),
         ("minicpm-1b", _says(scale_depth=None), "scale_emb, dim_model_base | scale_depth"),
         ("minicpm-1b", _says(model_type="minicpm3"), "model_type | 'minicpm3'"),
-        ("qwen2", _says(model_type="llama"), "weights | model.layers.0.self_attn."),
-        ("llama-3-8b", _says(model_type="qwen3"), "lacks | model.layers.0.self_attn.q_norm.weight"),
+        ("qwen2", _says(model_type="llama", architectures=None), "weights | model.layers.0.self_attn."),
+        ("llama-3-8b", _says(model_type="qwen3", architectures=None), "lacks | model.layers.0.self_attn.q_norm.weight"),
     ],
 )  # fmt: skip
 def test_a_wrong_family_or_missing_tensor_is_one_line(

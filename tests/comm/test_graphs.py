@@ -25,56 +25,72 @@ class Stream:
 class Graph:
     """Of a CUDA graph that work is recorded into it, and that it can be started. It is listed once it is whole."""
 
-    def __init__(self, made):
-        self.made, self.starts = made, 0
+    def __init__(self, cuda):
+        self.cuda, self.starts = cuda, 0
 
     def capture_begin(self, *, pool, **_):
         self.pool = pool
+        self.cuda.log.append("begin")
 
     def capture_end(self):
-        self.made.append(self)
+        self.cuda.graphs.append(self)
+        self.cuda.log.append("end")
 
     def replay(self):
         self.starts += 1
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    made, here = [], Stream()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(made))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: here)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
-    monkeypatch.setattr(module, "CurrentStream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    return made
+class Cuda:
+    """Of `torch.cuda` what a recording asks for, on a GPU with much memory that nobody uses."""
+
+    Stream = Stream
+
+    def __init__(self, *, free=1 << 40, share=1.0, reserved=0, backend="native"):
+        self.graphs, self.log, self.here = [], [], Stream()
+        self.mem_get_info = lambda: (free, 1 << 40)
+        self.get_per_process_memory_fraction = lambda: share
+        self.memory_reserved = lambda: reserved
+        self.get_allocator_backend = lambda: backend
+
+    def CUDAGraph(self):
+        return Graph(self)
+
+    def MemPool(self):
+        return SimpleNamespace(id=(0, 1))
+
+    def current_stream(self):
+        return self.here
+
+    def stream(self, _):
+        return nullcontext()
 
 
-def test_work_is_recorded_behind_its_fourth_call_and_then_started(graphs):
-    calls, one = [], Recording()
+def test_work_is_recorded_behind_its_fourth_call_and_then_started():
+    cuda = Cuda()
+    calls, one = [], Recording(cuda)
     for _ in range(6):
-        one.run(lambda: calls.append(len(graphs)))
-    assert calls == [0, 0, 0, 0, 0] and [graph.starts for graph in graphs] == [2]  # the fifth while it is recorded
+        one.run(lambda: calls.append(len(cuda.graphs)))
+    assert calls == [0, 0, 0, 0, 0]  # the fifth while it is recorded
+    assert [graph.starts for graph in cuda.graphs] == [2]
 
 
-@pytest.mark.parametrize("why", ["little memory", "little of its share", "another allocator", "no cache"])
-def test_without_room_for_a_graph_work_goes_on_being_called(graphs, monkeypatch, why):
-    if why == "little memory":
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((3 << 30) - 1, 1 << 40))
-    elif why == "little of its share":
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: (1 << 39) - (3 << 30) + 1)
-    elif why == "another allocator":
-        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    else:
+@pytest.mark.parametrize(
+    "cuda",
+    [
+        pytest.param(Cuda(free=(3 << 30) - 1), id="little memory"),
+        pytest.param(Cuda(share=0.5, reserved=(1 << 39) - (3 << 30) + 1), id="little of its share"),
+        pytest.param(Cuda(backend="cudaMallocAsync"), id="another allocator"),
+        pytest.param(None, id="no cache"),
+    ],
+)
+def test_without_room_for_a_graph_work_goes_on_being_called(cuda, monkeypatch):
+    if cuda is None:
+        cuda = Cuda()
         monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    calls, one = [], Recording()
+    calls, one = [], Recording(cuda)
     for _ in range(6):
         one.run(lambda: calls.append(None))
-    assert len(calls) == 6 and not graphs
+    assert len(calls) == 6 and not cuda.graphs
 
 
 def test_the_same_work_in_the_same_place_has_one_recording():
@@ -106,17 +122,15 @@ def test_what_a_graph_reads_is_kept_and_not_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize(("varying", "first"), [(0, []), (800, ["1000 bytes"])])
-def test_work_that_varies_is_recorded_in_memory_of_one_piece(graphs, monkeypatch, varying, first):
+def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varying, first):
     """Or each step with more documents than all before it would add to what graphs keep all that it takes."""
-    log, empty, begin, end = [], torch.empty, Graph.capture_begin, Graph.capture_end
-    monkeypatch.setattr(Graph, "capture_begin", lambda *args, **options: log.append("begin") or begin(*args, **options))
-    monkeypatch.setattr(Graph, "capture_end", lambda graph: log.append("end") or end(graph))
-    monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
-    one = Recording()
+    cuda, empty = Cuda(), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda n, **how: cuda.log.append(f"{n} bytes") or empty(n, **how))
+    one = Recording(cuda)
     for _ in range(module.CALLS):
-        one.run(lambda: log.append("work"), varying)
-    assert log == ["work"] * module.CALLS + ["begin", *first, "work", "end"]
-    assert graphs[0].pool == (0, 1)
+        one.run(lambda: cuda.log.append("work"), varying)
+    assert cuda.log == ["work"] * module.CALLS + ["begin", *first, "work", "end"]
+    assert cuda.graphs[0].pool == (0, 1)
 
 
 def test_nothing_is_sent_into_a_graph():

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,10 @@ IMPORTED = [
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "safetensors.torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen3.modeling_qwen3",
     "pytest",
     "bmburst.attention.api",
     "bmburst.train.trainer",
@@ -78,8 +83,14 @@ def join_ranks(job: Any, what: str, seconds: float) -> None:
             process.kill()
 
 
+def default_interrupt() -> None:
+    """Handle SIGINT as Python does: the shell of a command in the background has its processes ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _enter(environment: dict[str, str], package: str, body: Callable[..., None], *args: object) -> None:
     assert bmburst.__file__ == package, f"the server has imported {bmburst.__file__}: it was started in another folder"
+    default_interrupt()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the server's

@@ -1,12 +1,18 @@
-"""Run one function on every rank of a fresh BMTrain job in processes of its own."""
+"""Run one function on every rank of a BMTrain job, in processes of its own."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from tests.distributed.forked import join_ranks, start_ranks
+from tests.distributed.pools import LARGEST, pool
 from tests.distributed.ports import held_port
+
+_PATIENCE = 10.0  # seconds in which sends that are under way arrive, as at the end of a process
 
 
 def run_program(
@@ -16,15 +22,42 @@ def run_program(
     seconds: float = 120,
     on_gpus: bool = False,
     tensor: int = 1,
+    fresh: bool = False,
 ) -> None:
     """Start BMTrain on `size` processes and call `body(*args)` on each.
+
+    The processes have run other bodies before, unless there are many or `fresh` ones are asked for: those are for what
+    ends a process, measures its memory or its beginning. BMTrain starts anew for each body.
 
     The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
     from the processes unless `on_gpus`. `tensor` ranks share each matrix.
     """
     with held_port() as port:
-        job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
+        if on_gpus or fresh or size > LARGEST:
+            job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
+        else:
+            job = pool(started_again).run(size, (size, port, tensor), body, args)
         join_ranks(job, body.__name__, seconds)
+
+
+@contextlib.contextmanager
+def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None]:
+    """Start BMTrain, on the host runtime, and end it: the next start finds it as after its import."""
+    _start(rank, size, port, tensor, on_gpus=False)
+    yield
+    import bmtrain as bmt
+
+    from bmburst import runtime
+    from bmburst.runtime.host.extension import EXTENSION, MARK
+
+    nccl: Any = getattr(sys.modules[EXTENSION], MARK)
+    nccl.close(_PATIENCE)
+    nccl.waiting = contextlib.nullcontext
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    bmt.config.clear()
+    bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
+    bmt.debug.DEBUG_VARS.clear()
+    runtime._store = None
 
 
 def _enter(
@@ -36,6 +69,11 @@ def _enter(
     body: Callable[..., None],
     args: tuple[object, ...],
 ) -> None:
+    _start(rank, size, port, tensor, on_gpus=on_gpus)
+    body(*args)
+
+
+def _start(rank: int, size: int, port: int, tensor: int, *, on_gpus: bool) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -51,4 +89,3 @@ def _enter(
 
     start(seed=0, tensor=tensor)
     torch.set_num_threads(1)  # BMTrain sets it to the processor's cores
-    body(*args)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.distributed.forked import as_here, server
+from tests.distributed.forked import as_here, default_interrupt, server
 
 
 class Program:
@@ -74,7 +74,10 @@ class Program:
 def fresh_program(words: list[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
     """Start `python -m bmburst WORDS` as a user does: what it needs it imports itself."""
     command, pipe = [sys.executable, "-m", "bmburst", *words], subprocess.PIPE
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env,
+        preexec_fn=default_interrupt,
+    )  # fmt: skip
 
 
 def run_bmburst(

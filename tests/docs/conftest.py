@@ -1,4 +1,4 @@
-"""Runs the blocks of a document, once in a process."""
+"""Runs the blocks of a document, once in a process. The tests that need them run are long."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,13 @@ import pytest
 from tests.docs.scripts import Page
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are long are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "run_page" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,8 @@ its commands is checked as far as it goes without.
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -41,25 +40,17 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
 }
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}
-TAKE_LONG = {"performance.md", "inference.md", "recipes.md", "cross_attention.md", "training.md", "plan.md", "lora.md"}
-TAKE_LONG |= {"long_sequences.md", "fine_tuning_data.md"}
-TAKE_LONG |= {"preference.md", "troubleshooting.md", "masks.md"}
 SHOWN = {"text", "output", "diff"}  # what is to be read
 CONSOLE = [name for name, blocks in OURS.items() if any(block.language == "console" for block in blocks)]
 LIMITS = {"README.md": 12_000, "CONTRIBUTING.md": 8_000}  # bytes: what is longer has a page in docs/
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """Return the pages as parameters of a test that runs their blocks."""
-    return [pytest.param(name, marks=pytest.mark.long if name in TAKE_LONG else ()) for name in names]
-
-
-@pytest.mark.parametrize("name", marked(OURS))
+@pytest.mark.parametrize("name", OURS)
 def test_blocks_run(run_page, name: str) -> None:
     run_page(name)
 
 
-@pytest.mark.parametrize("name", marked(EXAMPLES))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_is_printed(run_page, name: str) -> None:
     printed, at = run_page(name).printed.split(), 0
     shown = outputs(name)
@@ -87,12 +78,10 @@ def test_the_readme_is_started_by_the_launchers_it_names(run_page) -> None:
         assert len(losses) == steps and losses[-1] < losses[0] - 0.1, losses
 
 
-@pytest.mark.long
 def test_packed_documents_are_attended_to_alone(run_page) -> None:
     assert "rank 0: 4 documents, the output is that of each alone" in run_page("masks.md").printed
 
 
-@pytest.mark.long
 def test_a_run_is_trained_resumed_and_evaluated(run_page) -> None:
     page = run_page("training.md")
     assert re.search(r"bits per byte +\d", page.printed)
@@ -101,7 +90,6 @@ def test_a_run_is_trained_resumed_and_evaluated(run_page) -> None:
     assert (page.folder / "runs/python/checkpoints/step-000002/model.safetensors").is_file()
 
 
-@pytest.mark.long
 def test_an_adapter_is_trained_resumed_merged_and_evaluated(run_page) -> None:
     page = run_page("lora.md")
     unmerged, merged = (float(loss) for loss in re.findall(r"^loss +(\S+)", page.printed, re.M))
@@ -174,7 +162,6 @@ def test_migrations_check_themselves_to_the_end(run_page) -> None:
     assert "each of 4 documents as if it were alone" in printed
 
 
-@pytest.mark.long
 def test_a_mismatch_is_an_error_and_no_hang(run_page) -> None:
     told = [f"rank {rank}: burst_attention mask window of {16 + rank}, causal" for rank in (0, 1)]
     fixed = "the ranks of the group disagree; fix: pass the same value on every rank"

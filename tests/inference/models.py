@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.checks import CheckedCommunicator
@@ -80,6 +81,21 @@ def greedy(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )
     return whole[0, len(prompt) :].tolist()
+
+
+def after_a_turn(family: str, first: Sequence[int], count: int, second: Sequence[int]) -> tuple[list[int], Tensor]:
+    """Return a turn, its greedy answer and a second turn, and the logits behind them, of transformers with one cache.
+
+    The model has seen no other text: it remembers the length of the longest one.
+    """
+    model = tiny.load(directory(family))
+    options: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config), "do_sample": False}
+    options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    ids = torch.tensor([list(first)])
+    ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options).sequences
+    ids = torch.cat((ids, torch.tensor([list(second)])), 1)
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **options).logits[0][0]
+    return ids[0].tolist(), found
 
 
 def logits(family: str, tokens: Sequence[int]) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.session import GenerationBatch
 from tests.distributed.threads import run_ranks
-from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
+from tests.inference.models import FAMILIES, Greedy, after_a_turn, engine, greedy, logits, prompt
+from tests.pairs import pairwise
 
 UNEVEN = (13, 5, 1, 30)
 STEPS = 10
@@ -24,9 +25,7 @@ def answers(
     return torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1).tolist()
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "ranks", "cache"), pairwise(FAMILIES, [1, 2, 3, 4], ["auto", "tokens"]))
 def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, ranks: int, cache: str) -> None:
     prompts = [prompt(length) for length in UNEVEN]
     expected = [greedy(family, each, STEPS) for each in prompts]
@@ -34,10 +33,10 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
         assert found == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", ["llama", "llama-dynamic", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "ranks", "cache", "chunk"),
+    pairwise(["llama", "llama-dynamic", "mistral"], [1, 2, 3, 4], ["auto", "tokens"], [1, 7]),
+)
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]
     expected = [greedy(family, each, STEPS) for each in prompts]
@@ -62,9 +61,10 @@ def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts:
     return seen, text
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("family", "chunk"), [("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)])
+@pytest.mark.parametrize(
+    ("family", "chunk", "ranks", "cache"),
+    pairwise([("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)], [1, 2, 3, 4], ["auto", "tokens"]),
+)
 def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, ranks: int, cache: str) -> None:
     texts = [prompt(17), prompt(2, seed=1), prompt(1, seed=2), prompt(12, seed=3)]
     for seen, text in run_ranks(ranks, turns, family, cache, chunk, texts):
@@ -72,3 +72,25 @@ def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, 
         assert len(seen) == 12
         for position, found in seen:
             torch.testing.assert_close(found, expected[position], rtol=1e-5, atol=1e-5)
+
+
+def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list[int], Any]:
+    """Return a text of two turns and the logits behind it. The last token of the answer between them is not cached."""
+    made = engine("llama-dynamic", comm, cache, WHOLE)
+    batch = GenerationBatch(made, made.new_cache(1, 100))
+    batch.prefill([prompt(first)])
+    text = [*prompt(first), *(int(chosen.tokens[0]) for chosen in batch.decode(Greedy(), STEPS)), *prompt(7, seed=1)]
+    batch.prefill([text[batch.cache.lengths[0] :]])
+    assert batch.logits is not None
+    return text, batch.logits[0]
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dynamic_frequencies_of_a_turn_are_those_of_the_whole_text(ranks: int, cache: str) -> None:
+    """Around 16 tokens, the original length. Ranks that share tokens compute the first tokens of a turn apart."""
+    for first in (15, 16, 17, 30):
+        text, expected = after_a_turn("llama-dynamic", prompt(first), STEPS, prompt(7, seed=1))
+        for found, logits_found in run_ranks(ranks, second_turn, cache, first):
+            assert found == text
+            torch.testing.assert_close(logits_found, expected, rtol=1e-5, atol=1e-5)

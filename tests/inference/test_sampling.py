@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation import logits_process
 
 from bmburst.inference.sampling import (
@@ -15,7 +16,9 @@ from bmburst.inference.sampling import (
     Sampler,
     SamplerRow,
     generation_options,
+    ignored_options,
 )
+from tests import tiny
 from tests.refusals import refused
 
 VOCAB = 53
@@ -272,6 +275,49 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, text):
 def test_an_override_is_checked(tmp_path):
     with refused("top_p", "7", "at most 1"):
         generation_options(write(tmp_path, do_sample=True), top_p=7)
+
+
+CHANGING = {
+    **{"min_length": 3, "min_new_tokens": 3, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2},
+    **{"encoder_repetition_penalty": 1.3, "typical_p": 0.5, "eta_cutoff": 0.1, "epsilon_cutoff": 0.1, "top_h": 0.4},
+    **{"bad_words_ids": [[3]], "suppress_tokens": [3], "begin_suppress_tokens": [3], "guidance_scale": 1.5},
+    **{"sequence_bias": [[[3], 1.0]], "exponential_decay_length_penalty": [3, 1.1], "max_time": 1.5},
+    **{"forced_bos_token_id": 3, "forced_eos_token_id": 3, "watermarking_config": {}},
+}
+
+
+def test_what_transformers_makes_a_processor_or_criterion_of_is_noted(tmp_path):
+    model = tiny.transformers_model(num_hidden_layers=1)
+    for name, value in CHANGING.items():
+        config = GenerationConfig(do_sample=True, top_k=0, num_beams=1, eos_token_id=1, max_length=20, **{name: value})
+        config._eos_token_tensor = torch.tensor([1])
+        criteria = [type(each).__name__ for each in model._get_stopping_criteria(config, [])]
+        made = model._get_logits_processor(config, 5, torch.ones(1, 5).long())
+        assert len(made) == 1 or "MaxTimeCriteria" in criteria, name
+        write(tmp_path, **{name: value})
+        assert ignored_options(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    ("stored", "noted"),
+    [
+        ({"typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_h": 0.5}, 4),
+        ({"encoder_repetition_penalty": 1.2, "num_return_sequences": 2, "token_healing": True}, 3),
+        ({"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0, "encoder_repetition_penalty": 1, "top_h": None}, 0),
+        ({"num_beams": 1, "length_penalty": 0.5, "use_cache": False, "cache_implementation": "hybrid"}, 0),
+        ({"cache_implementation": "quantized"}, 1),
+        ({"max_length": 4096}, 1),
+        ({"max_length": 4096, "max_new_tokens": 9}, 0),
+        ({"an_option_of_a_later_version": 0.3}, 1),
+        ({"transformers_version": "5.23.0", "_from_model_config": True, "pad_token_id": 0, "bos_token_id": 1}, 0),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_applied_are_named(tmp_path, stored, noted):
+    write(tmp_path, **stored)
+    assert ignored_options(tmp_path) == (list(stored) if noted else [])
+    assert noted in (0, len(stored))
+    assert "max_length" not in ignored_options(tmp_path, max_new_tokens=9)
 
 
 def test_uniforms_differ_for_every_row():

@@ -129,8 +129,8 @@ def test_logits_may_be_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> Non
     logits = torch.randn(1, CHUNK + 3, 7, generator=draw).bfloat16().requires_grad_()
     labels = torch.randint(7, (1, CHUNK + 3), generator=draw)
     labels[0, ::3] = IGNORE_INDEX
-    monkeypatch.setattr(Part, "logits", lambda *_: logits)
-    part = replace(SplitSequences(ALONE).part(labels.clamp(min=0)), labels=labels)
+    monkeypatch.setattr(Part, "_call", lambda *_: logits)
+    part = replace(SplitSequences(ALONE, layout="contiguous").part(labels.clamp(min=0)), labels=labels)
     found = part.loss(torch.nn.Identity(), valid=1)
     found.backward()
     wide = logits.detach().double().requires_grad_()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -49,6 +50,41 @@ def test_a_model_without_a_head() -> None:
     for call in (_part().loss, _part().logits):
         with refused("LlamaModel returns no logits | AutoModelForCausalLM"):
             call(model)
+
+
+def _headed(kind: str, **options: Any) -> PreTrainedModel:
+    register()
+    config = tiny.transformers_config(num_labels=12, pad_token_id=0, **options)  # as many labels as a rank has tokens
+    made: PreTrainedModel = getattr(transformers, f"AutoModelFor{kind}").from_config(
+        config, attn_implementation="bmburst"
+    )
+    return made.eval()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_heads_other_than_a_causal_lms(size: int) -> None:
+    """A pooled result would be that of a rank's own last token; a loss that is not shifted is another loss."""
+
+    kinds = ("SequenceClassification", "QuestionAnswering", "TokenClassification")
+    pooling, answering, naming = map(_headed, kinds)
+
+    def body(comm: CheckedCommunicator) -> None:
+        part = SplitSequences(_mesh(comm)).part(IDS)
+        tokens = part.input_ids.shape[1]
+        with refused("LlamaForSequenceClassification | logits [2, 12] | allowed: ", f"[2, {tokens}, classes]"):
+            part.logits(pooling)
+        with refused("LlamaForQuestionAnswering returns no logits | AutoModelForCausalLM"):
+            part.logits(answering)
+        assert part.logits(naming).shape == (2, tokens, 12)
+        for model, loss in ((pooling, "Sequence"), (answering, "ForQuestion"), (naming, "ForToken")):
+            with refused(f"the loss of {type(model).__name__} | {loss} | next token | fix: AutoModelForCausalLM"):
+                part.loss(model)
+        causal = _model("llama").eval()
+        for call in (part.loss, part.logits):
+            with refused("LlamaForCausalLM | logits [2, 1, 61] | without logits_to_keep"):
+                call(causal, logits_to_keep=1)
+
+    run_ranks(size, body)
 
 
 def test_ranks_with_different_inputs_of_the_model() -> None:
@@ -189,7 +225,7 @@ def test_a_model_that_makes_its_masks_itself() -> None:
         ({"position_ids": IDS[None]}, "position_ids must be"),
         ({"position_ids": [0, 1]}, "position_ids | tensor of integers | list | allowed: "),
         ({"attention_mask": [1, 1]}, "attention_mask | tensor of 0 and 1 | list | allowed: "),
-        ({"attention_mask": IDS % 2 + 1}, "attention_mask | 0 and 1 | allowed: | documents="),
+        ({"attention_mask": IDS % 2 + 1}, "attention_mask | sample 0 | two places | allowed: | documents="),
         ({"attention_mask": IDS * float("nan")}, "attention_mask | 0 and 1 | allowed: "),
         ({"attention_mask": (IDS != 7).long()}, "sample 0 | padding"),
         ({"attention_mask": IDS * 0}, "sample 0 | no token"),

@@ -1,11 +1,12 @@
 """What a Trainer cannot do exactly on split sequences is refused by name. docs/trainer.md's scripts show the rest."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -13,7 +14,7 @@ from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
-from bmburst.integrations.transformers_trainer import SplitBatches, share_batches
+from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
 from tests.distributed.threads import run_ranks
 from tests.refusals import refusal_of, refused, says
@@ -57,6 +58,14 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
         _trainer(tmp_path, **options)
 
 
+def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs accelerate refuses the setting itself, so it is set behind accelerate's check."""
+    trainer = _trainer(tmp_path)
+    monkeypatch.setattr(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2))
+    with refused("parallelism_config | cp_size=2 | sp_size=1 | second time | allowed: 1 each | SplitSequences"):
+        _require_plain(trainer)
+
+
 def test_predictions(tmp_path: Path) -> None:
     with refused("predictions | logits | trainer.evaluate()"):
         _trainer(tmp_path).predict(ROWS)
@@ -71,6 +80,26 @@ def test_batches_without_labels(tmp_path: Path) -> None:
 
     with refused("SplitTrainer | labels | completion_mask, input_ids | fix: "):
         _trainer(tmp_path, collator=pairs, args={"remove_unused_columns": False}).train()
+
+
+@pytest.mark.parametrize("key", ["token_type_ids", "loss_weights", "completion_mask"])
+def test_keys_that_are_not_read(tmp_path: Path, key: str) -> None:
+    """They were dropped: a model or a loss that reads them would give another result."""
+
+    def more(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = DataCollatorWithFlattening()(rows)
+        return batch | {key: batch["input_ids"]}
+
+    trainer = _trainer(tmp_path, collator=more, eval_dataset=ROWS)
+    for run in (trainer.train, trainer.evaluate):
+        with refused(f"a batch has {key} | allowed: input_ids | fix: a collator without {key}"):
+            run()
+
+
+def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
+    found = trainer.evaluate()
+    assert math.isnan(found["eval_loss"]) and found["eval_batches_without_labels"] == 3
 
 
 class _Endless(IterableDataset[dict[str, Any]]):

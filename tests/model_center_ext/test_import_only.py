@@ -43,7 +43,7 @@ for step in range(3):
 
 
 def test_a_script_with_only_the_import_changed_trains_as_the_original(tmp_path: Path) -> None:
-    run_program(2, _train, tmp_path)
+    run_program(2, _train, tmp_path, fresh=True)
     for rank in range(2):
         theirs, ours = torch.load(tmp_path / f"losses-{rank}.pt")
         assert len(theirs) == 3
@@ -63,7 +63,7 @@ def _train(folder: Path) -> None:
 
 
 def test_with_a_mesh_every_rank_is_told_of_what_is_no_part_of_one_batch() -> None:
-    run_program(2, _told)
+    run_program(2, _told, fresh=True)
 
 
 def _told() -> None:

@@ -13,6 +13,7 @@ from bmburst_ops.biased.triton_blocks import GENERAL, NEAR, PARTLY
 from bmburst_ops.flash.triton import BlockSizes
 from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
+from tests.pairs import long
 
 # The interpreter's, of rows that are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
@@ -70,8 +71,8 @@ def tiles(formula, relations, queries, keys, blocks):
     return at
 
 
-RUN_CASES = [(name, 128, "uneven") for name in ("whole", "swapped", "striped", "mixed")]
-RUN_CASES += [("one way", 128, "even"), ("pieces", 3, "even"), ("pieces", 128, "even")]
+RUN_CASES = [("swapped", 128, "uneven"), ("mixed", 128, "uneven"), ("one way", 128, "even"), ("pieces", 3, "even")]
+RUN_CASES += long(("whole", 128, "uneven"), ("striped", 128, "uneven"), ("pieces", 128, "even"))
 
 
 @pytest.mark.parametrize(("name", "most", "cut"), RUN_CASES)
@@ -134,8 +135,9 @@ def test_runs_are_what_they_say(name, cut, most):
         assert kinds == {0, 1, NEAR.value, GENERAL.value, PARTLY.value} - ({0} if name == "whole" else set())
 
 
-KERNEL_CASES = [("one way", 128, "even"), ("pieces", 2, "uneven")] + [
-    pytest.param(*each, marks=pytest.mark.long) for each in (("whole", 128, "uneven"), ("striped", 128, "even"))
+KERNEL_CASES = [
+    ("pieces", 2, "uneven"),
+    *long(("one way", 128, "even"), ("whole", 128, "uneven"), ("striped", 128, "even")),
 ]
 
 

@@ -7,6 +7,7 @@ from bmburst_ops import decode, triton_decode
 from bmburst_ops.decode import KERNELS, decode_attention, merge_decode
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import triton as flash_triton
+from tests.pairs import in_turn, long
 from tests.refusals import refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,8 +115,7 @@ def test_a_capacity_costs_nothing(kernel):
     case.check(*case.run(kernel, cache))
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2, 3, 7, 19])
-@pytest.mark.parametrize("starts", [None, STARTS])
+@pytest.mark.parametrize(("splits", "starts"), in_turn([None, 1, 2, 3, 7, 19], [(None,), (STARTS,)]))
 def test_triton_for_any_number_of_splits(splits, starts):
     case = Case(6, 2, 16, torch.float32, starts=starts, capacity=53)
     out, lse = case.run("triton", num_splits=splits)
@@ -124,15 +124,16 @@ def test_triton_for_any_number_of_splits(splits, starts):
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
-@pytest.mark.parametrize("group", [*range(1, 17), 35])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 15, 16, 35, *long(6, 7, *range(9, 15))])
 def test_triton_of_every_group(group):
     """The interpreter's programs have 16 heads, so that the last group takes three."""
     case = Case(2 * group, 2, 16, torch.float32, lengths=(0, 33, 18), starts=(0, 1, 0))
     case.check(*case.run("triton", num_splits=2))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), in_turn([8, 64, 80, 96, 128, 256], [torch.float32, torch.float16, torch.bfloat16])
+)
 def test_triton_of_every_head_dim(head_dim, dtype):
     case = Case(4, 2, head_dim, dtype, lengths=(37, 0, 20), starts=(2, 0, 19), scale=head_dim**-0.5)
     for splits in (1, 3):

@@ -11,6 +11,7 @@ from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Band, Gradi
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells, blocks, some
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, room, some_heads
+from tests.pairs import in_turn
 from tests.refusals import refused
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -87,8 +88,9 @@ MASKS = {
 
 
 @pytest.mark.parametrize("kernel", HALF, **named)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "batch"), [(4, 4, 128, 1), (4, 2, 64, 2)])
+@pytest.mark.parametrize(
+    ("mask", "heads", "kv_heads", "head_dim", "batch"), in_turn(MASKS, [(4, 4, 128, 1), (4, 2, 64, 2)])
+)
 def test_masks_are_as_exact_as_16_bits(kernel, mask, heads, kv_heads, head_dim, batch):
     pattern = MASKS[mask]
     if not takes(kernel, torch.bfloat16, pattern.needs):

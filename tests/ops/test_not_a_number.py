@@ -24,6 +24,7 @@ from tests.ops.biased_oracle import draw, draw_bee
 from tests.ops.masks import visible
 from tests.ops.test_biased import ours
 from tests.ops.tiles import DEVICE
+from tests.pairs import in_turn, long
 
 LENGTHS = (5, 1, 9, 30, 3) if DEVICE == "cpu" else (5, 1, 300, 9, 130, 3)
 EDGES = tuple(np.cumsum((0, *LENGTHS)).tolist())
@@ -60,15 +61,11 @@ def passes(kernel, q, k, v, grad, pattern, softcap=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, float("nan")) for name in ("v", "grad")),
-        *(pytest.param(name, float("nan"), marks=pytest.mark.long) for name in ("q", "k")),
-        pytest.param("v", float("inf"), marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize(
-    ("pattern", "kernel"), [(name, kernel) for name, each in PATTERNS.items() for kernel in sorted(kernels(each))]
+    ("pattern", "kernel", "name", "value"),
+    in_turn(
+        [(name, kernel) for name, each in PATTERNS.items() for kernel in sorted(kernels(each))],
+        [*((name, float("nan")) for name in ("v", "grad", "q", "k")), ("v", float("inf"))],
+    ),
 )
 def test_stays_in_its_document(pattern, kernel, name, value):
     pattern = PATTERNS[pattern]
@@ -100,12 +97,10 @@ def test_stays_in_its_document(pattern, kernel, name, value):
 @pytest.mark.parametrize(
     ("pattern", "name", "softcap"),
     [
-        *product(("documents", "full documents", "windows of documents"), ("v",), (None,)),
+        ("windows of documents", "v", None),
         ("documents", "v", 0.2),  # which mends all results
-    ]
-    + [
-        pytest.param(*each, marks=pytest.mark.long)
-        for each in product(("documents", "full documents", "windows of documents"), ("q", "k", "grad"), (None,))
+        *long(*product(("documents", "full documents"), ("v",), (None,))),
+        *long(*product(("documents", "full documents", "windows of documents"), ("q", "k", "grad"), (None,))),
     ],
 )
 def test_documents_computed_again(pattern, name, softcap):
@@ -144,9 +139,14 @@ def test_documents_computed_again(pattern, name, softcap):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("q", marks=pytest.mark.long), pytest.param("k", marks=pytest.mark.long), "v", "grad"]
+    ("kernel", "name"),
+    [
+        *product([BiasedReferenceKernel()], ("v", "grad")),
+        (BiasedTritonKernel(), "v"),
+        *long(*product([BiasedReferenceKernel(), BiasedTritonKernel()], ("q", "k")), (BiasedTritonKernel(), "grad")),
+    ],
+    ids=lambda each: getattr(each, "name", each),
 )
-@pytest.mark.parametrize("kernel", [BiasedReferenceKernel(), BiasedTritonKernel()], ids=lambda kernel: kernel.name)
 def test_stays_in_its_packed_instance(kernel, name):
     """Of CPM-Bee: several instances in a sequence, told apart by `span`."""
     batch = draw_bee(3, 2, 35 if DEVICE == "cpu" else 500)

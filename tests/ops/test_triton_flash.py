@@ -17,6 +17,7 @@ from bmburst_ops.flash import (
 from bmburst_ops.flash.triton import TritonKernel
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
+from tests.pairs import in_turn
 from tests.refusals import refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +30,7 @@ LARGE += [((513, 1029, True, 4, 2, head_dim), torch.float32) for head_dim in (64
 LARGE += [((700, 333, False, 8, 1, head_dim), torch.bfloat16) for head_dim in (64, 128)]
 LARGE += [((1024, 1024, True, 4, 4, 128), torch.float16), ((1, 300, True, 2, 1, 128), torch.bfloat16)]
 # A new head dim or dtype takes a GPU's compiler about ten seconds, the interpreter none.
-TILES = LARGE if DEVICE == "cuda" else [(tile, dtype) for tile in SMALL for dtype in ERRORS]
+TILES = LARGE if DEVICE == "cuda" else in_turn([(tile,) for tile in SMALL], ERRORS)
 
 # The interpreter's, of numbers beyond a tile's edge, which are not stored.
 pytestmark = pytest.mark.filterwarnings(

@@ -55,6 +55,22 @@ def test_every_way_is_a_mesh_that_can_share_the_model(gpus, nodes, batch):
     assert any(each.outer == "double-ring" for each in found) == (nodes > 1 and gpus // nodes > 1)
 
 
+@pytest.mark.parametrize(("sequence", "gpus"), [("131072", "8"), ("4M", "4")])
+def test_the_table_is_in_the_order_of_its_numbers(sequence, gpus, capsys):
+    """At 128K tokens the second line was slower than the third; at 4M tokens some do not fit."""
+    assert main(["plan", "--model", "llama-3-8b", "--seq", sequence, "--gpus", gpus]) == 0
+    rows = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
+    fitting = [row for row in rows if not row.endswith("does not fit")]
+    others = rows[len(fitting) :]
+    assert not {*others} & {*fitting} and len(rows) > 3
+    numbers = [[float(word.replace(",", "").rstrip("%")) for word in row.split()[:4]] for row in rows]
+    assert [each[0] for each in numbers[: len(fitting)]] == sorted(each[0] for each in numbers[: len(fitting)])
+    for column in (1, 2):
+        speeds = [each[column] for each in numbers[: len(fitting)]]
+        assert speeds == sorted(speeds, reverse=True)
+    assert [each[3] for each in numbers[len(fitting) :]] == sorted(each[3] for each in numbers[len(fitting) :])
+
+
 def test_flops_are_those_of_the_definition():
     model, length = PRESETS["llama-tiny"], 24
     pairs = sum(query + 1 for query in range(length))

@@ -106,7 +106,7 @@ def way(model, tokens, gpus=1, *, degree=1, outer="none", dtype="bfloat16", **mo
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     file = tmp_path_factory.mktemp("measured") / "bytes.json"
-    run_program(1, measure_all, CASES + FEW_TOKENS, file, seconds=300)
+    run_program(1, measure_all, CASES + FEW_TOKENS, file, seconds=300, fresh=True)
     return json.loads(file.read_text())
 
 
@@ -126,7 +126,7 @@ def activations(memory, case):
 
 
 def test_activations_are_those_of_a_tensor_group(tmp_path):
-    run_program(2, measure_all, TENSOR_CASES, tmp_path / "bytes", tensor=2)
+    run_program(2, measure_all, TENSOR_CASES, tmp_path / "bytes", tensor=2, fresh=True)
     for case, found in zip(TENSOR_CASES, json.loads((tmp_path / "bytes").read_text()), strict=True):
         one = predicted_way(case)
         way = replace(one, task=replace(one.task, gpus=2), tensor=2)
@@ -165,7 +165,7 @@ HEAD_CASES = [
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
     """Over ranks the boxes of the head exchange are among them: none lies outside of torch's allocator here."""
-    run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes")
+    run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes", fresh=True)
     measured = json.loads((tmp_path / "bytes").read_text())
     for case, found in zip(HEAD_CASES, measured, strict=True):
         monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
@@ -184,7 +184,7 @@ def test_norms_of_heads_are_those_of_the_model(tmp_path, monkeypatch):
         case | {"model": HEADS | {"num_layers": 2, "qk_norm": True}, "mlp_chunk": 0, "tokens": 512}
         for case in HEAD_CASES[:2]
     ]
-    run_program(1, measure_heads, cases, tmp_path / "bytes")
+    run_program(1, measure_heads, cases, tmp_path / "bytes", fresh=True)
     for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
         monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
         memory = predicted(case)

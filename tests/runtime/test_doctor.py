@@ -94,13 +94,11 @@ def package(monkeypatch, folder, name):
 @pytest.mark.parametrize(("gpus", "status"), [([90], "broken"), ([80], "ok"), ([], "note")])
 def test_the_extension_of_this_python_is_read_and_no_other(gpus, status, tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmtrain")
-    monkeypatch.setattr(bmtrain, "capabilities", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(gpus))
     (folder / "C.cpython-27-x86_64-linux-gnu.so").write_bytes(fat_binary((CUBIN, 90)))
-    lacking = bmtrain.machine_code("code")
+    lacking = bmtrain.machine_code("code", gpus)
     assert lacking.status == ("missing" if gpus else "note") and "cpython-27" in lacking.detail
     (folder / f"C{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(fat_binary((CUBIN, 80)))
-    assert bmtrain.machine_code("code").status == status
+    assert bmtrain.machine_code("code", gpus).status == status
 
 
 def test_a_bmtrain_that_does_not_import_is_broken(tmp_path, monkeypatch):
@@ -249,10 +247,9 @@ def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "status"), [([], "note"), ([75], "note"), ([90], "missing")])
-def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status, monkeypatch):
-    monkeypatch.setattr(doctor, "capabilities", lambda: gpus)
+def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status):
     look = doctor.GpuPackageCheck("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
-    found = look("kernel")
+    found = look("kernel", gpus)
     assert found.status == status
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")
 
@@ -261,12 +258,10 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "cpm_kernels")
     (folder / "kernels").mkdir()
     (folder / "kernels" / "gelu.fatbin").write_bytes(fat_binary((CUBIN, 61), (CUBIN, 86)))
-    monkeypatch.setattr(doctor, "capabilities", lambda: [90])
-    found = doctor.cpm_kernels("cpm-kernels")
+    found = doctor.cpm_kernels("cpm-kernels", [90])
     assert found.status == "note" and "sm_61 sm_86: cannot run on sm_90, and is refused there" in found.detail
-    monkeypatch.setattr(doctor, "capabilities", lambda: [89])
     try:
-        assert doctor.cpm_kernels("cpm-kernels").status == "ok"
+        assert doctor.cpm_kernels("cpm-kernels", [89]).status == "ok"
     finally:
         sys.modules.pop("cpm_kernels", None)
     missing = "raise ModuleNotFoundError('no pkg_resources', name='pkg_resources')"
@@ -276,7 +271,7 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     ):
         (folder / "__init__.py").write_text(code)
         importlib.invalidate_caches()
-        found = doctor.cpm_kernels("cpm-kernels")
+        found = doctor.cpm_kernels("cpm-kernels", [89])
         assert (
             (found.status, found.detail) == ("broken", detail)
             and found.fix.endswith(fix)
@@ -305,24 +300,20 @@ class FakeCuda:
     ("count", "apart", "status", "word"),
     [(0, (), "note", "no GPUs"), (1, (), "note", "1 GPU "), (3, (), "ok", "all 3"), (3, ((2, 0),), "note", "2->0")],
 )
-def test_peer_access_of_every_pair(count, apart, status, word, monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FakeCuda(count, apart))
-    found = system.peer_access("peer access")
+def test_peer_access_of_every_pair(count, apart, status, word):
+    found = system.peer_access("peer access", FakeCuda(count, apart))
     assert found.status == status and word in found.detail
 
 
 def test_gpus_that_are_hidden_or_have_the_wrong_torch(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FakeCuda(0))
-    monkeypatch.setattr(system, "driver_version", lambda: "580.1")
-    monkeypatch.setattr(torch.version, "cuda", None)
+    built = types.SimpleNamespace(cuda=FakeCuda(0), version=types.SimpleNamespace(cuda=None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = system.gpus("GPUs")
+    found = system.gpus("GPUs", built, "580.1")
     assert found.status == "broken" and "CPU build" in found.detail and found.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert system.gpus("GPUs").status == "note"
+    assert system.gpus("GPUs", built, "580.1").status == "note"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(system, "driver_version", lambda: "")
-    assert system.gpus("GPUs").status == "note"
+    assert system.gpus("GPUs", built, "").status == "note"
 
 
 def test_every_finding_of_this_machine_has_its_fix():

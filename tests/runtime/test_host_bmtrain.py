@@ -53,7 +53,7 @@ def test_a_pipeline_equals_plain_torch(tmp_path: Path) -> None:
 
 def test_ranks_keep_their_cores() -> None:
     """BMTrain would pin each to its share of them."""
-    run_program(2, _compare_cores, sorted(os.sched_getaffinity(0)))
+    run_program(2, _compare_cores, sorted(os.sched_getaffinity(0)), fresh=True)
 
 
 def _compare_cores(cores: list[int]) -> None:

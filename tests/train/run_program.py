@@ -2,10 +2,13 @@
 
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
+from random import Random
+from threading import Timer
+from time import sleep
 from typing import Any
 
-from bmburst.checkpoint import training as checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import run
 from tests import tiny
@@ -41,16 +44,56 @@ def train(folder: Path, name: str, **changes: Any) -> None:
 
 
 def train_and_die(folder: Path, name: str, moment: str, count: int, resume: bool) -> None:
-    """Train, and let rank 0 be killed at the count-th time that it comes to the named function of `checkpoint`."""
+    """Train, and let rank 0 be killed at the count-th time that it comes to a function of `bmburst.checkpoint`."""
+    module, *path, function = moment.split(".")
+    owner: Any = import_module(f"bmburst.checkpoint.{module}")
+    for part in path:
+        owner = getattr(owner, part)
     calls = 0
-    original = getattr(checkpoint, moment)
+    original = getattr(owner, function)
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == count:
+        if calls == count and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(checkpoint, moment, deadly)
+    setattr(owner, function, deadly)
     train(folder, name, resume=resume)
+
+
+def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: bool) -> None:
+    """Train, and let a rank be killed at a random moment after its first save has begun, while saves take long.
+
+    Rank 0 adds each step that was reported as saved to the file `reported`.
+    """
+    from bmburst.checkpoint.background import BackgroundSaves
+    from bmburst.checkpoint.staging import Staging
+    from bmburst.checkpoint.tensor_files import SafetensorsWriter
+
+    draws = Random(seed)
+    target, delay = str(draws.randrange(2)), draws.uniform(0.0, 2.0)
+    copy, write_run, wait = Staging.copy, SafetensorsWriter.write_run, BackgroundSaves.wait
+    timers: list[Timer] = []
+
+    def begun(*args: Any) -> None:
+        if os.environ["RANK"] == target and not timers:
+            timers.append(Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)))
+            timers[0].start()
+        copy(*args)
+
+    def slowly(*args: Any) -> None:
+        sleep(0.01)
+        write_run(*args)
+
+    def noted(saves: Any) -> None:
+        step = saves._save._draft.progress.step if saves.is_writing else None
+        wait(saves)
+        if step is not None and os.environ["RANK"] == "0":
+            with (folder / "reported").open("a") as file:
+                file.write(f"{step}\n")
+
+    Staging.copy, SafetensorsWriter.write_run = begun, slowly  # type: ignore[method-assign]
+    BackgroundSaves.wait = noted  # type: ignore[method-assign]
+    train(folder, name, steps=steps, resume=resume)

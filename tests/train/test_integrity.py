@@ -177,7 +177,7 @@ def program_corpus(folder, first, data):
 
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
-    run_program(2, _fills_the_disk, tmp_path)
+    run_program(2, _fills_the_disk, tmp_path, fresh=True)
 
 
 def _fills_the_disk(folder):
@@ -250,7 +250,7 @@ def test_checkpoints_to_come(tmp_path):
 
 
 def test_never_writes_no_checkpoint(tmp_path):
-    run_program(1, _never, tmp_path)
+    run_program(1, _never, tmp_path, fresh=True)
 
 
 def _never(folder):

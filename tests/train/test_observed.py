@@ -46,7 +46,7 @@ def test_a_run_says_how_it_went(tmp_path):
 def _observed(folder):
     from bmburst.train.trainer import Trainer
 
-    with patch("bmburst.train.trainer.LagWatch", partial(LagWatch, window=4)):
+    with patch("bmburst.train.monitor.LagWatch", partial(LagWatch, window=4)):
         trainer = Trainer(program.config(folder, "run", profile="2-3"))
     read = trainer.next_batch
 

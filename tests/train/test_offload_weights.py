@@ -8,7 +8,7 @@ from tests.distributed.programs import run_program
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
 
-STEPS = 20
+STEPS = 6  # equal bit by bit: a difference shows at the second step, or never
 
 
 def trainer(folder, name, streams, dtype, **changes):
@@ -53,12 +53,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "dtype", "policy", "changes"), CASES)
-def test_twenty_steps_are_equal(tmp_path, size, dtype, policy, changes):
+def test_steps_are_equal(tmp_path, size, dtype, policy, changes):
     tensor = changes.get("parallel", ParallelConfig()).tensor_parallel
-    run_program(size, _twenty_steps_are_equal, tmp_path, dtype, policy, changes, tensor=tensor)
+    run_program(size, _steps_are_equal, tmp_path, dtype, policy, changes, tensor=tensor)
 
 
-def _twenty_steps_are_equal(folder, dtype, policy, changes):
+def _steps_are_equal(folder, dtype, policy, changes):
     resident, streamed = (
         trainer(folder, f"run-{streams}", streams, dtype, recompute=policy, **changes) for streams in (False, True)
     )

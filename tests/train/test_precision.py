@@ -172,7 +172,7 @@ def _resumed_is_uninterrupted(folder):
     second = make(folder, "run", resume=True)
     second.train()
     assert all(map(torch.equal, held(whole), held(second)))
-    assert second._loss_scale == whole._loss_scale == LossScale(2048, INTERVAL, 1)
+    assert second._monitor.scale == whole._monitor.scale == LossScale(2048, INTERVAL, 1)
     if whole.is_main:
         keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps")
         files = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]

@@ -9,6 +9,7 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint.files import require_whole
 from bmburst.data import open_corpus
 from bmburst.train.config import DataConfig, ParallelConfig
 from bmburst.train.resolve import resolve
@@ -61,15 +62,16 @@ def test_a_resumed_run_needs_no_directory_that_it_started_from(folder, tmp_path)
     assert kept_with_model(text, config) == {}
 
 
-# Of one run, each time it is started: the function of `checkpoint` and the call of it at which it is killed, and the
-# step of the checkpoint that it then has.
+# Of one run, each time it is started: the function of `bmburst.checkpoint` and the call at which it is killed, and
+# the step of the checkpoint that it then has. A thread calls them while training goes on.
 KILLS = [
-    ("_save_optimizer", 1, None),  # in its first checkpoint
-    ("_save_random", 2, 2),  # in its second, with half of it written
-    ("_save_state", 1, 2),  # the second again, all but the file that makes it one
-    ("_sync", 3, 2),  # all of it is written, but not under its name
-    ("_sync", 8, 4),  # just after it got its name
-    ("_remove_hidden", 2, 6),  # while the first is removed, the last being there
+    ("staging.Staging.copy", 1, None),  # in its first checkpoint, of which nothing is written
+    ("sharded_files._write_group", 2, None),  # the first again, without the optimizer
+    ("tensor_files.SafetensorsWriter.write_run", 100, 2),  # in its second, with half of a file written
+    ("training._save_state", 1, 2),  # the second again, all but the file that makes it one
+    ("training._sync", 3, 2),  # all of it is written, but not under its name
+    ("training._sync", 8, 4),  # just after it got its name
+    ("training._remove_hidden", 2, 6),  # while the first is removed, the last being there
 ]
 
 
@@ -77,7 +79,7 @@ def test_killed_at_any_point_and_resumed(folder):
     run, left = folder / "killed", None
     for moment, count, leaves in KILLS:
         with pytest.raises(ProcessExitedException, match="SIGKILL"):
-            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None)
+            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None, fresh=True)
         newest, left = checkpoint.newest_complete(run), leaves
         assert (newest and checkpoint.read_progress(newest).step) == left, (moment, count)
         # A line that was being written when the run died.
@@ -88,6 +90,28 @@ def test_killed_at_any_point_and_resumed(folder):
     assert {step: values for step, values in losses(folder, "killed").items() if step < 7} == losses(folder, "whole")
     assert held_out(folder, "killed")[:-1] == held_out(folder, "whole")
     assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step-000006", "step-000007"]
+
+
+@pytest.mark.long
+def test_killed_at_random_moments_of_saves(tmp_path):
+    """Nothing that was reported as saved is lost, and the losses are those of a run that was not killed."""
+    steps, seen = 120, tmp_path / "reported"
+    run_program(2, _train_for, tmp_path, "whole", steps, seconds=600)
+    for seed in range(20):
+        newest = checkpoint.newest_complete(tmp_path / "run")
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run_program(2, program.train_and_be_killed, tmp_path, "run", seed, steps, newest is not None)
+        newest = checkpoint.newest_complete(tmp_path / "run")
+        if newest is not None:
+            require_whole(newest)
+        reported = map(int, seen.read_text().split()) if seen.exists() else ()
+        assert (0 if newest is None else checkpoint.read_progress(newest).step) >= max(reported, default=0)
+    run_program(2, resume, tmp_path, "run", {"steps": steps}, seconds=600)
+    assert losses(tmp_path, "run") == losses(tmp_path, "whole")
+
+
+def _train_for(folder, name, steps):
+    program.train(folder, name, steps=steps)
 
 
 def resume(folder, name, changes):

@@ -37,7 +37,7 @@ def trainer(folder, name, **changes):
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path):
-    run_program(2, _stopped, tmp_path)
+    run_program(2, _stopped, tmp_path, fresh=True)
     run = tmp_path / "stopped"
     assert [line["step"] for line in lines(tmp_path / "whole")] == [1, 2, 3, 4, 5, 6]
     assert numbers(run) == numbers(tmp_path / "whole")
@@ -76,10 +76,10 @@ def _stopped(folder):
     assert last.steps_done == last.config.steps
 
 
-def _while_told(ours, method):
+def _while_told(ours, method, **options):
     for _ in range(2 * ours.runtime.rank):
         os.kill(os.getpid(), signal.SIGTERM)
-    return method()
+    return method(**options)
 
 
 def facts(step=1, shares=(1.0, 1.0), squares=(1.0, 1.0)):

@@ -103,7 +103,7 @@ LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8, "num_he
 
 
 def test_no_rank_holds_more_than_a_few_tensors(tmp_path):
-    run_program(2, _measure_memory, tmp_path)
+    run_program(2, _measure_memory, tmp_path, fresh=True)
 
 
 def _measure_memory(folder):

@@ -96,9 +96,9 @@ class GpuPackageCheck:
     generations: frozenset[int]
     install: str
 
-    def __call__(self, name: str) -> Finding:
-        """Look for the package and import it."""
-        gpus = capabilities()
+    def __call__(self, name: str, gpus: list[int] | None = None) -> Finding:
+        """Look for the package and import it, for GPUs of these compute capabilities, by default this machine's."""
+        gpus = capabilities() if gpus is None else gpus
         if not gpus:
             return Finding(name, "note", "needs a GPU")
         if self.generations and not all(sm // 10 in self.generations for sm in gpus):
@@ -122,13 +122,17 @@ def linear_attention(name: str) -> Finding:
     return Finding(name, "ok", _version("fla-core"))
 
 
-def cpm_kernels(name: str) -> Finding:
-    """Compare the machine code in cpm-kernels with this machine's GPUs. It has no PTX for other GPUs.
+def cpm_kernels(name: str, gpus: list[int] | None = None) -> Finding:
+    """Compare the machine code in cpm-kernels with GPUs. It has no PTX for other GPUs.
 
     The package is only used if it is selected by name, `norm_kernel="cpm-kernels"`.
+
+    Args:
+        name: Name of the finding.
+        gpus: Compute capabilities, as of `capabilities`; by default of this machine's GPUs.
     """
     spec = importlib.util.find_spec("cpm_kernels")
-    gpus = capabilities()
+    gpus = capabilities() if gpus is None else gpus
     if spec is None or not spec.submodule_search_locations:
         return Finding(name, "note", "not installed, not needed: norms in float16, on sm_70 to sm_89")
     folder = Path(next(iter(spec.submodule_search_locations)))

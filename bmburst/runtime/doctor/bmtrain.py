@@ -103,8 +103,14 @@ def installed(name: str) -> Finding:
     return Finding(name, "ok", f"{found}{other}{how}")
 
 
-def machine_code(name: str) -> Finding:
-    """Compare the architectures in BMTrain's extension with this machine's GPUs."""
+def machine_code(name: str, gpus: list[int] | None = None) -> Finding:
+    """Compare the architectures in BMTrain's extension with GPUs.
+
+    Args:
+        name: Name of the finding.
+        gpus: Compute capabilities, as of `capabilities`; by default of this machine's GPUs.
+    """
+    gpus = capabilities() if gpus is None else gpus
     spec = importlib.util.find_spec("bmtrain")
     if spec is None or not spec.submodule_search_locations:
         return Finding(name, "note", "BMTrain is not installed")
@@ -113,11 +119,11 @@ def machine_code(name: str) -> Finding:
     if not files:
         others = ", ".join(path.name for path in sorted(folder.glob("C.*so")))
         detail = f"none for this Python{f' (but {others})' if others else ''}"
-        if not _has_cuda():
+        if not gpus:
             return Finding(name, "note", f"{detail}; the host runtime needs none")
         return Finding(name, "missing", detail, f"{BMBURST} build-bmtrain --install")
     code = read_machine_code(files[0].read_bytes())
-    return judge(name, code, capabilities())
+    return judge(name, code, gpus)
 
 
 def judge(name: str, code: MachineCode, gpus: list[int]) -> Finding:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bmburst.amounts import GIB
 from bmburst.errors import one_line
@@ -67,12 +67,19 @@ def torch(name: str) -> Finding:
     return Finding(name, "ok", f"{module.__version__}, {build}")
 
 
-def gpus(name: str) -> Finding:
-    """Compute on every GPU that torch sees; if it sees none, find the reason."""
-    import torch as module
+def gpus(name: str, module: Any = None, driver: str | None = None) -> Finding:
+    """Compute on every GPU that torch sees; if it sees none, find the reason.
 
+    Args:
+        name: Name of the finding.
+        module: torch, or what stands in for it.
+        driver: Version of NVIDIA's driver, as of `driver_version`, which is asked by default.
+    """
+    if module is None:
+        import torch as module
+    driver = driver_version() if driver is None else driver
     if not module.cuda.is_available():
-        return _no_gpus(name)
+        return _no_gpus(name, module, driver)
     found = []
     for index in range(module.cuda.device_count()):
         ones = module.ones(8, device=f"cuda:{index}")
@@ -81,16 +88,13 @@ def gpus(name: str) -> Finding:
         properties = module.cuda.get_device_properties(index)
         major, minor = properties.major, properties.minor
         found.append(f"{index}: {properties.name} sm_{major}{minor} {properties.total_memory / GIB:.0f} GiB")
-    return Finding(name, "ok", "; ".join([*found, f"driver {driver_version() or 'unknown'}"]))
+    return Finding(name, "ok", "; ".join([*found, f"driver {driver or 'unknown'}"]))
 
 
-def _no_gpus(name: str) -> Finding:
-    import torch as module
-
+def _no_gpus(name: str, module: Any, driver: str) -> Finding:
     cpu = "BMTrain runs on the CPU (host runtime)"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return Finding(name, "note", f"hidden by CUDA_VISIBLE_DEVICES= (empty); {cpu}")
-    driver = driver_version()
     if not driver:
         return Finding(name, "note", f"no NVIDIA driver; {cpu}")
     if module.version.cuda is None:
@@ -121,15 +125,15 @@ def driver_version() -> str:
     return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
 
 
-def peer_access(name: str) -> Finding:
-    """Check which pairs of GPUs can read each other's memory."""
-    import torch as module
-
-    count = module.cuda.device_count() if module.cuda.is_available() else 0
+def peer_access(name: str, cuda: Any = None) -> Finding:
+    """Check which pairs of GPUs can read each other's memory, by `torch.cuda` or what stands in for it."""
+    if cuda is None:
+        from torch import cuda
+    count = cuda.device_count() if cuda.is_available() else 0
     if count < 2:
         return Finding(name, "note", f"{count or 'no'} GPU{'s' if not count else ''} here: nothing to reach")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    apart = [f"{a}->{b}" for a, b in pairs if not module.cuda.can_device_access_peer(a, b)]
+    apart = [f"{a}->{b}" for a, b in pairs if not cuda.can_device_access_peer(a, b)]
     if apart:
         detail = f"not between {', '.join(apart)}: their transfers go through host memory, by NCCL"
         return Finding(name, "note", detail)

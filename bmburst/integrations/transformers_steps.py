@@ -1,0 +1,236 @@
+"""The steps of transformers' `generate` over a split cache: what each step computes, and what all ranks agree on.
+
+**One length.** Rotary frequencies of the types "dynamic" and "longrope" follow the largest position that a model sees.
+A rank sees only its positions of a prompt, so every rotary module gets the last position of the whole text in addition.
+transformers also keeps the frequencies of the longest text so far. Here they follow the text alone.
+
+**A prompt and a change of the frequencies.** transformers prepares the inputs of each step. Before the first step, the
+prompt is computed over all ranks except for its last token. Phi-3 drops its cache where a text becomes longer than the
+original length, because all its keys change; the text is then computed again in the same way.
+
+**One decision.** Each step, the ranks exchange their new tokens, whether each text ends, and whether code of the user
+has raised an exception: three integers a text. All of them go on with the tokens and ends of rank 0. So a clock, a
+criterion of the user, or logits that differ in the last bit never let one rank end before another.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.errors import UserError, first_line
+
+T = TypeVar("T")
+_CACHE = "past_key_values"
+
+
+def rotary_by_length(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
+    """Yield the rotary modules whose frequencies depend on the length, with the arguments that select each of them."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                yield module, {} if layer is None else {"layer_type": layer}
+
+
+@contextmanager
+def one_length(model: torch.nn.Module, length: int) -> Iterator[None]:
+    """Compute rotary tables with the frequencies of a text of `length` tokens, whichever positions the model gets."""
+
+    def extended(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = positions.new_full((*positions.shape[:-1], 1), length - 1)
+        longer = torch.cat((positions, last), -1)
+        if "position_ids" in kwargs:
+            return args, kwargs | {"position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
+
+    def cut(_: torch.nn.Module, __: object, tables: Any) -> Any:
+        return tables[..., :-1, :] if isinstance(tables, Tensor) else tuple(each[..., :-1, :] for each in tables)
+
+    handles = []
+    for module in {id(module): module for module, _ in rotary_by_length(model)}.values():
+        handles.append(module.register_forward_pre_hook(extended, with_kwargs=True))
+        handles.append(module.register_forward_hook(cut))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def own_frequencies(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Begin and end with the frequencies of a short text: dynamic rotary modules remember the longest text so far."""
+
+    def forget() -> None:
+        for module, chosen in rotary_by_length(model):
+            module(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), **chosen)
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+class Together:
+    """What the ranks of a text agree on at each step.
+
+    Args:
+        comm: The ranks that compute the same texts.
+    """
+
+    def __init__(self, comm: CheckedCommunicator) -> None:
+        self._comm = comm
+        self._errors: list[Exception] = []
+
+    def guarded(self, call: Callable[[], T], otherwise: T) -> T:
+        """Return the result of the user's own code. All ranks raise its exception after the step, not one alone."""
+        if self._errors:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:  # raised by `step` or `finish`
+            self._errors.append(error)
+            return otherwise
+
+    def step(self, input_ids: Tensor, ends: Tensor) -> Tensor:
+        """Replace the newest tokens by those of rank 0; return which texts end on rank 0, `[batch]` bool.
+
+        Args:
+            input_ids: `[batch, tokens]`; the last column is overwritten.
+            ends: Which texts end on this rank, `[batch]` bool.
+
+        Raises:
+            UserError: Code of the user raised an exception on another rank; on its own rank, it is raised itself.
+        """
+        failed = torch.full_like(input_ids[:, -1], bool(self._errors))
+        (ranks,) = self._comm.all_gather(torch.stack((input_ids[:, -1], ends.to(input_ids.dtype), failed))).wait()
+        if bool(ranks[:, 2].any()):
+            self._raise()
+        input_ids[:, -1] = ranks[0, 0]
+        return ranks[0, 1].bool()
+
+    def finish(self) -> None:
+        """Raise the exception of a streamer's last call. Every rank has ended."""
+        if self._errors:
+            raise self._errors[0]
+
+    def _raise(self) -> None:
+        def decide() -> tuple[None, str]:
+            if self._errors:
+                kind, said = type(self._errors[0]).__name__, first_line(self._errors[0])
+                raise UserError(
+                    f"generate has ended because of an exception on rank {self._comm.rank}: {kind}: {said}\n"
+                    "fix: correct the streamer, stopping criterion or logits processor that raised it"
+                )
+            return None, "generate"
+
+        try:
+            with self._comm.checking():
+                self._comm.decided(decide)
+        except UserError:
+            self.finish()
+            raise
+
+
+class _Ends(StoppingCriteriaList):  # type: ignore[misc]
+    """Stopping criteria that every rank evaluates, and of which the results of rank 0 count."""
+
+    def __init__(self, criteria: StoppingCriteriaList, together: Together) -> None:
+        super().__init__(criteria)
+        self._together = together
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """See `StoppingCriteria`."""
+        none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        ends: Tensor = self._together.guarded(lambda: super(_Ends, self).__call__(input_ids, scores, **kwargs), none)
+        return self._together.step(input_ids, ends)
+
+
+class _Processors(LogitsProcessorList):  # type: ignore[misc]
+    """Logits processors whose exceptions all ranks raise."""
+
+    def __init__(self, processors: LogitsProcessorList, together: Together) -> None:
+        super().__init__(processors)
+        self._together = together
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """See `LogitsProcessor`."""
+        return self._together.guarded(lambda: super(_Processors, self).__call__(input_ids, scores, **kwargs), scores)
+
+
+class Streamer:
+    """A streamer whose exceptions all ranks raise.
+
+    Args:
+        streamer: The user's own, maybe on this rank alone.
+        together: What the ranks agree on.
+    """
+
+    def __init__(self, streamer: Any, together: Together) -> None:
+        self._streamer, self._together = streamer, together
+
+    def put(self, value: Tensor) -> None:
+        """See `BaseStreamer`."""
+        self._together.guarded(lambda: self._streamer.put(value), None)
+
+    def end(self) -> None:
+        """See `BaseStreamer`."""
+        self._together.guarded(self._streamer.end, None)
+
+
+@contextmanager
+def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Iterator[None]:
+    """Let `model.generate` compute over the ranks of a `SplitCache`, as in the module's docstring.
+
+    Args:
+        model: The model of transformers itself, not a wrapper.
+        cache: The cache that `model.generate` gets.
+        together: What the ranks agree on.
+    """
+    prepare, criteria, processors = (
+        model.prepare_inputs_for_generation,
+        model._get_stopping_criteria,
+        model._get_logits_processor,
+    )
+
+    def prepared(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        length = input_ids.shape[1]
+        kwargs["next_sequence_length"] = 1
+        if cache.get_seq_length() >= length:  # synced_gpus: this text has ended, texts of other ranks have not
+            cache.crop(length - 1)
+        inputs: dict[str, Any] = prepare(input_ids, **kwargs)
+        if inputs.get(_CACHE) is None and cache.rotated_for < length:
+            cache.reset()
+        if cache.get_seq_length() < length - 1:
+            cache.prefill(model, input_ids[:, cache.get_seq_length() : length - 1], length=length)
+            inputs = prepare(input_ids, **kwargs)
+        if inputs.get(_CACHE) is None:  # the model has dropped the cache, which is already computed anew
+            inputs = GenerationMixin.prepare_inputs_for_generation(model, input_ids, **kwargs)
+        return inputs
+
+    with (
+        _replaced(model, "prepare_inputs_for_generation", prepared),
+        _replaced(model, "_get_stopping_criteria", lambda *a, **k: _Ends(criteria(*a, **k), together)),
+        _replaced(model, "_get_logits_processor", lambda *a, **k: _Processors(processors(*a, **k), together)),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(model: PreTrainedModel, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one model."""
+    own = vars(model).get(name)
+    setattr(model, name, method)
+    try:
+        yield
+    finally:
+        delattr(model, name)
+        if own is not None:
+            setattr(model, name, own)

@@ -1,0 +1,115 @@
+"""Notices in the first steps that the ranks of a sequence do not train the same weights.
+
+A rank's gradients are those of its tokens alone, until DDP, FSDP2 or the script averages them over the ranks. Without
+that, every rank trains weights of its own, and no loss shows it. So some elements of each weight are compared when the
+model is called: at first the weights, then how optimizer steps changed them. A sharded weight is one weight, and its
+gradient is reduced by whoever shards it.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.errors import UserError
+
+STEPS = 3
+"""Number of optimizer steps that are compared."""
+
+_SAMPLED = 16  # elements of each weight
+_ALIKE = 0.25  # of the norm: equal gradients give equal changes, and those of other tokens differ by about their norm
+
+
+@dataclass(slots=True)
+class _Seen:
+    names: tuple[str, ...] = ()
+    values: Tensor | None = None
+    """Samples of all ranks, fp64 `[ranks, elements]` in host memory; None before the first comparison."""
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EqualWeights:
+    """What was seen of the weights of each model. A model is forgotten with its last other reference."""
+
+    _models: "WeakKeyDictionary[nn.Module, _Seen]" = field(default_factory=WeakKeyDictionary)
+
+    def are_compared(self, model: nn.Module) -> bool:
+        """Return whether `compare` has not seen enough steps of a model yet; equal on all ranks."""
+        seen = self._models.get(model)
+        return seen is None or seen.steps < STEPS
+
+    def compare(self, model: nn.Module, comm: CheckedCommunicator) -> None:
+        """Compare weights over the ranks, and how they changed since the last call. Collective; the host waits.
+
+        Args:
+            model: A module whose replicated weights have equal names on all ranks.
+            comm: The ranks that share sequences.
+
+        Raises:
+            UserError: The ranks hold different weights, or the same optimizer step changed them differently.
+        """
+        samples = _samples(model)
+        names, sizes = tuple(samples), [len(sample) for sample in samples.values()]
+        seen = self._models.setdefault(model, _Seen())
+        if names != seen.names:  # wrapped or unfrozen since
+            seen.names, seen.values = names, None
+        if not names:
+            seen.steps = STEPS
+            return
+        mine = torch.cat([sample.to(comm.device, torch.float64) for sample in samples.values()])
+        with comm.checking():
+            (gathered,) = comm.all_gather(mine).wait()
+        values = gathered.cpu()
+        before, seen.values = seen.values, values
+        change = values if before is None else values - before
+        found = _different(change, sizes)
+        if found is not None:
+            raise UserError(_told(names[found[0]], found[1], is_first=before is None))
+        if before is not None and bool((change != 0).any()):
+            seen.steps += 1
+
+
+def _samples(model: nn.Module) -> dict[str, Tensor]:
+    """Return some elements of each weight that is trained and that each rank holds whole."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return {}
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.numel() and not weight.is_meta and not isinstance(weight, DTensor):
+            step = max(1, weight.numel() // _SAMPLED | 1)  # odd: a matrix is not sampled in one column only
+            found[name] = weight.detach().flatten()[::step][:_SAMPLED]
+    return found
+
+
+def _different(values: Tensor, sizes: list[int]) -> tuple[int, int] | None:
+    """Return the first weight and rank whose samples differ from rank 0's by more than rounding, or None.
+
+    Args:
+        values: `[ranks, elements]`.
+        sizes: Number of elements of each weight.
+    """
+    for i, part in enumerate(values.split(sizes, 1)):
+        norms = part.norm(dim=1)
+        apart = (part - part[0]).norm(dim=1) > _ALIKE * torch.maximum(norms, norms[0])
+        if bool(apart.any()):
+            return i, int(apart.nonzero()[0])
+    return None
+
+
+def _told(name: str, rank: int, *, is_first: bool) -> str:
+    if is_first:
+        return (
+            f"the ranks that share a sequence hold different weights: {name} of rank {rank} is not rank 0's\n"
+            "allowed: the same weights on every rank\n"
+            "fix: the same seed or files on every rank, or DistributedDataParallel, which copies those of rank 0"
+        )
+    return (
+        f"gradients were not averaged over the ranks that share a sequence: a step changed {name}\n"
+        f"differently on rank {rank} than on rank 0, and each rank now trains weights of its own\n"
+        "fix: DistributedDataParallel or fully_shard around the whole model, or dist.all_reduce(p.grad, ReduceOp.AVG)"
+    )

@@ -1,0 +1,38 @@
+"""Python's garbage collection during training, at the same steps on all ranks."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+EVERY = 50
+"""Steps between two collections."""
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Collect garbage inside the block only in `collect_after`; afterwards, and after an error, as before.
+
+    Python otherwise collects after it has made some hundreds of objects, at another moment on each rank, and the other
+    ranks wait. Objects that exist before the block are not searched: modules, the model, kernels.
+    """
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not was_frozen:  # else the caller's own objects would not stay frozen
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def collect_after(step: int) -> None:
+    """Collect garbage if it is time. Every rank calls it after each step.
+
+    Args:
+        step: Number of the step, the same on all ranks.
+    """
+    if step % EVERY == 0:
+        gc.collect()

@@ -1,0 +1,119 @@
+"""Checkpoints of a run: restores the newest one, and writes new ones beside training. `RunSaves`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bmburst.amounts import GIB
+from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint.adapter import Base
+from bmburst.checkpoint.background import BackgroundSaves
+from bmburst.checkpoint.files import newest_complete
+from bmburst.errors import UserError
+from bmburst.plan.memory import memory_of
+from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.train.config import TrainConfig
+from bmburst.train.machine import available_bytes, planned
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+    from bmburst.optim import AdamW
+
+
+class RunSaves(BackgroundSaves):
+    """The checkpoints of a run. Every rank makes the same calls.
+
+    Args:
+        config: The run, with a recompute policy; `output` is set.
+        model: The model.
+        optimizer: Its optimizer.
+        tokenizer: Files of the tokenizer by name, which each checkpoint holds.
+    """
+
+    def __init__(self, config: TrainConfig, model: "Llama", optimizer: "AdamW", tokenizer: Mapping[str, bytes]) -> None:
+        super().__init__()
+        self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
+        self._base: Base | None = None
+
+    def restore(self, folder: Path) -> checkpoint.RunProgress | None:
+        """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
+
+        Returns:
+            The progress of the checkpoint; None if the run begins.
+
+        Raises:
+            UserError: There is no checkpoint, all are damaged, or it has another model.
+        """
+        config, base = self._config, self._config.init_from
+        if base is not None and (config.lora.is_on or not config.resume):
+            base = checkpoint.verified_together(base)
+            hugging_face.load(self._model, base)
+            if config.lora.is_on:
+                self._base = Base.open(base, config.model)
+        if not config.resume:
+            return None
+        newest = checkpoint.verified_together(folder)
+        if newest == folder:
+            raise UserError(
+                f"{folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
+            )
+        return checkpoint.load(newest, self._model, self._optimizer, base=self._base)
+
+    def go_beside_training(self, folder: Path, progress: checkpoint.RunProgress) -> str:
+        """Reserve host memory if training goes on after a save; return why there is none, or nothing.
+
+        Call it after the first step, when the other memory of the run is in use.
+
+        Args:
+            folder: The run folder.
+            progress: The progress of the run.
+        """
+        every, done = self._config.checkpoint_every, progress.step
+        if not every or -(-done // every) * every >= self._config.steps:  # only the last step is saved
+            return ""
+        return self.prepare(self._draft(folder, progress), self._free())
+
+    def save(self, folder: Path, progress: checkpoint.RunProgress, *, wait: bool) -> Path:
+        """Write a checkpoint and return its path.
+
+        Args:
+            folder: The run folder.
+            progress: The progress of the run.
+            wait: Whether to return when it is on disk. Otherwise training may go on; see `BackgroundSaves.start`.
+
+        Raises:
+            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one.
+        """
+        draft = self._draft(folder, progress)
+        self.start(draft)
+        if wait:
+            self.wait()
+        return draft.target
+
+    def has_one(self, folder: Path) -> bool:
+        """Return whether the run folder has a complete checkpoint, after the started save has ended."""
+        self.wait()
+        return newest_complete(folder) is not None
+
+    def _draft(self, folder: Path, progress: checkpoint.RunProgress) -> checkpoint.Draft:
+        return checkpoint.Draft.of(
+            folder,
+            self._model,
+            self._optimizer,
+            progress,
+            keep=self._config.keep_checkpoints,
+            base=self._base,
+            tokenizer=self._tokenizer,
+        )
+
+    def _free(self) -> int | None:
+        """Return the bytes of this host that copies may take."""
+        available, most = available_bytes(), self._config.host_memory
+        if available is None or most is None:
+            return available
+        import bmtrain as bmt
+
+        hardware = hardware_like(HOST)
+        used = memory_of(planned(self._config, bmt.world_size(), 1, hardware), hardware).in_host
+        return min(available, int(most * GIB - used))

@@ -1,0 +1,73 @@
+"""What a Trainer does on 2 ranks is what transformers' own does on one process, and what ranks train is one model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import run_processes
+from tests.integrations import transformers_trainer_program as program
+from tests.refusals import says
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of 2 ranks saw."""
+    folder: Path = tmp_path_factory.mktemp("trainer")
+    run_processes(2, program.run, folder)
+    every: Found = torch.load(folder / "found.pt")
+    return every
+
+
+@pytest.mark.parametrize("name", program.RUNS)
+def test_trains_as_one_process_after_an_evaluation(found: Found, tmp_path: Path, name: str) -> None:
+    """With samples shorter than the ranks, a batch without labels, NEFTune's noise, and counts of tokens."""
+    expected = program.trained(name, tmp_path, None)
+    assert len(expected["losses"]) == 3
+    for rank in found:
+        ours = rank["trained"][name]
+        for what in ("losses", "norms"):
+            assert ours[what] == pytest.approx(expected[what], rel=2e-5), what
+        assert ours["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+        assert ours["without labels"] == 1 and expected["without labels"] is None
+        for what in ("tokens", "flos", "samples"):
+            assert ours[what] == expected[what], what
+        for key, weight in expected["weights"].items():
+            # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
+            assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
+            assert torch.equal(ours["weights"][key], found[0]["trained"][name]["weights"][key]), key
+
+
+def test_noise_matters_here(tmp_path: Path) -> None:
+    plain = program.trainer(tmp_path, None, program.padded)
+    plain.train()
+    with_noise = program.trained("noise", tmp_path, None)
+    assert abs(plain.state.log_history[0]["loss"] - with_noise["losses"][0]) > 1e-3
+
+
+def test_loops_that_average_gradients_take_their_steps(found: Found) -> None:
+    for name in ("ddp", "ddp of adapters", "fsdp2", "averaged by the script"):
+        assert [rank["loops"][name] for rank in found] == [(5, "")] * 2, name
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "words"),
+    [
+        ("not averaged", 2, "gradients were not averaged | embed_tokens.weight | rank 1 | fully_shard | all_reduce"),
+        ("adapters not averaged", 2, "gradients were not averaged | lora_B | fix: DistributedDataParallel"),
+        ("adapters behind FSDP2", 2, "gradients were not averaged | lora_B | fully_shard"),
+        ("another module wrapped", 2, "gradients were not averaged | lora_B | whole model"),
+        ("layers sharded alone", 2, "gradients were not averaged | embed_tokens.weight | whole model"),
+        ("weights of two seeds", 0, "different weights | rank 1 | the same weights on every rank | fix: the same seed"),
+        ("adapters of two seeds", 0, "different weights | lora_A | fix: the same seed | DistributedDataParallel"),
+    ],
+)
+def test_loops_that_do_not_are_refused(found: Found, name: str, steps: int, words: str) -> None:
+    """On every rank, at the first call after the step that let the weights drift apart."""
+    for rank in found:
+        taken, told = rank["loops"][name]
+        assert taken == steps, told
+        says(told, words)

@@ -1,0 +1,219 @@
+"""A Trainer, and loops of one's own, on the ranks of one job. Rank 0 leaves what every rank saw."""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
+
+from bmburst import Mesh, UserError
+from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers_trainer import SplitBatches
+from tests import tiny
+
+DRAWN = torch.randint(1, 61, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def rows(*lengths: int) -> list[dict[str, Any]]:
+    """Return samples of some lengths."""
+    return [{"input_ids": DRAWN[7 * i : 7 * i + length]} for i, length in enumerate(lengths)]
+
+
+TRAINED = rows(13, 1, 11, 19, 7, 1, 23, 12)  # two of them are shorter than 2 ranks, and have no label
+EVALUATED = rows(14, 1, 9, 1, 1)  # in pairs; the last batch has no label
+
+
+class SplitTrainer(SplitBatches, Trainer):
+    pass
+
+
+def trainer(folder: Path, split: SplitSequences | None, collator: Any = None, **options: Any) -> Trainer:
+    """Return a Trainer: transformers' own, or split. Two micro-batches of one sample are a step."""
+    arguments = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1} | options
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        **arguments,
+    )
+    made: dict[str, Any] = {
+        "model": tiny.transformers_model("qwen3", attention="bmburst" if split else "sdpa", use_cache=False),
+        "args": args,
+        "train_dataset": TRAINED,
+        "eval_dataset": EVALUATED,
+        "data_collator": collator or DataCollatorWithFlattening(),
+    }
+    return SplitTrainer(split=split, **made) if split else Trainer(**made)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "ddp": {"include_num_input_tokens_seen": "all"},
+    "fsdp2": {},
+    "noise": {"neftune_noise_alpha": 40.0, "include_num_input_tokens_seen": "non_padding"},
+}
+
+
+def collator_of(name: str) -> Any:
+    return padded if name == "noise" else DataCollatorWithFlattening()
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return a batch with padding before shorter samples, and two tokens of padding behind all."""
+    most = max(len(sample["input_ids"]) for sample in samples)
+    rows = [[0] * (most - len(one["input_ids"])) + one["input_ids"] + [0, 0] for one in samples]
+    ids = torch.tensor(rows)
+    mask = (ids != 0).long()
+    first = torch.nn.functional.pad(mask[:, :-1], (1, 0)) == 0  # no token of the sample predicts its first one
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | first, -100)}
+
+
+def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, Any]:
+    """Evaluate before the training, then train; return what the Trainer says, and its weights."""
+    made = trainer(folder, split, collator_of(name), **RUNS[name])
+    if split is not None and name == "fsdp2":
+        _shard(made)
+    evaluated = made.evaluate()
+    made.train()
+    logged: list[dict[str, float]] = made.state.log_history
+    return {
+        "eval_loss": evaluated["eval_loss"],
+        "without labels": evaluated.get("eval_batches_without_labels"),
+        "losses": [line["loss"] for line in logged if "loss" in line],
+        "norms": [line["grad_norm"] for line in logged if "grad_norm" in line],
+        "tokens": made.state.num_input_tokens_seen,
+        "flos": made.state.total_flos,
+        "samples": made.get_total_train_batch_size(made.args),
+        "weights": {name: _whole(weight) for name, weight in made.model.named_parameters()},
+    }
+
+
+def _shard(made: Any) -> None:
+    """Set what accelerate sets on GPUs for `fsdp=True`; on CPUs it offers DDP alone."""
+    made.accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    made.accelerator.state._shared_state["fsdp_plugin"] = plugin
+    made.is_fsdp_enabled = True
+
+
+def _whole(weight: Any) -> Tensor:
+    found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return found.detach().clone()
+
+
+def _model(seed: int = 0) -> PreTrainedModel:
+    return tiny.transformers_model("qwen3", attention="bmburst", seed=seed).train()
+
+
+def _adapted(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    found: Any = get_peft_model(_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    return found
+
+
+def _averaging(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def _sharded(model: Any, *, whole: bool) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    found: nn.Module = fully_shard(model) if whole else model
+    return found
+
+
+def _nothing(model: nn.Module) -> None:
+    del model
+
+
+def _late_adapters() -> nn.Module:
+    found: nn.Module = get_peft_model(_sharded(_model(), whole=True), LoraConfig(r=2, target_modules=["q_proj"]))
+    return found
+
+
+def _part_of_it() -> nn.Module:
+    """Return a model of which a part was prepared, but not what is called."""
+    found = _adapted()
+    DistributedDataParallel(found.base_model)
+    return found
+
+
+# Each loop: a model, and what the script does to its gradients before a step.
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
+    "ddp": (lambda: DistributedDataParallel(_model()), _nothing),
+    "ddp of adapters": (lambda: DistributedDataParallel(_adapted(dist.get_rank())), _nothing),
+    "fsdp2": (lambda: _sharded(_model(), whole=True), _nothing),
+    "averaged by the script": (_model, _averaging),
+    "not averaged": (_model, _nothing),
+    "adapters not averaged": (_adapted, _nothing),
+    "adapters behind FSDP2": (_late_adapters, _nothing),
+    "another module wrapped": (_part_of_it, _nothing),
+    "layers sharded alone": (lambda: _sharded(_model(), whole=False), _nothing),
+    "weights of two seeds": (lambda: _model(dist.get_rank()), _averaging),
+    "adapters of two seeds": (lambda: _adapted(dist.get_rank()), _averaging),
+}
+
+
+def looped(split: SplitSequences, name: str, rate: float) -> tuple[int, str]:
+    """Take 5 steps of two micro-batches; return how many were taken, and the message of a refusal.
+
+    Args:
+        split: Splits each batch.
+        name: One of `LOOPS`.
+        rate: Learning rate. The first step has none, as a warm-up from 0 begins.
+    """
+    make, reduce = LOOPS[name]
+    model = make()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    for step in range(5):
+        ids = torch.tensor([DRAWN[31 * step : 31 * step + 23]])
+        for last in (False, True):
+            gathers = nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+            with gathers:
+                try:
+                    loss = split.part(ids).loss(model)
+                except UserError as error:
+                    return step, str(error)
+                loss.backward()
+        reduce(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = rate
+    return 5, ""
+
+
+def run(folder: Path) -> None:
+    """The runs of a Trainer and the loops."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    register()
+    split = SplitSequences(Mesh.over_process_group())
+    found: dict[str, Any] = {"trained": {}, "loops": {}}
+    for name in RUNS:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        found["trained"][name] = trained(name, folder, split)
+    for name in LOOPS:
+        found["loops"][name] = looped(SplitSequences(split.mesh), name, 1e-3)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        torch.save(every, folder / "found.pt")
