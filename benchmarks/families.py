@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -39,7 +40,8 @@ SIZES = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_intermediate_size"), 16),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
-    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim"), 8),
+    "qk_rope_head_dim": 4,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -49,7 +51,45 @@ SIZES = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
     "rotary_dim": 4,
     "eos_token_id": 1,
+    # Recurrent layers: value heads share keys where a family can.
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "num_mem_blocks"), 1),
+    **dict.fromkeys(("mamba_expand", "expand", "linear_num_key_heads", "n_mamba_heads"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "adapter_rank"), 4),
+    "mamba_d_ssm": 64,
+    "block_size": 8,
+    "lru_width": 32,
 }
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_CONV = {"layer_types": ["conv", "full_attention"]}
+# What the names above do not say, by type: one layer of each kind, and sizes that depend on others.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax"), _LINEAR),
+    **{name: _CONV | {"block_multiple_of": 8} for name in ("lfm2", "lfm3")},
+    "bailing_hybrid": _LINEAR | {"head_dim": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": _LINEAR | {"shared_intermediate_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": _LINEAR | {"qk_head_dim": 12},
+    "lfm2_moe": _CONV | {"num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
+    "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
+    **{name: {"head_dim": 4} for name in ("deepseek_v3", "axk1", "youtu")},
+    "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "longcat_flash": {"head_dim": 4, "num_layers": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 1},
+}
+SLOW = 0.05  # the decay A of recurrent layers: with faster ones a lost state would not show
 
 
 def main() -> int:
@@ -122,7 +162,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
 
     ids = torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     try:
-        whole = _model(name, "eager")
+        whole = tiny_model(name, "eager")
         logits = whole(ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -132,7 +172,7 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
         return "not made", _cell_text(error)
     try:
         with contextlib.redirect_stdout(None):
-            model = _model(name, "bmburst")
+            model = tiny_model(name, "bmburst")
             part = split.part(ids)
             with torch.no_grad():
                 our_logits = part.logits(model)
@@ -174,7 +214,7 @@ def _distance(found: Any, wanted: Any) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _model(name: str, attention: str) -> Any:
+def tiny_model(name: str, attention: str) -> Any:
     """Return a tiny model of a type in fp64 with seeded random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -188,8 +228,12 @@ def _model(name: str, attention: str) -> Any:
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # the type has no default theta
     values = getattr(default, "layer_types", None)
-    if values is not None and not isinstance(getattr(type(default), "layer_types", None), property):
+    stored = getattr(type(default), "attribute_map", {}).get("layer_types", "layer_types")
+    if values is not None and not isinstance(getattr(type(default), stored, None), property):
         own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds of layers, if there are two
+    if getattr(default, "kv_lora_rank", None):
+        own["num_key_value_heads"] = own["num_attention_heads"]  # latent attention expands keys to all heads
+    own |= OWN.get(name, {})
     config = AutoConfig.for_model(name, **own)
     # The fused products of experts do not support fp64.
     kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
@@ -203,6 +247,8 @@ def _model(name: str, attention: str) -> Any:
         for key, parameter in model.named_parameters():
             is_norm = "norm" in key or "ln_" in key
             parameter.normal_(float(is_norm and not key.endswith("bias")), 0.2, generator=generator)
+            if key.endswith("A_log"):
+                parameter.fill_(math.log(SLOW))
     return model
 
 

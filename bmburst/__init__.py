@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
     from bmburst.inference.generator import Generator
+    from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
     from bmburst.mesh import Mesh
     from bmburst.runtime import start
     from bmburst.schedule.documents import Documents, PrefixLM
@@ -54,6 +55,10 @@ __all__ = [
     "burst_attention",
     "burst_attn_func",
     "burst_attn_func_striped",
+    "burst_causal_conv",
+    "burst_linear_attention",
+    "burst_scan",
+    "burst_ssd",
     "communicator",
     "empty_cache",
     "pack_tree",
@@ -83,6 +88,10 @@ _HOMES = {
     "burst_attention": "attention.api",
     "burst_attn_func": "attention.api",
     "burst_attn_func_striped": "attention.api",
+    "burst_causal_conv": "linear.api",
+    "burst_linear_attention": "linear.api",
+    "burst_scan": "linear.api",
+    "burst_ssd": "linear.api",
     "communicator": "comm.groups",
     "PackedTree": "sequence.packed_tree",
     "empty_cache": "attention.api",

@@ -28,6 +28,7 @@ from bmburst.integrations.transformers_models import (
     require_splittable,
 )
 from bmburst.integrations.transformers_noise import noise_of_whole_sequences
+from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
@@ -156,6 +157,7 @@ class Part:
                     f"fix: pass the whole batch's {twice[0]} to split.part"
                 )
             require_splittable(model, self.ends)
+            require_layout(model, self.cut.layout.name)
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
 

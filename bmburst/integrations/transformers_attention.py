@@ -228,7 +228,7 @@ def attention(
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:
             raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
-        _require_known({name: each for name, each in asked.items() if name != "use_cache"})
+        require_known_arguments({name: each for name, each in asked.items() if name != "use_cache"})
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return layer.attend(query, value, scale, attention_mask.window, softcap), None
     if isinstance(attention_mask, CachedMask):
@@ -268,10 +268,15 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
             "pass use_cache=False; to generate: bmburst.integrations.transformers_cache.generate",
             "use_cache=True",
         )
-    _require_known(asked)
+    require_known_arguments(asked)
 
 
-def _require_known(asked: dict[str, object]) -> None:
+def require_known_arguments(asked: dict[str, Any]) -> None:
+    """Refuse arguments of a model's call that may change the result of a layer.
+
+    Raises:
+        UserError: An argument that is neither None nor False is not known.
+    """
     other = [
         name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
     ]

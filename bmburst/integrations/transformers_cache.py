@@ -23,6 +23,7 @@ from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_models import require_rows, require_splittable
+from bmburst.integrations.transformers_recurrent import refuse_states
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
@@ -271,6 +272,7 @@ class SplitCache(Cache):  # type: ignore[misc]
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
+            refuse_states(model)
             require_rows(model, part.largest)
             return None, "SplitCache.prefill"
 
@@ -387,6 +389,7 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
+    refuse_states(model)
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
     require_rows(model, int(input_ids.max()))

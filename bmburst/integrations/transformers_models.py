@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME
+from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
@@ -110,6 +111,8 @@ def refuse_other_tables() -> None:
                 "not use transformers' AttentionInterface\n"
                 "fix: another model type, such as those that docs/families.md lists"
             )
+        if requested_attention == NAME:
+            attach(type(self))
         return chosen(self, requested_attention, *args, **options)
 
     setattr(checked, _MARK, True)
@@ -132,17 +135,26 @@ def _parts(model: object) -> list[PreTrainedModel]:
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
-    chosen = config._attn_implementation
-    if not model._supports_attention_backend:
+    chosen, was_read = config._attn_implementation, is_read(model)
+    if was_read and (changed := unread(model)) is not None:
+        return f"its recurrent layer is not the one that was read: {changed}", "transformers 5.23, or another model"
+    if not was_read and not model._supports_attention_backend:
         return "it does not call attention through transformers' registry", another
     if chosen != NAME:
         return f"its attention is {chosen!r}", f'register(), then from_pretrained(..., attn_implementation="{NAME}")'
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    known = _ATTENTION | LAYER_TYPES if was_read else _ATTENTION
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"it has layers of type {others[0]!r}", another
-    if getattr(model, "_is_stateful", False):
+    recurrent = mixers(model)
+    if getattr(model, "_is_stateful", False) and not recurrent:
         return "its layers carry a state from token to token", another
-    mixing = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv1d)]
+    if recurrent and getattr(model, "use_kernels", False):
+        return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
+    inside = {id(module) for mixer in recurrent for module in mixer.modules()}
+    mixing = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Conv1d) and id(module) not in inside
+    ]
     if mixing:
         return f"its convolution {mixing[0]} reads neighbouring tokens", another
     if getattr(config, "output_router_logits", False):

@@ -402,3 +402,44 @@ class _StrategyCost:
         # Both links are used at once: the slower one counts.
         slowest = max((1 - far) / home.bandwidth, far / away.bandwidth)
         return Link(1 / slowest, away.latency, away.share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearCost:
+    """The bytes and seconds in which a recurrent layer exchanges summaries (`bmburst.linear.fold`); none on tokens.
+
+    Attributes:
+        size: Ranks.
+        links: Links of a rank times samples.
+        transition: Bytes of M of a link.
+        state: Bytes of a state.
+        samples: Samples of which every rank gets the final state; 0 without.
+    """
+
+    size: int
+    links: int
+    transition: int
+    state: int
+    samples: int = 0
+
+    def forward_bytes(self, hops: int) -> int:
+        """Return the bytes that a rank receives in forward: M and U of links, and with two hops the states."""
+        return self._bytes(self.links * (self.transition + self.state), self.links + self.samples, hops)
+
+    def backward_bytes(self, hops: int) -> int:
+        """Return the bytes that a rank receives in backward: gradients of states, and with two hops of others."""
+        return self._bytes((self.links + self.samples) * self.state, self.links, hops)
+
+    def seconds(self, hops: int, hardware: Hardware) -> float:
+        """Return the seconds of both passes inside a node, by collectives of the group."""
+        bandwidth = hardware.collective_bandwidth if hops == 1 else hardware.all_to_all_bandwidth
+        nbytes = self.forward_bytes(hops) + self.backward_bytes(hops)
+        return 2 * hops * hardware.nccl_latency + nbytes / bandwidth
+
+    def hops(self, hardware: Hardware) -> int:
+        """Return 1 if all ranks should get all summaries, 2 if each should fold its share of the heads."""
+        return min((1, 2), key=lambda hops: self.seconds(hops, hardware))
+
+    def _bytes(self, out: int, states: int, hops: int) -> int:
+        others = self.size - 1
+        return others * out if hops == 1 else others * (out + states * self.state) // self.size

@@ -103,7 +103,6 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
     [
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 | fix: "),
         ("doge", {}, "mask.dtype | fix: "),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers | 'conv'"),
         ("llama4_text", {"num_local_experts": 2}, "layers | 'chunked_attention'"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router | loss | sum over tokens"),
         ("bloom", {}, "attention | registry"),

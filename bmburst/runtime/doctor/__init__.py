@@ -107,6 +107,21 @@ class GpuPackageCheck:
         return _imported(name, self.module, self.distribution, "not installed", self.install, again="--no-deps ")
 
 
+def linear_attention(name: str) -> Finding:
+    """Check whether fla-core computes recurrent layers on this machine's GPUs, by the rules of its versions."""
+    from bmburst_ops.fused import version_of
+    from bmburst_ops.linear.fla import unusable
+
+    gpus = capabilities()
+    if not gpus:
+        return Finding(name, "note", "needs a GPU")
+    for sm in sorted(gpus):
+        if (found := unusable((sm // 10, sm % 10))) is not None:
+            status: Status = "missing" if version_of("fla-core") is None else "broken"
+            return Finding(name, status, f"recurrent layers run in plain torch: {found[0]}", found[1])
+    return Finding(name, "ok", _version("fla-core"))
+
+
 def cpm_kernels(name: str, gpus: list[int] | None = None) -> Finding:
     """Compare the machine code in cpm-kernels with GPUs. It has no PTX for other GPUs.
 
@@ -213,6 +228,7 @@ CHECKS: tuple[Check, ...] = (
         "kernel fa4", GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")
     ),
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
+    Check("kernel fla", linear_attention),
     Check("cpm-kernels", cpm_kernels),
     Check("numpy", PackageCheck("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
     Check("PyYAML", PackageCheck("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),

@@ -1,0 +1,464 @@
+"""Recurrent layers of transformers (linear attention, Mamba, short convolutions) on split sequences.
+
+Models of transformers mix tokens in few functions, which are globals of their modules, with the same names in all.
+`attach` wraps these functions, once for each module. A split batch reaches them in three steps:
+
+1. The model's mask function for recurrent layers returns the `SequenceMask` that it gets as `attention_mask`. So it
+   reaches every mixer through gradient checkpointing, FSDP2 and DDP.
+2. The forward function of the mixer takes the mask off and opens a scope for the duration of the call. A recompute
+   calls the same function.
+3. In a scope, the functions compute over the ranks. Outside they are transformers' own.
+
+Only modules of `MIXERS` are attached, and only if their functions have the signatures of `SIGNATURES`: those that were
+read. docs/families.md lists the types.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bmburst.errors import UserError
+from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
+from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Causal
+
+__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "require_layout", "unread"]
+
+LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
+"""Types of layers in modules of `MIXERS`, besides those of attention."""
+
+_MARK = "reads_split_batches"
+_MASKS = "create_recurrent_attention_mask"
+_FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
+"""Functions of several layers in one, for which transformers has another way: they return None in a scope."""
+
+
+class Mixer(NamedTuple):
+    """The recurrent layer of a module of transformers.
+
+    Attributes:
+        name: Its class.
+        functions: The globals in which it mixes tokens.
+        forward: Replaces its forward function in a scope, if it mixes tokens itself.
+    """
+
+    name: str
+    functions: tuple[str, ...] = ()
+    forward: Callable[..., Any] | None = None
+
+
+@dataclass(slots=True)
+class _Scope:
+    """A call of a mixer on a split batch."""
+
+    mask: SequenceMask
+    used: set[str] = field(default_factory=set)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that say how the sequence is split."""
+        mask = self.mask
+        documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
+        length = None if mask.documents else mask.length  # documents include their length
+        return {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+
+    def begins(self) -> Tensor:
+        """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
+        mask = self.mask
+        runs = make_layout(mask.options.layout, mask.comm.size, mask.shape[-1]).runs(mask.comm.rank)
+        positions = np.concatenate([run.start + np.arange(run.tokens) for run in runs])
+        starts = [documents.starts for documents in mask.documents] or [(0,)]
+        return torch.from_numpy(np.stack([np.isin(positions, each) for each in starts])).to(mask.comm.device)
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
+
+
+@contextmanager
+def _opened(mask: SequenceMask) -> Iterator[_Scope]:
+    scope = _Scope(mask)
+    token = _scope.set(scope)
+    try:
+        yield scope
+    finally:
+        _scope.reset(token)
+
+
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the recurrent layers of a model that are in `MIXERS`."""
+    return [module for module in model.modules() if _mixer_class(type(module)) is not None]
+
+
+def is_read(module: nn.Module) -> bool:
+    """Return whether a model's own module is in `MIXERS`, so that all its layers were read."""
+    return any(cls.__module__ in MIXERS for cls in type(module).__mro__)
+
+
+def unread(model: nn.Module) -> str | None:
+    """Return which function of a model's module has not the signature that was read; None: all have."""
+    for path in {cls.__module__ for cls in type(model).__mro__} & MIXERS.keys():
+        module, mixer = sys.modules[path], MIXERS[path]
+        for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
+            if (found := _parameters(getattr(module, name, None))) != SIGNATURES[name]:
+                return f"{path}.{name} takes {', '.join(found) or 'nothing'}"
+        found = _parameters(getattr(module, mixer.name, nn.Module).forward)
+        if found not in _FORWARD:
+            return f"{path}.{mixer.name}.forward takes {', '.join(found)}"
+    return None
+
+
+def attach(model_class: type) -> None:
+    """Wrap the functions of a model's module, if it is in `MIXERS` and as it was read. Further calls have no effect."""
+    for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
+        module, mixer = sys.modules[path], MIXERS[path]
+        if getattr(module, _MARK, False):
+            continue
+        setattr(module, _MARK, True)
+        if hasattr(module, _MASKS):
+            setattr(module, _MASKS, _passing_masks(getattr(module, _MASKS)))
+        for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
+            setattr(module, name, _over_ranks(name, getattr(module, name)))
+        cls = getattr(module, mixer.name)
+        cls.forward = _scoped(cls.forward, mixer)
+
+
+def require_layout(model: object, layout: str) -> None:
+    """Check that the recurrent layers of a model, if it has any, can work in a layout.
+
+    Raises:
+        UserError: Neighbouring tokens are on different ranks.
+    """
+    found = mixers(model) if isinstance(model, nn.Module) else []
+    if found and layout == "striped":
+        raise UserError(
+            f"{type(found[0]).__name__} passes its state from token to token, but layout 'striped' puts neighbouring "
+            "tokens on different ranks\nallowed: zigzag, contiguous\nfix: SplitSequences(mesh, layout='zigzag')"
+        )
+
+
+def refuse_states(model: nn.Module) -> None:
+    """Refuse to generate with recurrent layers: a split KV cache has no states.
+
+    Raises:
+        UserError: The model has a recurrent layer.
+    """
+    if found := mixers(model):
+        raise UserError(
+            f"generation over ranks keeps no states of recurrent layers, and {type(model).__name__} has "
+            f"{type(found[0]).__name__}\nfix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
+        )
+
+
+def _mixer_class(cls: type) -> type | None:
+    """Return the class in `MIXERS` that a class is or derives from, as FSDP2's do; None if there is none."""
+    return next((base for base in cls.__mro__ if MIXERS.get(base.__module__, _NONE).name == base.__name__), None)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return () if function is None else tuple(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def _passing_masks(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the mask function for recurrent layers, which returns the mask of a split batch as it is."""
+    signature = inspect.signature(theirs)
+
+    @wraps(theirs)
+    def masks(*args: Any, **kwargs: Any) -> Any:
+        mask = signature.bind(*args, **kwargs).arguments.get("attention_mask")
+        return mask if isinstance(mask, SequenceMask) else theirs(*args, **kwargs)
+
+    return masks
+
+
+def _over_ranks(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes over the ranks in a scope, and is transformers' own outside."""
+    ours = _OURS.get(name)
+
+    @wraps(theirs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        scope = _scope.get()
+        if scope is None:
+            return theirs(*args, **kwargs)
+        scope.used.add(name)
+        return None if ours is None else ours(scope, *args, **kwargs)
+
+    return either
+
+
+def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
+    """Return a mixer's forward function that opens a scope for a split batch."""
+    signature = inspect.signature(inspect.unwrap(theirs))
+
+    @wraps(theirs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        mask = given.arguments.get("attention_mask")
+        if not isinstance(mask, SequenceMask):
+            return theirs(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            from bmburst.attention.uncompiled import uncompiled
+
+            return uncompiled(forward, *args, **kwargs)
+        for name in ("cache_params", "past_key_values"):
+            if given.arguments.get(name) is not None:
+                raise UserError(
+                    f"{mixer.name} on a split sequence has no cache of transformers, got {name}\n"
+                    "fix: pass use_cache=False"
+                )
+        given.arguments["attention_mask"] = None
+        with _opened(mask) as scope:
+            found = (mixer.forward or theirs)(*given.args, **given.kwargs)
+        if missing := set(mixer.functions) - _FUSED - scope.used:
+            raise UserError(
+                f"{mixer.name} did not mix tokens in {min(missing)} of its module, so its result may be wrong\n"
+                "fix: use the layer of the installed transformers, without patches or kernels of a hub"
+            )
+        return found
+
+    return forward
+
+
+def _conv(
+    scope: _Scope,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **asked: Any,
+) -> Tensor:
+    """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
+    require_known_arguments(asked)
+    chosen = "silu" if activation == "swish" else activation
+    found = burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **scope.options())
+    assert isinstance(found, Tensor)
+    return found.mT
+
+
+def _delta(
+    scope: _Scope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    kind: str,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **asked: Any,
+) -> tuple[Any, None]:
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
+    del chunk_size  # of a kernel; the result does not depend on it
+    require_known_arguments(asked | {"initial_state": initial_state, "output_final_state": output_final_state})
+    options = scope.options() | {"kind": kind, "normalize": use_qk_l2norm_in_kernel}
+    return burst_linear_attention(query, key, value, g, beta, **options), None
+
+
+def _ssd(
+    scope: _Scope,
+    hidden: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **asked: Any,
+) -> Any:
+    """`mamba2_chunk_scan`."""
+    del chunk_size
+    require_known_arguments(asked | {"initial_states": initial_states})
+    options = scope.options() | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    found = burst_ssd(hidden, dt, A, B, C, **options)
+    return (found, None) if return_final_states else found
+
+
+def _selective(
+    scope: _Scope,
+    hidden: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **asked: Any,
+) -> Tensor:
+    """`mamba_selective_scan`: hidden, dt and z are `[batch, channels, tokens]`, B and C `[batch, state, tokens]`."""
+    del use_mambapy, use_associative_scan  # other ways to the same result
+    require_known_arguments(asked | {"return_last_state": return_last_state})
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    step = dt.to(wide) if delta_bias is None else dt.to(wide) + delta_bias.to(wide)[:, None]
+    step = (functional.softplus(step) if delta_softplus else step).mT[..., None]  # [batch, tokens, channels, 1]
+    decay = (step * A.to(wide)).exp()
+    added = step * B.to(wide).mT[:, :, None] * hidden.to(wide).mT[..., None]
+    states = burst_scan(decay, added, **scope.options())
+    assert isinstance(states, Tensor)
+    out = (states @ C.to(wide).mT[..., None])[..., 0].mT
+    out = out if D is None else out + hidden * D[:, None]
+    return (out if z is None else out * functional.silu(z)).to(hidden.dtype)
+
+
+def _lightning(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: object = None,
+    attention_mask: None = None,
+    past_key_values: None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The forward function of MiniMax' Lightning Attention, whose own loops over blocks of tokens."""
+    del position_embeddings, attention_mask, past_key_values
+    require_known_arguments(asked)
+    scope = _scope.get()
+    assert scope is not None
+    mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
+    q, k, v = mixed.split(self.head_dim, -1)
+    decay = -self.slope_rate.flatten().expand(v.shape[:3])
+    found = burst_linear_attention(q, k, v, decay, kind="decay", scale=1.0, **scope.options())
+    assert isinstance(found, Tensor)
+    out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(found.flatten(2))
+    return self.out_proj(out), None
+
+
+def _griffin(
+    self: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: None = None,
+    use_cache: bool = False,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """The forward function of RecurrentGemma's recurrent block, whose own loops over tokens."""
+    del attention_mask
+    del position_ids  # its reset at position 0 would miss a document behind padding
+    require_known_arguments(asked | {"use_cache": use_cache})
+    scope = _scope.get()
+    assert scope is not None
+    options = scope.options()
+
+    def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object) -> tuple[Any, None]:
+        return burst_scan(recurrent_gate * ~reset, hidden_states, **options), None
+
+    mixed = burst_causal_conv(self.linear_x(input_states), self.conv_1d.weight[:, 0], self.conv_1d.bias, **options)
+    self.rg_lru._rnn_scan = scan
+    try:
+        found = self.rg_lru(mixed, (~scope.begins()).long())
+    finally:
+        del self.rg_lru._rnn_scan
+    return self.linear_out(found * self.act_fn(self.linear_y(input_states))), None
+
+
+_OURS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": _conv,
+        "chunk_kimi_delta_attention": partial(_delta, kind="kda"),
+        "mamba2_chunk_scan": _ssd,
+        "mamba_selective_scan": _selective,
+        "torch_chunk_gated_delta_rule": partial(_delta, kind="gated_delta"),
+    }
+)
+
+SIGNATURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation", "kwargs"),
+        **dict.fromkeys(
+            ("chunk_kimi_delta_attention", "torch_chunk_gated_delta_rule"),
+            (
+                *("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"),
+                *("use_qk_l2norm_in_kernel", "kwargs"),
+            ),
+        ),
+        "mamba2_chunk_scan": (
+            *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
+            *("dt_limit", "return_final_states", "kwargs"),
+        ),
+        "mamba_selective_scan": (
+            *("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
+            *("use_mambapy", "use_associative_scan", "kwargs"),
+        ),
+        "mamba2_split_conv1d_scan_combined": (
+            *("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "chunk_size", "initial_states"),
+            *("dt_limit", "return_final_states", "activation", "rmsnorm_weight", "rmsnorm_eps", "outproj_weight"),
+            *("outproj_bias", "headdim", "ngroups", "norm_before_gate", "kwargs"),
+        ),
+        "mamba_inner_fn": (
+            *("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight"),
+            *("out_proj_bias", "A", "B", "C", "D", "delta_bias", "delta_softplus", "b_rms_weight", "c_rms_weight"),
+            *("dt_rms_weight", "b_c_dt_rms_eps", "kwargs"),
+        ),
+    }
+)
+"""The parameters of each function, as in transformers 5.23."""
+
+_FORWARD = frozenset(
+    {
+        ("self", "hidden_states", "cache_params", "attention_mask", "kwargs"),
+        ("self", "hidden_states", "past_key_values", "attention_mask", "kwargs"),
+        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        ("self", "input_states", "position_ids", "attention_mask", "use_cache", "kwargs"),
+    }
+)
+"""The parameters of the mixers' forward functions."""
+
+_GDN = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+_KDA = ("causal_conv1d_fn", "chunk_kimi_delta_attention")
+_MAMBA1 = ("causal_conv1d_fn", "mamba_selective_scan")
+_MAMBA2 = ("causal_conv1d_fn", "mamba2_chunk_scan")
+_SHORT = ("causal_conv1d_fn",)
+_NONE = Mixer("")
+
+
+def _module(family: str) -> str:
+    return f"transformers.models.{family}.modeling_{family}"
+
+
+MIXERS: Mapping[str, Mixer] = MappingProxyType(
+    {
+        _module("bailing_hybrid"): Mixer("BailingHybridDeltaAttention", _KDA),
+        _module("bamba"): Mixer("BambaMixer", _MAMBA2),
+        _module("falcon_h1"): Mixer("FalconH1Mixer", _MAMBA2),
+        _module("falcon_mamba"): Mixer("FalconMambaMixer", _MAMBA1),
+        _module("granitemoehybrid"): Mixer("GraniteMoeHybridMambaLayer", _MAMBA2),
+        _module("jamba"): Mixer("JambaMambaMixer", _MAMBA1),
+        _module("kimi_linear"): Mixer("KimiLinearDeltaAttention", _KDA),
+        _module("lfm2"): Mixer("Lfm2ShortConv", _SHORT),
+        _module("lfm2_moe"): Mixer("Lfm2MoeShortConv", _SHORT),
+        _module("lfm3"): Mixer("Lfm3ShortConv", _SHORT),
+        _module("mamba"): Mixer("MambaMixer", _MAMBA1),
+        _module("mamba2"): Mixer("Mamba2Mixer", _MAMBA2),
+        _module("minimax"): Mixer("MiniMaxLightningAttention", forward=_lightning),
+        _module("nemotron_h"): Mixer("NemotronHMamba2Mixer", _MAMBA2),
+        _module("olmo_hybrid"): Mixer("OlmoHybridGatedDeltaNet", _GDN),
+        _module("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
+        _module("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
+        _module("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
+        _module("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
+        _module("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
+        _module("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
+    }
+)
+"""The recurrent layer of each module of transformers that was read."""

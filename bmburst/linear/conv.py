@@ -1,0 +1,108 @@
+"""The causal convolution over a group of ranks: each link gets the last tokens before it, its halo.
+
+A halo may come from several links, where links are shorter than the convolution. All ranks gather the tails of all
+links, and in backward the gradients of all halos: a few tokens, whatever the length of the sequence. A checkpoint that
+keeps attention keeps the halos, and its recompute exchanges nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.attention.options import no_autocast
+from bmburst.comm.waits import traced
+from bmburst.errors import UserError
+from bmburst.linear.call import ConvCall
+from bmburst.recompute import keep
+from bmburst_ops.errors import first_order
+from bmburst_ops.linear.conv import causal_conv
+from bmburst_ops.merge import accumulation_dtype
+
+
+class SequenceConv(torch.autograd.Function):
+    """`(call, x, weight, bias or None, initial or None) -> (out, final or None)`.
+
+    x and out are `[batch, local_tokens, channels]`, the weight `[channels, width]`, the bias `[channels]`, and the
+    initial and final tokens `[batch, width - 1, channels]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: ConvCall, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve; when a checkpoint recomputes, take the halos that it kept."""
+        with no_autocast(x.device.type), traced("convolution forward"):
+            halos, *final = keep(partial(_halos, call, x, weight.shape[1] - 1, initial))
+            out = causal_conv(x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation)
+        ctx.save_for_backward(x, weight, bias, halos)
+        ctx.call, ctx.initial_dtype = call, None if initial is None else initial.dtype
+        ctx.set_materialize_grads(False)
+        return out.view_as(x), final[0] if final else None
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight, bias and the initial tokens."""
+        x, weight, bias, halos = ctx.saved_tensors
+        call: ConvCall = ctx.call
+        given = [t for t in (x.flatten(0, 1), halos, weight, bias) if t is not None]
+        leaves = [t.detach().requires_grad_() for t in given]
+        with no_autocast(x.device.type), traced("convolution backward"):
+            with torch.enable_grad():
+                flat, before, kernel, *added = leaves
+                out = causal_conv(flat, before, kernel, added[0] if added else None, call.pieces, call.activation)
+            grad = torch.zeros_like(out) if grad_out is None else grad_out.flatten(0, 1)
+            of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
+            of_x = of_x.view_as(x).clone(memory_format=torch.contiguous_format)  # it is changed in place
+            of_initial = _return_halos(call, of_x, of_halos, grad_final)
+        given_initial = None if ctx.initial_dtype is None else of_initial.to(ctx.initial_dtype)
+        return None, of_x, of_weight, of_bias[0] if of_bias else None, given_initial
+
+
+def _halos(call: ConvCall, x: Tensor, width: int, initial: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the halos of this rank's waiting pieces, `[waiting, width, channels]`, and the final tokens if used."""
+    chain = call.chain
+    tails = x.new_zeros((chain.slots, len(x), width, x.shape[2]))
+    for link in _own_tails(call, width):
+        tails[link.slot, :, width - link.tokens :] = x[:, link.offset : link.offset + link.tokens]
+    rows = [call.gathered(tails).flatten(0, 3), *(() if initial is None else (initial.to(x.dtype).flatten(0, 1),))]
+    all_rows = torch.cat([*rows, x.new_zeros((1, x.shape[2]))])  # -1, a token of no document, is the last row
+    index = torch.from_numpy(chain.halos(width)).to(x.device)
+    mine = [index[piece.link, piece.sample] for piece in (call.own[number] for number in call.pieces.waiting)]
+    found = [all_rows[torch.stack(mine)] if mine else x.new_zeros((0, width, x.shape[2]))]
+    if chain.has_final:
+        found.append(all_rows[torch.from_numpy(chain.final_halo(width)).to(x.device)])
+    return tuple(found)
+
+
+def _return_halos(call: ConvCall, of_x: Tensor, of_halos: Tensor, grad_final: Tensor | None) -> Tensor:
+    """Add the gradients of halos to those of their tokens, in place, and return those of the initial tokens."""
+    chain, width, channels = call.chain, of_halos.shape[1], of_x.shape[2]
+    slots = call.in_slots(call.pieces.waiting, of_halos, extra=chain.has_final)
+    if grad_final is not None:
+        slots[-1] = grad_final.to(slots.dtype)
+    arrived = call.gathered(slots).to(accumulation_dtype(of_x.dtype))
+    tails = (chain.size, chain.slots, len(of_x), width)
+    rows = arrived.new_zeros((chain.size * chain.slots * len(of_x) * width + len(of_x) * width + 1, channels))
+
+    def add(index: Any, grads: Tensor) -> None:
+        rows.index_add_(0, torch.from_numpy(index).to(rows.device).flatten() % len(rows), grads.flatten(0, -2))
+
+    add(chain.halos(width), torch.stack([arrived[link.rank, link.slot] for link in chain.links]))
+    if chain.has_final:
+        add(chain.final_halo(width), arrived[:, -1].sum(0))
+    own = rows[: -len(of_x) * width - 1].view(*tails, channels)[call.comm.rank]
+    for link in _own_tails(call, width):
+        of_x[:, link.offset : link.offset + link.tokens] += own[link.slot, :, width - link.tokens :].to(of_x.dtype)
+    return rows[-len(of_x) * width - 1 : -1].view(len(of_x), width, channels) * call.is_first
+
+
+def _own_tails(call: ConvCall, width: int) -> list[Any]:
+    """Return this rank's links, cut to their last `width` tokens."""
+    links = [call.chain.links[number] for number in call.chain.own_links(call.comm.rank)]
+    return [
+        link._replace(offset=link.offset + max(0, link.tokens - width), tokens=min(link.tokens, width))
+        for link in links
+    ]

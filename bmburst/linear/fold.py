@@ -1,0 +1,173 @@
+"""Exchange and fold of summaries: which state each link of a chain begins with, and the gradient that it ends with.
+
+Forward, a rank sends M and U of its links, and gets the state before each of them. Backward, it sends the gradient of
+each of these states through the link's own outputs, and gets the gradient of the state after each link. M stays where
+it was folded. Bytes depend on heads and links, not on tokens. There are two ways:
+
+- one hop: every rank gets all summaries and folds them for itself;
+- two hops: rank r gets the summaries of its share of the heads, folds these, and sends the states to the ranks of the
+  links. Heads are independent of each other. It receives about 1/ranks of the bytes, and keeps as much less of M.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from bmburst.linear.call import ScanCall
+from bmburst.schedule.chain import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """What the fold of a forward pass gives a rank.
+
+    Attributes:
+        starts: States before its waiting pieces, `[waiting, *state]`.
+        transitions: M of all links, or of this rank's share of the heads: `[links, samples, heads, ...]`. For backward.
+        final: The state after the last token, `[samples, *state]`; None unless the chain has it.
+    """
+
+    starts: Tensor
+    transitions: Tensor
+    final: Tensor | None
+
+
+def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Tensor | None) -> Folded:
+    """Return the states before this rank's waiting pieces.
+
+    Args:
+        call: The call.
+        transitions: M of this rank's exporting pieces, `[exporting, heads, ...]`.
+        ends: U of these pieces, `[exporting, heads, ...]`.
+        initial: States before the first token, `[samples, heads, ...]`, or None.
+    """
+    chain, hops = call.chain, _Hops(call, ends.shape[1])
+    summaries = hops.out(call.in_slots(call.pieces.exporting, _joined(transitions, ends)))
+    m, u = (
+        _by_link(chain, part.reshape(*part.shape[:4], *shape))
+        for part, shape in zip(
+            summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1),
+            (transitions.shape[2:], ends.shape[2:]),
+            strict=True,
+        )
+    )
+    state = torch.zeros_like(u[0]) if initial is None else hops.own_heads(initial)
+    before: list[Tensor] = []
+    for k, link in enumerate(u):
+        before.append(_where(chain.continues[k], state))
+        state = link + _where(chain.through[k], call.recurrence.act(m[k], before[k]))
+    extra = [state] if chain.has_final else []
+    states = hops.back(before, extra)
+    starts = call.of_pieces(call.pieces.waiting, states)
+    final = states[-1] if chain.has_final else None
+    return Folded(starts, m, final)
+
+
+def fold_backward(
+    call: ScanCall, transitions: Tensor, start_grads: Tensor, final_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the states after this rank's exporting pieces, and of the initial state.
+
+    Args:
+        call: The call.
+        transitions: `Folded.transitions`.
+        start_grads: Gradients of the states before this rank's waiting pieces through these pieces' own outputs,
+            `[waiting, heads, ...]`.
+        final_grad: This rank's gradient of the final state, `[samples, heads, ...]`; None if the chain has none.
+
+    Returns:
+        The first `[exporting, heads, ...]`, the second `[samples, heads, ...]`: on the rank of the first link, zero on
+        the others, None without an initial state.
+    """
+    chain, hops = call.chain, _Hops(call, start_grads.shape[1])
+    slots = call.in_slots(call.pieces.waiting, start_grads, extra=chain.has_final)
+    if final_grad is not None:
+        slots[-1] = final_grad
+    arrived = hops.out(slots)
+    grad = arrived[:, -1].sum(0) if chain.has_final else torch.zeros_like(arrived[0, 0])
+    own = _by_link(chain, arrived)
+    after: list[Tensor] = []
+    for k in reversed(range(len(chain.links))):
+        after.append(grad)
+        grad = own[k] + _where(chain.through[k], call.recurrence.act_transposed(transitions[k], grad))
+        grad = _where(chain.continues[k], grad)
+    states = hops.back(after[::-1], [grad] if call.has_initial else [])
+    initial_grad = states[-1] * call.is_first if call.has_initial else None
+    return call.of_pieces(call.pieces.exporting, states), initial_grad
+
+
+class _Hops:
+    """The exchange of a call: to where states are folded, and back.
+
+    Args:
+        call: The call.
+        heads: Independent parts of a state.
+    """
+
+    def __init__(self, call: ScanCall, heads: int) -> None:
+        self._call, self._heads = call, heads
+        self._comm, self._chain = call.comm, call.chain
+        self._share = -(-heads // self._comm.size) if call.hops == 2 else heads
+
+    def out(self, slots: Tensor) -> Tensor:
+        """Return all ranks' tensors, `[ranks, slots, samples, own heads, ...]`, given this rank's without `ranks`."""
+        if self._call.hops == 1:
+            return self._call.gathered(slots)
+        (arrived,) = self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()
+        return arrived
+
+    def back(self, links: Sequence[Tensor], extra: Sequence[Tensor]) -> Tensor:
+        """Return this rank's slots, `[slots, samples, heads, ...]`.
+
+        Args:
+            links: A tensor for each link, `[samples, own heads, ...]`.
+            extra: Tensors for every rank; they follow as further slots.
+        """
+        chain, size = self._chain, self._comm.size if self._call.hops == 2 else 1
+        slots = links[0].new_zeros((size, chain.slots + len(extra), *links[0].shape))
+        for link, tensor in zip(chain.links, links, strict=True):
+            if self._call.hops == 2 or link.rank == self._comm.rank:
+                slots[link.rank if self._call.hops == 2 else 0, link.slot] = tensor
+        for i, tensor in enumerate(extra):
+            slots[:, chain.slots + i] = tensor
+        if self._call.hops == 1:
+            return slots[0]
+        (arrived,) = self._comm.all_to_all(slots).wait()  # [ranks of heads, slots, samples, share, ...]
+        return arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]
+
+    def own_heads(self, state: Tensor) -> Tensor:
+        """Return the heads of `[samples, heads, ...]` that this rank folds."""
+        return state if self._call.hops == 1 else self._by_share(state, 1)[:, self._comm.rank]
+
+    def _by_share(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensor with heads, in dimension `dim`, as `[ranks, share]`; missing heads are zero."""
+        missing = self._share * self._comm.size - self._heads
+        if missing:
+            shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        split: Tensor = tensor.unflatten(dim, (self._comm.size, self._share))
+        return split
+
+
+def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
+    """Return M and U side by side, `[pieces, heads, numbers]`."""
+    flat = [part.reshape(*part.shape[:2], prod(part.shape[2:])) for part in (transitions, ends)]
+    return torch.cat(flat, 2)
+
+
+def _by_link(chain: Chain, tensor: Tensor) -> Tensor:
+    """Return `[links, ...]` of `[ranks, slots, ...]`."""
+    return torch.stack([tensor[link.rank, link.slot] for link in chain.links])
+
+
+def _where(flags: Sequence[bool], tensor: Tensor) -> Tensor:
+    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had."""
+    if all(flags):
+        return tensor
+    if not any(flags):
+        return torch.zeros_like(tensor)
+    kept = torch.tensor(flags, device=tensor.device)
+    return tensor.masked_fill(~kept.view(-1, *[1] * (tensor.dim() - 1)), 0)

@@ -1,0 +1,194 @@
+"""Tiny hybrids of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.families import tiny_model
+from bmburst import Documents, Mesh
+from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
+
+FEW = ("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2", "minimax", "recurrent_gemma")
+"""A type of each kind of layer: gated delta rule, KDA, Mamba 2, Mamba 1, convolution, Lightning, RG-LRU."""
+REST = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba"),
+    *("mamba2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2"),
+)
+TOKENS, VOCABULARY = 23, 61  # odd, and padded on 2 and 3 ranks
+# The first and last token, exclusive, of each document of two samples. One of a token, one over three ranks.
+SPANS = {
+    "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
+    "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
+}
+WRAPS = {"fsdp2": "qwen3_next", "ddp": "nemotron_h", "lora": "qwen3_next"}
+Found = dict[str, Any]
+
+
+def ids() -> Tensor:
+    """Return the token ids of two samples."""
+    return torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """Return a model with adapters on the input projections of its recurrent layers, none of them zero."""
+    torch.manual_seed(0)
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules=["in_proj_qkvz", "in_proj_ba"]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    return adapted.double()
+
+
+def alone(name: str, case: str, *, lora: bool = False) -> Found:
+    """Return what one process gives for each document alone: transformers' own attention and recurrences."""
+    model = tiny_model(name, "eager")
+    model = with_lora(model) if lora else model
+    logits = torch.zeros(2, TOKENS, VOCABULARY, dtype=torch.float64)
+    losses = []
+    for sample, spans in enumerate(SPANS[case]):
+        for begin, end in spans:
+            text = ids()[sample : sample + 1, begin:end]
+            found = model(input_ids=text, use_cache=False).logits[0]
+            logits[sample, begin:end] = found.detach()
+            losses.append(nn.functional.cross_entropy(found[:-1], text[0, 1:], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return {"logits": logits, "loss": loss.item(), "gradients": _gradients(model)}
+
+
+def run(output: Path, types: tuple[str, ...], size: int, wraps: bool) -> None:
+    """Every type on sequences over all ranks, and wrapped models."""
+    register()
+    mesh, found = Mesh.over_process_group(sequence=size), {}
+    for name in types:
+        for case, layout in (("documents", "zigzag"), ("padding", "contiguous")):
+            model = tiny_model(name, "bmburst")
+            part = _part(SplitSequences(mesh, layout=layout), case)
+            with torch.no_grad():
+                logits = part.whole(part.logits(model))
+            found[f"{name} {case}"] = {"logits": logits} | _step(model, part)
+    for kind, name in WRAPS.items() if wraps else ():
+        found[kind] = _step(
+            _wrapped(kind, tiny_model(name, "bmburst").train()), _part(SplitSequences(mesh), "documents")
+        )
+    if dist.get_rank() == 0:
+        torch.save(found, output)
+
+
+def _part(split: SplitSequences, case: str) -> Part:
+    if case == "documents":
+        lengths = [[end - begin for begin, end in spans] for spans in SPANS[case]]
+        return split.part(ids(), documents=[Documents(tuple(each)) for each in lengths])
+    mask = torch.zeros(2, TOKENS, dtype=torch.int64)
+    for row, ((begin, end),) in zip(mask, SPANS[case], strict=True):
+        row[begin:end] = 1
+    return split.part(ids(), attention_mask=mask)
+
+
+def _wrapped(kind: str, model: Any) -> nn.Module:
+    if kind == "lora":
+        return with_lora(model)
+    if kind == "ddp":
+        model.gradient_checkpointing_enable()
+        wrapped: nn.Module = DistributedDataParallel(model)
+        return wrapped
+    recompute(model, "block-keep-attention")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _step(model: nn.Module, part: Part) -> Found:
+    """Return the mean loss, and the gradients as data parallelism would average them."""
+    loss = part.loss(model)
+    loss.backward()
+    gradients = _gradients(model)
+    averaged = isinstance(model, DistributedDataParallel) or type(model).__name__.startswith("FSDP")
+    for gradient in () if averaged else gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return {"loss": part.mesh.sum(loss.item()) / dist.get_world_size(), "gradients": gradients}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return found
+
+
+def steps(output: Path, name: str) -> None:
+    """Train a type for 30 steps on one batch in fp64, over all ranks: rounding of fp32 grows from step to step."""
+    register()
+    mesh = Mesh.over_process_group()
+    model = tiny_model(name, "bmburst").train()
+    part = _part(SplitSequences(mesh), "documents")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = part.loss(model)
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        losses.append(part.mesh.sum(loss.item()) / dist.get_world_size())
+    if dist.get_rank() == 0:
+        torch.save(losses, output)
+
+
+def fine_tune(output: Path, name: str) -> None:
+    """Train a type with TRL's SFTTrainer on packed texts, over all ranks."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from bmburst.integrations.transformers_trainer import SplitBatches
+
+    class SplitTrainer(SplitBatches, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as a launcher tells them
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    register()
+    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(VOCABULARY)}, unk_token="@"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@")
+    texts = ["BCDEFGHIJKLMNOP"[i % 7 : i % 7 + 3 + i % 9] for i in range(24)]
+    model = tiny_model(name, "bmburst").float().train()
+    arguments = SFTConfig(
+        output_dir=str(output.parent / f"{name}-{dist.get_world_size()}"),
+        max_length=24,
+        packing=True,
+        per_device_train_batch_size=1,
+        max_steps=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = SplitTrainer(
+        split=SplitSequences(Mesh.over_process_group()),
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"text": text} for text in texts]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    if dist.get_rank() == 0:
+        torch.save([line["loss"] for line in trainer.state.log_history if "loss" in line], output)

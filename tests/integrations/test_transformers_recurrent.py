@@ -1,0 +1,178 @@
+"""Hybrids of transformers on split sequences against each document alone in one process, in fp64.
+
+Decays are slow, so that a state that a rank does not get, or that passes from one document to another, shows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from benchmarks.families import tiny_model
+from bmburst import Mesh, MeshShape
+from bmburst.comm.groups import single_rank_group
+from bmburst.integrations import transformers_recurrent as recurrent
+from bmburst.integrations.transformers import SplitSequences, recompute, register
+from bmburst.integrations.transformers_cache import generate
+from bmburst.linear.call import ChainCall
+from tests.distributed.processes import run_processes
+from tests.integrations import recurrent_program as program
+from tests.refusals import refused
+
+ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+IDS = torch.arange(3, 14)[None]
+Found = dict[str, Any]
+
+
+def distances(ours: Found, theirs: Found) -> dict[str, float]:
+    """Return how far logits, loss and each gradient are off, relative to their size."""
+    found = {"loss": abs(ours["loss"] / theirs["loss"] - 1)}
+    if "logits" in ours:
+        found["logits"] = float(
+            (ours["logits"] * (theirs["logits"] != 0) - theirs["logits"]).norm() / theirs["logits"].norm()
+        )
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    # A gradient that is zero up to rounding, such as that of a key bias, is compared with the largest one.
+    least = 1e-2 * max(float(grad.norm()) for grad in theirs["gradients"].values())
+    for name, wanted in theirs["gradients"].items():
+        found[name] = float((ours["gradients"][name] - wanted).norm()) / max(float(wanted.norm()), least)
+    return {name: off for name, off in found.items() if not off < 1e-5}
+
+
+def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> None:
+    output = folder / "results.pt"
+    run_processes(size, program.run, output, types, size, wraps)
+    found = torch.load(output)
+    wrong = {}
+    for key, ours in found.items():
+        name, _, case = key.partition(" ")
+        theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name == "lora")
+        if off := distances(ours, theirs):
+            wrong[key] = off
+    assert len(found) == 2 * len(types) + (len(program.WRAPS) if wraps else 0)
+    assert wrong == {}
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """Also under FSDP2 with recomputation, under DDP with transformers' own, and with adapters on input projections."""
+    compare(tmp_path, 2, program.FEW, wraps=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_types(tmp_path: Path, size: int) -> None:
+    compare(tmp_path, size, program.FEW + program.REST, wraps=True)
+
+
+@pytest.fixture
+def part() -> Any:
+    register()
+    return SplitSequences(ALONE).part(IDS)
+
+
+@pytest.fixture
+def model(part: Any) -> Any:
+    return tiny_model("qwen3_next", "bmburst")
+
+
+def test_outside_of_split_batches_nothing_changes(part: Any, model: Any) -> None:
+    """Also after an exception inside of one, and for a second model of the same module."""
+    other = tiny_model("qwen3_next", "eager")
+    before = other(input_ids=IDS, use_cache=False).logits
+    with refused("seq_idx"):
+        part.logits(model, seq_idx=torch.zeros(1, 11))
+    assert torch.equal(other(input_ids=IDS, use_cache=False).logits, before)
+    torch.testing.assert_close(part.logits(model)[:, :11], before, rtol=1e-4, atol=1e-5)
+    assert other.generate(IDS, max_new_tokens=2, min_new_tokens=2).shape == (1, 13)
+
+
+def test_recomputation_keeps_what_was_exchanged(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+    calls = []
+    gathered = ChainCall.gathered
+    monkeypatch.setattr(ChainCall, "gathered", lambda *args: calls.append(args) or gathered(*args))
+    counts = {}
+    for policy in ("none", "block-keep-attention", "block"):
+        recompute(model.train(), policy)
+        calls.clear()
+        part.loss(model).backward()
+        counts[policy] = len(calls)
+    assert counts == {"none": 4, "block-keep-attention": 4, "block": 6}  # a convolution and a scan, both ways
+
+
+@pytest.mark.parametrize("inputs", [{"cu_seq_lens_q": torch.tensor([0, 11])}, {"seq_idx": torch.zeros(1, 11)}])
+def test_other_descriptions_of_documents(part: Any, model: Any, inputs: Any) -> None:
+    with refused(next(iter(inputs)).replace("seq_lens_q", "seq") + " | fix: "):
+        part.logits(model, **inputs)
+
+
+def test_a_cache_and_generation(part: Any, model: Any) -> None:
+    mamba = tiny_model("mamba2", "bmburst")
+    with refused("Mamba2Mixer | cache_params | use_cache=False"):
+        part.logits(mamba, use_cache=True)
+    with refused("generation | Qwen3NextGatedDeltaNet | states | fix: on one rank"):
+        generate(model, IDS, mesh=ALONE, max_new_tokens=1)
+
+
+def test_striped_layouts(model: Any) -> None:
+    with refused("Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous"):
+        SplitSequences(ALONE, layout="striped").part(IDS).logits(model)
+
+
+def test_kernels_of_a_hub(part: Any, model: Any) -> None:
+    model._use_kernels = True
+    with refused("kernels of a hub | use_kernels=False"):
+        part.logits(model)
+
+
+def test_a_type_that_was_not_read(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+    monkeypatch.setattr(recurrent, "MIXERS", {})
+    for each, words in ((model, "registry"), (tiny_model("lfm2", "bmburst"), "layers | 'conv'")):
+        with refused(words):
+            part.logits(each)
+
+
+def test_a_function_with_another_signature(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+    def another(hidden_states: Any, weight: Any, gate: Any) -> Any:
+        return hidden_states, weight, gate
+
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", another)
+    with refused("causal_conv1d_fn takes hidden_states, weight, gate | not the one that was read"):
+        part.logits(model)
+
+
+def test_a_mixer_that_mixes_elsewhere(part: Any, model: Any) -> None:
+    layer = next(m for m in model.modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet")
+    mixer = recurrent.Mixer("Qwen3NextGatedDeltaNet", ("causal_conv1d_fn",))
+
+    def forward(self: Any, hidden_states: Any, attention_mask: Any = None) -> Any:
+        return self, hidden_states, attention_mask
+
+    silent = recurrent._scoped(forward, mixer)
+    with refused("did not mix tokens in causal_conv1d_fn | fix: "):
+        silent(layer, torch.zeros(1, 2, 4), attention_mask=part.mask)
+
+
+def losses_of(folder: Path, body: Any, name: str, size: int) -> list[float]:
+    output = folder / f"{name}-{size}.pt"
+    run_processes(size, body, output, name)
+    found: list[float] = torch.load(output)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_thirty_steps_on_any_number_of_ranks(tmp_path: Path, name: str) -> None:
+    one, two, four = (losses_of(tmp_path, program.steps, name, size) for size in (1, 2, 4))
+    assert len(one) == 30 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-4) and four == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_fine_tuning_by_trl(tmp_path: Path, name: str) -> None:
+    """Packed documents, and the same losses on one and two ranks."""
+    one, two = (losses_of(tmp_path, program.fine_tune, name, size) for size in (1, 2))
+    assert len(one) == 4
+    assert two == pytest.approx(one, rel=1e-3)

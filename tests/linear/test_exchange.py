@@ -1,0 +1,105 @@
+"""What recurrent layers exchange: as many bytes for any number of tokens, nothing twice, equal calls."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.linear import check
+from bmburst.recompute import checkpoint
+from bmburst.schedule.cost import LinearCost
+from tests.distributed.threads import run_ranks
+from tests.linear.oracle import problem
+from tests.linear.split import FUNCTIONS
+from tests.refusals import refused
+
+
+class Counting:
+    """A group that counts the bytes that a rank receives from others, and its exchanges."""
+
+    def __init__(self, inner):
+        self.inner, self.rank, self.size, self.transport = inner, inner.rank, inner.size, "threads"
+        self.received, self.calls = 0, 0
+
+    def all_gather(self, tensor):
+        return self._counted(self.inner.all_gather, tensor, (self.size - 1) * tensor.numel())
+
+    def all_to_all(self, tensor):
+        return self._counted(self.inner.all_to_all, tensor, (self.size - 1) * tensor.numel() // self.size)
+
+    def _counted(self, verb, tensor, numbers):
+        self.calls += 1
+        self.received += numbers * tensor.element_size()
+        return verb(tensor)
+
+
+def counted(comm):
+    """Return the group, whose calls are not compared, and its counts."""
+    counting = Counting(comm.inner)
+    group = CheckedCommunicator(counting, comm.device, always=False)
+    return group, counting
+
+
+def inputs(kind, tokens):
+    case = problem(kind, 1, tokens)
+    return {name: t.requires_grad_() for name, t in (case.tokens | case.shared).items()} | case.options
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_bytes_do_not_depend_on_the_number_of_tokens(monkeypatch, hops):
+    monkeypatch.setattr(check, "choose_hops", lambda *_: hops)
+
+    def body(comm):
+        found = []
+        for tokens in (4, 40):
+            group, counting = counted(comm)
+            out = bmburst.burst_linear_attention(**inputs("gated_delta", tokens), group=group)
+            forward = counting.received
+            out.sum().backward()
+            found.append((forward, counting.received - forward, counting.calls))
+        cost = LinearCost(size=2, links=2, transition=4 * 4 * 4 * 8, state=4 * 4 * 3 * 8)
+        assert found == [(cost.forward_bytes(hops), cost.backward_bytes(hops), 2 * hops)] * 2
+
+    run_ranks(2, body)
+
+
+def test_documents_that_end_with_the_runs_exchange_nothing():
+    def body(comm):
+        group, counting = counted(comm)
+        mask = bmburst.Documents((5, 5))
+        for kind in ("gated_delta", "conv"):
+            FUNCTIONS[kind](**inputs(kind, 5), group=group, mask=mask, layout="contiguous").sum().backward()
+        assert counting.calls == 0
+
+    run_ranks(2, body)
+
+
+def test_a_recompute_exchanges_nothing():
+    """It takes what forward kept; policy "block" and a checkpoint of torch exchange again."""
+
+    def body(comm):
+        found = {}
+        for policy in ("none", "block", "block-keep-attention", "block-keep-attention:0.5"):
+            group, counting = counted(comm)
+            given = {kind: inputs(kind, 6) for kind in FUNCTIONS}
+
+            def layers(given=given, group=group):
+                return sum(FUNCTIONS[kind](**each, group=group).square().sum() for kind, each in given.items())
+
+            checkpoint(policy, layers).backward()
+            grads = [t.grad for each in given.values() for t in each.values() if isinstance(t, torch.Tensor)]
+            found[policy] = counting.calls, grads
+        assert [calls for calls, _ in found.values()] == [12, 18, 12, 12]
+        for _, grads in found.values():
+            torch.testing.assert_close(grads, found["none"][1], rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_disagree():
+    def body(comm):
+        given = inputs("decay", 4)
+        with refused("disagree | scale"):
+            bmburst.burst_linear_attention(**given, kind="decay", scale=1.0 + comm.rank, group=comm)
+
+    run_ranks(2, body)

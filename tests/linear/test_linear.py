@@ -1,0 +1,89 @@
+"""Recurrent layers on a split sequence give what one device gives for each document alone, forward and backward."""
+
+from functools import cached_property
+
+import pytest
+
+from bmburst.linear import check
+from bmburst.schedule.chain import Chain, make_chain
+from bmburst_ops.linear import Recurrence
+from tests.distributed.threads import run_ranks
+from tests.linear.split import KINDS, compare
+
+halos = Chain.halos
+LAYOUTS = ("zigzag", "contiguous", "balanced")
+# Documents of one token, one over three ranks, one that ends where a run ends; runs shorter than the convolution.
+BATCHES = {
+    "one": ((23,), (23,)),
+    "documents": ((4, 1, 15, 3), (23,)),
+    "many": ((2, 2, 20), (1, 11, 12)),
+    "short": ((3, 1, 1, 6), (11,)),
+}
+
+
+def products(comm, layouts, batches, kinds, continued=(True,)):
+    for layout in layouts:
+        for name in batches:
+            lengths = BATCHES[name]
+            if layout == "balanced" and len(set(lengths)) > 1:
+                lengths = lengths[:1] * 2
+            for kind in kinds:
+                for each in continued:
+                    compare(comm, kind, lengths, layout, each, packed=name != "one")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_each_document_alone(kind):
+    run_ranks(1, products, ("zigzag",), ("documents",), (kind,))
+    run_ranks(2, products, ("zigzag",), ("one",), (kind,), (False,))
+    run_ranks(3, products, ("zigzag", "contiguous"), ("documents",), (kind,))
+    run_ranks(3, products, ("balanced",), ("many",), (kind,))
+    run_ranks(5, products, ("zigzag",), ("short",), (kind,), (False,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_layout_and_batch(size, kind):
+    run_ranks(size, products, LAYOUTS, tuple(BATCHES), (kind,), (True, False))
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_both_ways_of_folding(monkeypatch, hops):
+    """Three ranks share four heads: the last one folds none."""
+    monkeypatch.setattr(check, "choose_hops", lambda *_: hops)
+    run_ranks(3, products, ("zigzag",), ("short",), KINDS)
+
+
+def test_a_rank_without_a_real_token():
+    """Seven tokens on five ranks in zigzag: chunks of one token, and ranks of padding alone in contiguous order."""
+    for layout in ("zigzag", "contiguous"):
+        run_ranks(5, lambda comm, layout=layout: [compare(comm, kind, ((6,),), layout) for kind in KINDS])
+
+
+def _leaking(chain):
+    """Return the flags of links as if the sequence were one document."""
+    return tuple(tuple(bool(link.start) or not starts for starts in chain.starts) for link in chain.links)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Recurrence, "act", lambda *given: 0 * given[-1]),
+        (Recurrence, "act_transposed", lambda *given: 0 * given[-1]),
+        (Recurrence, "act_transposed", Recurrence.act),
+        (Chain, "continues", cached_property(_leaking)),
+        (Chain, "halos", lambda self, width: 0 * halos(self, width)),
+    ],
+    ids=["M is lost", "M is lost in backward", "M is not transposed", "documents leak", "halos are others"],
+)
+def test_mistakes_are_seen(monkeypatch, owner, name, broken):
+    """Each typical mistake makes the comparisons above fail."""
+    make_chain.cache_clear()  # chains keep their flags
+    monkeypatch.setattr(owner, name, broken)
+    if isinstance(broken, cached_property):
+        broken.__set_name__(owner, name)
+    kind = "conv" if name == "halos" else "gated_delta"
+    with pytest.raises(AssertionError):
+        run_ranks(3, products, ("zigzag",), ("one" if name.startswith("act") else "documents",), (kind,))
+    make_chain.cache_clear()

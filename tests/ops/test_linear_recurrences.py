@@ -1,0 +1,142 @@
+"""Kernels of recurrences against their definition in fp64: summaries, outputs, and all gradients.
+
+On a machine with a GPU and the package fla-core, its kernels too; on a CPU the definition against dense matrices.
+"""
+
+import pytest
+import torch
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
+from bmburst_ops.linear.fla import unusable
+from bmburst_ops.linear.fla_split import FlaSplitKernel, FlaSplitScan, fragment_tokens, fragments
+from tests.linear.oracle import problem, whole
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PIECES = Pieces((0, 70, 134, 140, 204, 211), padding=(4,), waiting=(0, 3), exporting=(1, 3))
+
+
+def inputs(kind, decay, dim=32):
+    """Return inputs of a flat batch in fp64 that bfloat16 represents, states before and gradients."""
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64).bfloat16().double()
+
+    tokens, heads, values = PIECES.edges[-1], 2, 4
+    states = draw(2, values, dim, 2 * dim), draw(tokens, values, 2 * dim), draw(2, values, dim, 2 * dim)
+    if kind == "scan":
+        a = (-decay * draw(tokens, values, dim).abs()).exp()
+        return (a, draw(tokens, values, dim)), draw(2, values, dim), draw(tokens, values, dim), draw(2, values, dim)
+    g = -decay * draw(tokens, values, *((dim,) if kind == "kda" else ())).abs()
+    beta = () if kind == "decay" else ((2 * draw(tokens, values).sigmoid()).bfloat16().double(),)
+    return (draw(tokens, heads, dim), draw(tokens, heads, dim), draw(tokens, values, 2 * dim), g, *beta), *states
+
+
+def computed(kernel, recurrence, given, starts, grad_out, grad_ends):
+    scan = kernel.prepare(recurrence, given, PIECES)
+    return {
+        **dict(zip("MU", scan.summary(), strict=True)),
+        "out": scan.forward(starts),
+        "starts": scan.start_gradients(grad_out),
+        **{f"gradient {i}": grad for i, grad in enumerate(scan.backward(starts, grad_out, grad_ends))},
+    }
+
+
+class Fragments(FlaSplitKernel):
+    """Cuts pieces that are much too short to be cut otherwise."""
+
+    def prepare(self, *given):
+        return FlaSplitScan(*given, 64)
+
+
+def low(recurrence, given, device):
+    """Return inputs as a model has them: values in bfloat16, decays in fp32."""
+    if recurrence.kind == "scan":
+        return tuple(t.float().to(device) for t in given)
+    return tuple((t.float() if i == 3 else t.bfloat16()).to(device) for i, t in enumerate(given))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05, 8.0])
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "decay", "scan"])
+def test_kernels_in_half_precision(kind, decay):
+    recurrence = Recurrence(kind, 0.2, normalize=kind != "decay")
+    given, *rest = inputs(kind, decay)
+    exact = computed(ReferenceKernel(), recurrence, given, *rest)
+    tried = low(recurrence, given, DEVICE)
+    able = [kernel for kernel in KERNELS if kernel.refusal(recurrence, tried) is None]
+    assert "reference" in [kernel.name for kernel in able]
+    if "fla-split" in [kernel.name for kernel in able]:
+        able.append(Fragments())
+    for kernel in able:
+        found = computed(kernel, recurrence, tried, *(t.float().to(DEVICE) for t in rest))
+        for name, wanted in exact.items():
+            error = float((found[name].cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
+            assert error < 2e-2, f"{kernel.name} {name}: {error}"
+        for number in PIECES.padding:
+            span = PIECES.span(number)
+            assert not any(found[name][span].any() for name in found if name == "out" or name.startswith("grad"))
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "decay", "scan"])
+def test_the_definition_against_dense_matrices(kind):
+    case = problem(kind, 1, 70)  # two segments of the backward
+    leaves = [*case.tokens.values(), case.state]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out, final = whole(case, ((70,),), continued=True)
+    wanted = torch.autograd.grad((out, final), leaves, (torch.ones_like(out), torch.ones_like(final)))
+    recurrence = Recurrence(kind, 4**-0.5, normalize=kind != "decay")
+    flat = tuple(t.detach()[0] for t in case.tokens.values())
+    scan = ReferenceKernel().prepare(recurrence, flat, Pieces((0, 70), waiting=(0,), exporting=(0,)))
+    state = case.state.detach()
+    transitions, ends = scan.summary()
+    torch.testing.assert_close(recurrence.act(transitions, state) + ends, final.detach())
+    torch.testing.assert_close(scan.forward(state), out[0].detach())
+    grad, end = torch.ones_like(out[0]), torch.ones_like(state)
+    for ours, theirs in zip(scan.backward(state, grad, end), wanted, strict=False):
+        torch.testing.assert_close(ours, theirs[0])
+    through = recurrence.act_transposed(transitions, end) + scan.start_gradients(grad)
+    torch.testing.assert_close(through, wanted[-1])
+
+
+def versions(monkeypatch, **found):
+    monkeypatch.setattr("bmburst_ops.linear.fla.version_of", lambda name: found.get(name.replace("-", "_")))
+    monkeypatch.setattr("bmburst_ops.linear.fla.is_there", lambda name: name in found)
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "words"),
+    [
+        ({}, (8, 0), ("fla-core", "pip install")),
+        ({"fla_core": (0, 5, 1), "triton": (3, 7, 1)}, (8, 0), ("0.5.1", "0.6")),
+        ({"fla_core": (0, 7, 0), "triton": (3, 7, 1)}, (9, 0), ("0.7.0", "<0.7")),
+        ({"fla_core": (0, 6, 0)}, (8, 0), ("triton",)),
+        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0)}, (9, 0), ("Triton 3.6.0", "Hopper", "3.7.1", "tilelang")),
+        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0)}, (8, 0), None),
+        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0), "tilelang": True}, (9, 0), None),
+        ({"fla_core": (0, 6, 3), "triton": (3, 7, 1)}, (9, 0), None),
+    ],
+)
+def test_versions_are_checked_before_forward(monkeypatch, found, capability, words):
+    versions(monkeypatch, **found)
+    reason = unusable(capability)
+    assert (reason is None) == (words is None)
+    assert words is None or all(word in " ".join(reason) for word in words)
+
+
+def test_a_kernel_by_name_says_why_it_cannot_run():
+    given = low(Recurrence("decay"), inputs("decay", 0.1)[0], "cpu")
+    with pytest.raises(KernelError, match="it needs a GPU"):
+        select_kernel("fla", Recurrence("decay"), given)
+    assert select_kernel("auto", Recurrence("decay"), given).name == "reference"
+
+
+def test_fragments_cover_the_pieces():
+    """Fragments begin at multiples of a chunk of their piece, and there are enough of them for all multiprocessors."""
+    edges, by_piece = fragments((0, 150, 190, 200), 64)
+    assert (edges, by_piece) == ((0, 64, 128, 150, 190, 200), (0, 3, 4, 5))
+    assert fragments((0, 64, 130), 64) == ((0, 64, 128, 130), (0, 1, 3))
+    assert fragment_tokens(65_536, 32, 128, 132) % 64 == 0
+    assert 4 < 65_536 / fragment_tokens(65_536, 32, 128, 132) < 16
+    assert fragment_tokens(2_048, 4, 64, 132) == 1_024 and fragment_tokens(65_536, 4096, 128, 132) == 65_536
