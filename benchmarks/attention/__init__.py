@@ -64,8 +64,8 @@ def sample_document_lengths(tokens: int) -> tuple[int, ...]:
 
 
 def tree_of(tokens: int) -> Tree:
-    """Return a prompt with 8 answers, or 16 from 64K tokens on, of 4,096 tokens each; of a 16th in short sequences."""
-    answer, answers = max(1, min(ANSWER, tokens // _PART)), 8 if tokens < 64 * _KIB else 16
+    """Return a prompt with 8 answers, or 16 from 64K tokens on, of 4,096 tokens each; of a 10th in short sequences."""
+    answer, answers = max(1, min(ANSWER, tokens // 10)), 8 if tokens < 64 * _KIB else 16
     answers = min(answers, max(1, (tokens - 1) // answer))
     return Tree([-1, *(0,) * answers], [tokens - answers * answer, *(answer,) * answers])
 
