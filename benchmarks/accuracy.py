@@ -3,6 +3,7 @@
 `bmburst/plan/data/measured.toml` and `published.toml` contain the runs and their sources.
 """
 
+import argparse
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -226,4 +227,5 @@ def _published(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(markdown(compare_predictions()))

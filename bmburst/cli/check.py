@@ -78,8 +78,12 @@ def run(args: argparse.Namespace) -> int:
     """
     if is_rank():
         return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        return run_on_ranks(__name__, request, spec)
+    try:
+        with settle(args) as (request, spec):
+            return run_on_ranks(__name__, request, spec)
+    except SystemExit as stop:  # a run on one rank failed
+        assert isinstance(stop.code, int)
+        return stop.code
 
 
 @contextlib.contextmanager

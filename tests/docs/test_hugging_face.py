@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.integrations.transformers import SplitSequences
+from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
 from tests.docs.blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -35,5 +36,7 @@ def test_every_block_is_run() -> None:
 def test_what_the_page_names_exists() -> None:
     text = PAGE.read_text()
     assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
-    arguments = SplitSequences.part.__annotations__
-    assert set(re.findall(r"^\| `(\w+)` \| (?:`\[|`bmburst)", text, re.M)) == set(arguments) - {"input_ids", "return"}
+    arguments = {*SplitSequences.part.__annotations__} | {name for name, does in BATCH_KEYS.items() if does == READ}
+    table = text[text.index("| argument |") :].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == arguments - {"input_ids", "others", "return"}

@@ -286,7 +286,11 @@ def test_train_refuses_host_memory_before_ranks_start(capsys, monkeypatch, tmp_p
     for policy in ("block+offload", "block+offload-first-1"):
         words = ["train", "--host-memory", "1M", "--sequence-length", "4096", "--recompute", policy, "--steps", "1"]
         assert main(words) == 2
-        says(capsys.readouterr().err.strip(), f"train: recompute {policy}: | allowed: | 0.00098 | in reserve", lines=3)
+        says(
+            capsys.readouterr().err.strip(),
+            f"train: recompute {policy}: | allowed: | 921.6 KiB | 1.0 MiB | in reserve",
+            lines=3,
+        )
     for value in ("0", "-1", "x", "5Q"):
         assert main(["train", "--host-memory", value]) == 2
         says(capsys.readouterr().err.strip(), f"host_memory | {value} | 128G")

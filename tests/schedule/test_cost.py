@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from bmburst.plan import accuracy
+from benchmarks import accuracy
 from bmburst.schedule import cost as module
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import DEFAULT, HOST, Hardware, hardware_like, load_hardware
