@@ -27,13 +27,14 @@ def run_program(
     """Start BMTrain on `size` processes and call `body(*args)` on each.
 
     The processes have run other bodies before, unless there are many or `fresh` ones are asked for: those are for what
-    ends a process, measures its memory or its beginning. BMTrain starts anew for each body.
+    ends a process, measures its memory or its beginning. BMTrain starts anew for each body. Where there are GPUs, all
+    processes are fresh: BMTrain's own extension, which knows no such start, is then in the place of the host runtime.
 
     The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
     from the processes unless `on_gpus`. `tensor` ranks share each matrix.
     """
     with held_port() as port:
-        if on_gpus or fresh or size > LARGEST:
+        if on_gpus or fresh or size > LARGEST or torch.cuda.is_available():
             job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
         else:
             job = pool(started_again).run(size, (size, port, tensor), body, args)
