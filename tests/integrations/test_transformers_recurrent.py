@@ -24,10 +24,12 @@ from tests.refusals import refused
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 IDS = torch.arange(3, 14)[None]
 Found = dict[str, Any]
+LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5}
+"""Largest distance in fp32. Experts of a batch and of each document alone group tokens differently, on one rank too."""
 
 
-def distances(ours: Found, theirs: Found) -> dict[str, float]:
-    """Return how far logits, loss and each gradient are off, relative to their size."""
+def distances(ours: Found, theirs: Found, limit: float) -> dict[str, float]:
+    """Return how far logits, loss and each gradient are off, relative to their size, where it is above the limit."""
     found = {"loss": abs(ours["loss"] / theirs["loss"] - 1)}
     if "logits" in ours:
         found["logits"] = float(
@@ -38,7 +40,7 @@ def distances(ours: Found, theirs: Found) -> dict[str, float]:
     least = 1e-2 * max(float(grad.norm()) for grad in theirs["gradients"].values())
     for name, wanted in theirs["gradients"].items():
         found[name] = float((ours["gradients"][name] - wanted).norm()) / max(float(wanted.norm()), least)
-    return {name: off for name, off in found.items() if not off < 1e-5}
+    return {name: off for name, off in found.items() if not off < limit}
 
 
 def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> None:
@@ -49,7 +51,7 @@ def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> 
     for key, ours in found.items():
         name, _, case = key.partition(" ")
         theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name == "lora")
-        if off := distances(ours, theirs):
+        if off := distances(ours, theirs, LIMITS.get(name, LIMIT)):
             wrong[key] = off
     assert len(found) == 2 * len(types) + (len(program.WRAPS) if wraps else 0)
     assert wrong == {}
