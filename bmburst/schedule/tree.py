@@ -67,7 +67,7 @@ class Tree(Mask):
     @property
     def levels(self) -> tuple[Mask, ...]:
         """See `Mask.levels`."""
-        return Documents(self.lengths), *(_Ancestors(self, depth) for depth in range(max(self.depths)))
+        return _levels(self)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -134,6 +134,12 @@ class _Ancestors(Mask):
         node, _, _ = documents_at(self.tree.lengths, positions)
         start, stop = _ancestor_intervals(self.tree, self.depth)
         return VisibleRanges(start[node], stop[node])
+
+
+@bounded_cache(maxsize=64)
+def _levels(tree: Tree) -> tuple[Mask, ...]:
+    """Return the levels. A layout asks for them once a chunk, and `Documents` checks all of its lengths."""
+    return Documents(tree.lengths), *(_Ancestors(tree, depth) for depth in range(max(tree.depths)))
 
 
 @dataclass(frozen=True, slots=True)
