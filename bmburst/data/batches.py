@@ -46,6 +46,13 @@ class Sequences(Protocol):
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
         """Return inputs and labels of a sample at positions before the padding, each int64 `[len(places)]`."""
 
+    @property
+    def weighted(self) -> bool:
+        """Whether labels have weights other than 1."""
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of a sample's labels at positions before the padding, `[len(places)]`."""
+
     def drawn(self, position: int, seed: int) -> int:
         """Return the index of the sample at a position of the infinite training order."""
 
@@ -112,6 +119,20 @@ class Samples:
         if real := range(places.start, stop, places.step):
             inputs[: len(real)], labels[: len(real)] = self.sequences.pairs(index, real)
         return inputs, labels
+
+    @property
+    def weighted(self) -> bool:
+        """Whether labels have weights, equal on all data ranks."""
+        return self.sequences.weighted
+
+    def weights(self, row: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of a row's labels at given positions, `[len(places)]`; 0 in padding. See `read`."""
+        index, found = self.rows[row], np.zeros(len(places))
+        if index is not None:
+            stop = min(places.stop, self.sequences.labels_in(index))
+            if real := range(places.start, stop, places.step):
+                found[: len(real)] = self.sequences.weights(index, real)
+        return found
 
     def whole(self) -> tuple[Ids, Ids]:
         """Return inputs and labels of all rows, each int64 `[rows, sequence_length]`."""

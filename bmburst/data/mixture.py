@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from bmburst.config import read_config_file
 from bmburst.data.batches import Ids, Sequences
@@ -127,13 +128,13 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
-        self._parts, self._weights = tuple(parts), tuple(weights)
+        self._parts, self._shares = tuple(parts), tuple(weights)
         self.sequence_length = parts[0].sequence_length
         self.held_out_fraction = parts[0].held_out_fraction
         self.pack = parts[0].pack
         # Sample indices: all samples of the first part, including its partial sample, then those of the second, ...
         self._ends = list(accumulate(len(part.evaluated()) for part in parts))
-        self._turn = _turn(self._weights)
+        self._turn = _turn(self._shares)
         counts = [0] * len(self._parts)
         places = []
         for part in self._turn:
@@ -149,7 +150,7 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Equal only for the same sources with the same weights."""
-        text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._weights, strict=True)])
+        text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._shares, strict=True)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -181,6 +182,16 @@ class Mixture:
         part, own = self._find(index)
         return part.pairs(own, places)
 
+    @property
+    def weighted(self) -> bool:
+        """See `Sequences`."""
+        return any(part.weighted for part in self._parts)
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.weights(own, places)
+
     def drawn(self, position: int, seed: int) -> int:
         """See `Sequences`."""
         turn, place = divmod(position, len(self._turn))
@@ -191,7 +202,7 @@ class Mixture:
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return every sample once, at most `count`: interleaved by weight until a source is used up."""
         owns = [part.evaluated(count) for part in self._parts]
-        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._weights, strict=True)])
+        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._shares, strict=True)])
         numbers = np.concatenate([np.array(own, np.int64) + self._first(i) for i, own in enumerate(owns)])
         found: list[int] = numbers[np.argsort(times, kind="stable")][:count].tolist()
         return found

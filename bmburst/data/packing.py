@@ -151,6 +151,15 @@ class PartOfCorpus(ABC):
         """Equal for two corpora only if they have the same tokens and answers in the same documents."""
         return self.token_file.fingerprint
 
+    @property
+    def weighted(self) -> bool:
+        """Whether documents have weights: not in text."""
+        return False
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:  # noqa: ARG002
+        """Return the weights of the labels of sample `index` at positions without padding, `[len(places)]`: 1."""
+        return np.ones(len(places))
+
     def drawn(self, position: int, seed: int) -> int:
         """Return the index of the sample at `position` of the infinite training order."""
         epoch, place = divmod(position, len(self))

@@ -128,6 +128,22 @@ class WholeDocuments(PartOfCorpus):
             filled += count
         return inputs, labels
 
+    @property
+    def weighted(self) -> bool:
+        """Whether records have weights."""
+        return self.token_file.weights is not None
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of the labels of sample `index` at positions without padding, `[len(places)]`."""
+        if self.token_file.weights is None:
+            return np.ones(len(places))
+        records = self.records(index)
+        offsets = self.token_file.document_offsets
+        ends = np.cumsum(offsets[records + 1] - offsets[records])
+        at = np.searchsorted(ends, np.arange(places.start, places.stop, places.step), side="right")
+        found: npt.NDArray[np.float64] = self.token_file.weights[records[at]]
+        return found
+
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return the samples of an evaluation in order, at most `count`."""
         return range(len(self))[:count]

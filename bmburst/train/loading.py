@@ -1,7 +1,7 @@
 """Loads this rank's part of each batch, and prefetches the batch of the next step."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,11 +51,13 @@ class LocalBatch:
         ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which start at 0 in each document.
         length: Tokens of each whole sequence, without padding.
         masks: Document mask of each row; None: each row is one text.
+        weights: float64 `[rows, local_tokens]`: factors of the losses of the labels; None: 1.
     """
 
     ids: Tensor
     length: int
     masks: tuple[Documents, ...] | None
+    weights: Tensor | None = None
 
     @classmethod
     def read(cls, cut: SequenceShard, rows: SequenceSource) -> "LocalBatch":
@@ -68,7 +70,8 @@ class LocalBatch:
         masks = None if documents is None else tuple(map(Documents, documents))
         of_rows = masks or (None,) * len(rows)
         parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
-        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks)
+        weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
+        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights)
 
     @property
     def labels(self) -> Tensor:
@@ -82,13 +85,26 @@ class LocalBatch:
 
     def to(self, device: torch.device) -> "LocalBatch":
         """Return a copy on a device."""
-        return replace(self, ids=self.ids.to(device))
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(self, ids=self.ids.to(device), weights=weights)
 
     def micro_batches(self, size: int) -> Iterator["LocalBatch"]:
         """Yield `size` rows at a time."""
         for first in range(0, self.ids.shape[1], size):
             rows = slice(first, first + size)
-            yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows])
+            weights = None if self.weights is None else self.weights[rows]
+            yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows], weights=weights)
+
+
+def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | None]) -> Tensor:
+    """Return the weights of this rank's labels, read to the places of the labels: their bits take the place of ids."""
+
+    def bits(row: int, places: range) -> tuple[Ids, Ids]:
+        found: Ids = samples.weights(row, places).astype(np.float64).view(np.int64)
+        return found, found
+
+    found = [cut.read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
+    return torch.from_numpy(np.stack(found))
 
 
 def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) -> Tensor:
@@ -196,6 +212,8 @@ class Loader:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
             batch.ids.record_stream(current)
+            if batch.weights is not None:
+                batch.weights.record_stream(current)
         return batch
 
     def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
@@ -206,4 +224,7 @@ class Loader:
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0
             # torch's pinned allocator does not reuse the memory before the copy is done.
             ids: Tensor = batch.ids.pin_memory().to(self._device, non_blocking=True)
-            return replace(batch, ids=ids), self._stream.record_event()
+            weights = batch.weights
+            if weights is not None:
+                weights = weights.pin_memory().to(self._device, non_blocking=True)
+            return replace(batch, ids=ids, weights=weights), self._stream.record_event()
