@@ -109,7 +109,7 @@ class RecordFormat:
         return made
 
     def _message(self, message: Any) -> Any:
-        """Return a message with our fields: from and value where its role is that of a speaker, else role and content."""
+        """Return a message with our fields: from and value if it has the name of a speaker, else role and content."""
         if not isinstance(message, dict):
             return message
         role_key = _first(message, (self.role_field,) if self.role_field else _ROLE_KEYS)

@@ -176,7 +176,7 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
             "allowed: float32, bfloat16\n"
             "fix: --dtype bfloat16, or float32 on GPUs without it; ranks split the work in the same way"
         )
-    return config.replace(output=None, resume=False, sample_tokens=0)
+    return config.replace(output=None, resume=False, sample_tokens=0, epochs=None)
 
 
 def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:

@@ -67,6 +67,12 @@ def run_rank(request: Request) -> int:
     return 128 + signal.SIGTERM if config.checkpoint_every is None else STOPPED
 
 
+def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int) -> TrainConfig:
+    """Return the configuration with the number of steps of its epochs, on which other defaults depend."""
+    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
+    return training.resolve_options(args, max(steps, 1))
+
+
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
     """Decide and check the whole run, once, and hold its folder while the block runs.
@@ -105,11 +111,20 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
 
             check_host_memory(config, nproc)
+        # Imported here because it imports numpy, which the help does not need.
+        from bmburst.train.text import bytes_of_tokens, check_text, steps_of_epochs, token_cache
+
         start: Path | None = None
+        cache = token_cache(config, folder)
         traces = None if world_size is None else RUN_TRACES  # torchrun may have written its logs there
         if config.resume is True:
             start = checkpoint_to_resume(folder)
-            done = read_progress(start).step
+            progress = read_progress(start)
+            if config.epochs is not None:
+                check_text(config, cache)
+                before = progress.step, int(progress.data["samples"])
+                config = _with_steps(args, config, steps_of_epochs(config, cache, before))
+            done = progress.step
             if done >= config.steps:
                 print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
                 yield None, spec
@@ -117,11 +132,9 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             print(f"going on from {start}", file=sys.stderr, flush=True)
         elif not config.resume:
             check_fresh(folder, traces)  # before the data and the weights are read
-        # Imported here because it imports numpy, which the help does not need.
-        from bmburst.train.text import bytes_of_tokens, check_text, token_cache
-
-        cache = token_cache(config, folder)
         text = check_text(config, cache)
+        if config.epochs is not None and config.resume is not True:
+            config = _with_steps(args, config, steps_of_epochs(config, cache))
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if config.init_from is not None and config.resume is not True:
             print(f"reading weights: {config.init_from}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """The options that `bmburst train` and `bmburst check` share, and the configuration that they give."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,8 @@ from bmburst.cli.run_folder import explaining_write_errors, require_no_file
 from bmburst.config import add_options, given_options
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_resumable, resolve
+from bmburst.train.resolve import CONFIG_FILE, check_resumable
+from bmburst.train.resolve import resolve as _resolve
 
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
@@ -26,7 +28,17 @@ SHORT = {"data.source": "--data"} | {
     )
 }
 COMMON = (
-    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "dtype"),
+    *(
+        "preset",
+        "init_from",
+        "data.source",
+        "data.tokenizer",
+        "sequence_length",
+        "batch_size",
+        "steps",
+        "epochs",
+        "dtype",
+    ),
     *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "recompute", "optimizer.offload", "nproc"),
     *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
 )
@@ -52,15 +64,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, TrainConfig(), short=SHORT, titles=TITLES, common=COMMON)
 
 
-def resolve_options(args: argparse.Namespace) -> TrainConfig:
+def resolve_options(args: argparse.Namespace, steps: int | None = None) -> TrainConfig:
     """Build the configuration from the options. With --resume they override the run folder's, which becomes `output`.
 
     `resume` of the result is True if the run continues. It stays "auto" if the folder has no complete checkpoint.
+
+    Args:
+        args: The options.
+        steps: Number of steps of the configured epochs, once it is known.
 
     Raises:
         UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
     options = given_options(args, TrainConfig)
+    resolve = partial(_resolve, steps=steps)
     given = Path(args.config) if args.config is not None else None
     files: tuple[Path, ...] = () if given is None else (given,)
     # The options of a resumed run are complete only together with the configuration in its folder.

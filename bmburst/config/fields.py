@@ -351,7 +351,8 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
             "tokens",
         ): "seq seq_len seq_length seqlen max_length max_seq_length max_seq_len "
         "block_size cutoff_len context_length model_max_length max_model_len ctx context sequence_length sequence_len",
-        ("steps",): "epochs num_epochs num_train_epochs max_steps max_iters train_iters train_steps total_steps",
+        ("epochs",): "num_epochs num_train_epochs",
+        ("steps",): "max_steps max_iters train_iters train_steps total_steps",
         ("batch_size", "batch"): "global_batch_size train_batch_size gradient_accumulation_steps gradient_accumulation "
         "grad_accum",
         ("micro_batch_size",): "per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu",
@@ -368,6 +369,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("resume",): "resume_from_checkpoint resume_from auto_resume continue",
         ("data", "data.source", "input"): "dataset datasets dataset_name dataset_path data_path train_file train_data "
         "train_files training_data",
+        ("data.validation",): "eval_dataset test_datasets eval_file validation_file val_data valid_data",
+        ("data.held_out_fraction",): "val_set_size val_size validation_split",
+        ("data.columns", "columns"): "field_mapping message_property_mappings column_mapping",
+        ("data.learned_roles", "learned_roles"): "roles_to_train train_roles",
         ("data.tokenizer", "tokenizer"): "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_model",
         ("data.chat_template", "chat_template"): "template chat_template_path",
         ("pack",): "packing sample_packing pack_sequences",

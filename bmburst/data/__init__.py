@@ -6,10 +6,10 @@ This module opens a corpus as a token file: it tokenizes and caches text if need
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _LONG = 4 << 20  # bytes of text that take a second or more
-_BAR = 40  # characters of a histogram's longest bar
 
 
 class Text(NamedTuple):
@@ -223,6 +222,25 @@ def tokenize(
         return write_token_file(output, documents, text.tokenizer, reading.notes)
 
 
+def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
+    """Yield the name of each document or record of a text, and its text, or its ids and answers if it is a record.
+
+    Raises:
+        UserError: As `tokenize`.
+    """
+    if text.encoder is None:
+        for document in read_documents(text.files, text_field=text.text_field):
+            yield document.name, "".join(islice(document.pieces, 1))
+        return
+    encoder = text.encoder
+    yield from read_records(
+        text.files,
+        text_field=text.text_field,
+        form=text.form,
+        check=lambda record: (record.name, encoder.encode(record)),
+    )
+
+
 def _cached(cache_dir: str | Path, text: Text) -> Path:
     """Return the cache path of a text's tokens: a hash of the tokenizer and of paths, sizes and times of its files."""
     texts = []
@@ -247,67 +265,3 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
         sys.stderr.write(f"tokenizing {bytes_text(total)} of text, once\n")
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update
-
-
-class LengthReport:
-    """Counts the lengths of records by powers of two.
-
-    Args:
-        most: Maximum tokens of a record; None: no limit.
-
-    Raises:
-        UserError: `most` is less than 2, so that no record could have an answer.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        if most is not None and most < 2:
-            raise UserError(f"--max-tokens {most}\nallowed: at least 2 tokens\nfix: for example --max-tokens 4096")
-        self._most = most
-        self._kept: Counter[int] = Counter()
-        self._left_out: Counter[int] = Counter()
-        self._tokens = self._answers = self._shortest = self._longest = 0
-
-    def keep(self, record: Masked) -> bool:
-        """Count a record, and return whether it has at most `most` tokens."""
-        length = len(record.ids)
-        self._shortest = min(self._shortest or length, length)
-        if self._most is not None and length > self._most:
-            self._left_out[length.bit_length()] += 1
-            self._longest = max(self._longest, length)
-            return False
-        self._kept[length.bit_length()] += 1
-        self._longest = max(self._longest, length)
-        self._tokens += length
-        self._answers += int(record.answers.sum())
-        return True
-
-    def require(self) -> None:
-        """Check that a record is left.
-
-        Raises:
-            UserError: All records are too long.
-        """
-        if not self._kept and self._left_out:
-            raise UserError(
-                f"no record is left: all {self._left_out.total():,} have more than --max-tokens {self._most} tokens\n"
-                f"allowed: at least {self._shortest}, the length of the shortest\n"
-                f"fix: --max-tokens {self._longest}, the length of the longest, keeps all"
-            )
-
-    def text(self) -> str:
-        """Return the report: a line of totals and a histogram with a line per range of lengths, at most 80 columns."""
-        kept, dropped = self._kept.total(), self._left_out.total()
-        lines = [f"{kept:,} records, {self._answers:,} of {self._tokens:,} tokens are answers"]
-        if dropped:
-            lines.append(f"left out: {dropped:,} records of more than {self._most:,} tokens")
-        both = self._kept + self._left_out
-        top = max(both.values(), default=1)
-        lines.append(f"{'tokens':>17} {'records':>9}")
-        for bits in range(min(both, default=1), max(both, default=0) + 1):
-            full = -(-_BAR * self._kept[bits] // top)
-            empty = -(-_BAR * both[bits] // top) - full
-            span = f"{1 << bits - 1:,}-{(1 << bits) - 1:,}"
-            lines.append(f"{span:>17} {both[bits]:>9,} {'#' * full}{'.' * empty}".rstrip())
-        if dropped:
-            lines.append(f"{'.':>27} left out")
-        return "\n".join(lines)

@@ -14,7 +14,7 @@ from bmburst.config import parse_json
 from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
 from bmburst.data.streams import opened
 from bmburst.data.tables import dataset_rows, parquet_rows
-from bmburst.errors import UserError, first_line
+from bmburst.errors import UserError
 
 KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '

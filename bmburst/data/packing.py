@@ -185,7 +185,7 @@ class PackedSequences(PartOfCorpus):
         token_file: The corpus.
         split: "train", "held_out" or "all".
         sequence_length: S, tokens per sequence.
-        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in [0, 1); "all" ignores it.
         pack: "stream": each sample is one text; "documents": attention is separate for each document.
 
     Attributes:
@@ -206,7 +206,7 @@ class PackedSequences(PartOfCorpus):
         pack: str = "stream",
     ) -> None:
         super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
-        if split == "all":
+        if split == "all" or (split == "train" and not held_out_fraction):
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:
             parts = split_documents(token_file, held_out_fraction)

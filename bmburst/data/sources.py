@@ -25,6 +25,7 @@ TEXT_SUFFIXES = (
 )
 PARQUET_SUFFIX = ".parquet"
 _PARQUET = b"PAR1"
+_READ_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 _OTHER_PACKED = (*PACKED_SUFFIXES, ".lz4")  # in messages
 _MOST_KINDS, _MOST_LETTERS = 8, 16  # in a message: kinds of files, characters of a suffix
 
@@ -146,7 +147,7 @@ def _directory(root: Path) -> list[SourceFile]:
     if not found:
         raise UserError(
             f"no text files in directory '{root}', it has {_found_instead(root)}\n"
-            f"allowed: {' '.join((*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX))}, also with {' '.join(PACKED_SUFFIXES)}\n"
+            f"allowed: {' '.join(_READ_SUFFIXES)}, also with {' '.join(PACKED_SUFFIXES)}\n"
             "fix: give the path of the file itself where its suffix is another"
         )
     return found
@@ -183,7 +184,7 @@ def _walk(
 
 def _is_read(path: Path) -> bool:
     """Return whether a file of a folder is read as text: by its suffix."""
-    return plain_suffix(path) in (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX) and path.is_file()
+    return plain_suffix(path) in _READ_SUFFIXES and path.is_file()
 
 
 def _found_instead(root: Path) -> str:

@@ -40,7 +40,7 @@ def parquet_rows(file: SourceFile, on_read: Callable[[int], object], most: int =
                 on_read(size * batch.num_rows // total)
     except (OSError, ValueError) as error:  # pyarrow's errors are one of both
         raise UserError(
-            f"cannot read Parquet file '{file.name}': {first_line(error)}\nfix: write it again, or save its rows as JSONL"
+            f"cannot read Parquet file '{file.name}': {first_line(error)}\nfix: write it again, or save it as JSONL"
         ) from error
 
 

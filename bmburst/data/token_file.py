@@ -17,7 +17,8 @@ Layout, little-endian:
 Version 1 holds text, with loss on all tokens; its earliest files have no checksums and are not verified. Version 2
 holds records (`bmburst.data.records`): documents have no added end-of-document id, and `bytes` counts only the text of
 answers. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i,
-each with its prompt, and have the same key. Version 4 is version 2 with a weight of each record. An older bmburst rejects a later version by its number.
+each with its prompt, and have the same key. Version 4 is version 2 with a weight of each record. An older bmburst
+rejects a later version by its number.
 """
 
 import shlex

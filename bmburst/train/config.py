@@ -11,6 +11,7 @@ from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.recompute.policy import AUTO, Policy, require_end
+from bmburst.record_format import RecordFormat
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.train.sections import (
@@ -57,6 +58,14 @@ class TrainConfig:
         default="stream",
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
+    epochs: float | None = field(
+        "Passes over the training sequences, in place of steps, also on resume. The last step has what is left.",
+        default=None,
+        default_text="as many as the steps are",
+        unit="epochs",
+        above=0,
+        maximum=1e6,
+    )
     batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
@@ -211,7 +220,7 @@ class TrainConfig:
                 "fix: --init-from DIR"
             )
         self.model.require_packing(self.pack)
-        if profiled_steps(self.profile).stop > self.steps + 1:
+        if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
@@ -309,7 +318,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(RecordFormat):
     """An evaluation of one checkpoint on one held-out text."""
 
     checkpoint: Path = field(  # noqa: RUF009
@@ -374,9 +383,6 @@ class EvalConfig:
         unit="processes",
         minimum=1,
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def profiled_steps(text: str | None) -> range:

@@ -180,7 +180,8 @@ class ProgressBar:
         rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
         unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
         numbers = ", ".join(_quality(metrics))
-        self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+        name = metrics.data.replace("_", "-")
+        self.note(f"step {metrics.step}: {name} loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
@@ -20,11 +20,16 @@ from bmburst.config import (
     write_json,
 )
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
 
+if TYPE_CHECKING:
+    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+
 CONFIG_FILE = "config.json"
+_RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
 PLACEHOLDER = "PATH/TO/"
 """Prefix of paths in recipes that the user must replace."""
 # Not part of a run's config.json, so that it can start another run.
@@ -32,11 +37,13 @@ _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
 # Another tokenizer gives other tokens, which the state of a checkpoint refuses.
-_MAY_MOVE = ("data.cache", "data.verify", "data.tokenizer", "dpo.reference")
+_MAY_MOVE = ("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
-def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
+def resolve(
+    files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None, *, steps: int | None = None
+) -> TrainConfig:
     """Return the configuration of files and options. Later files override earlier ones, options override files.
 
     Fields of the model that are not given come from the directory `init_from`, else from `preset`.
@@ -44,6 +51,7 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     Args:
         files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
         options: Maps dotted names to values, or to text as on the command line.
+        steps: Number of steps of the given epochs, once the data are known.
 
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
@@ -57,6 +65,15 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
             f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
+    if "epochs" in above and "steps" in above and above["epochs"] is not None:
+        raise UserError(
+            f"steps {above['steps']} and epochs {above['epochs']} are both given\nallowed: one of them\n"
+            "fix: leave --steps or --epochs out"
+        )
+    if "steps" in above:  # in place of the epochs of a file
+        given["epochs"] = None
+    if steps is not None:
+        given["steps"] = steps
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
     _follow_model(given, below, above)
@@ -91,7 +108,8 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
-    check_sources(config.data.source, config.data.text_field)
+    for source in (config.data.source, *config.data.validation_files.values()):
+        check_sources(source, config.data.text_field, config.data)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
@@ -299,18 +317,19 @@ def require_filled(name: str, value: object, option: str) -> None:
         )
 
 
-def check_sources(source: str, text_field: str) -> None:
+def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in _sources(source):
-        check_data_path(each, text_field)
+        check_data_path(each.path, each.text_field(text_field), each.form(form))
 
 
-def check_data_path(source: str, text_field: str) -> None:
+def check_data_path(source: str, text_field: str, form: RecordFormat) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
 
     Raises:
         UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
@@ -346,7 +365,7 @@ def check_data_path(source: str, text_field: str) -> None:
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
         check_beginnings(files, text_field=text_field)
 
 
@@ -367,11 +386,15 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
 
     try:
         sources = _sources(str(source))
-        are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
+        are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
     text_field = str(values.get("text_field", "text"))
-    have_records = hold_records(str(source), text_field)
+    try:
+        form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
+    except UserError:
+        return  # the check of the fields raises
+    have_records = hold_records(str(source), text_field, form)
     if have_records:
         given.setdefault("pack", "documents")
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
@@ -380,25 +403,29 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         given["data"] = {**values, "tokenizer": own}
 
 
-def hold_records(source: str, text_field: str) -> bool:
+def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
     """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import are_records
 
+    def holds(each: "Source") -> bool:
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+
     try:
-        return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
+        return any(map(holds, _sources(source)))
     except (OSError, UserError):
         return False  # the check of the paths raises
 
 
-def _sources(source: str) -> list[str]:
+def _sources(source: str) -> "tuple[Source, ...]":
     """Return the sources of a mixture, or the single source."""
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import sources_of
 
-    return [each.path for each in sources_of(source)]
+    return sources_of(source)

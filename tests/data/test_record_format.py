@@ -158,7 +158,7 @@ def test_segments(tmp_path):
     (record,) = read(path)
     found = RecordEncoder(tokenizer).encode(record)
     encoded = [tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for _, text in parts]
-    assert found.ids.tolist() == sum(encoded, [])
+    assert found.ids.tolist() == [each for ids in encoded for each in ids]
     assert found.answers.tolist() == [bool(label) for (label, _), ids in zip(parts, encoded, strict=True) for _ in ids]
     assert hold_records(find_sources([path]))
 
