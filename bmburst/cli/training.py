@@ -39,7 +39,7 @@ COMMON = (
         "epochs",
         "dtype",
     ),
-    *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "recompute", "optimizer.offload", "nproc"),
+    *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "optimizer.offload", "nproc"),
     *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
 )
 """The twenty settings that `--help` shows; `--help all` shows all."""
