@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,11 @@ _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_h
 
 
 def resolve(
-    files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None, *, steps: int | None = None
+    files: tuple[Path, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    steps: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """Return the configuration of files and options. Later files override earlier ones, options override files.
 
@@ -52,13 +56,14 @@ def resolve(
         files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
         options: Maps dotted names to values, or to text as on the command line.
         steps: Number of steps of the given epochs, once the data are known.
+        defaults: Maps dotted names to values in place of the defaults of `TrainConfig`.
 
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
     """
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
-    given = overlay(below, above)
+    given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
     has_two_models = "preset" in above and _names_whole_model(below)
     if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
         raise UserError(
@@ -79,6 +84,20 @@ def resolve(
     _follow_model(given, below, above)
     set_defaults_of_data(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
+
+
+def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
+
+    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from names(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key
+
+    layers = [read_layer(TrainConfig, _read_file(path), str(path)) for path in files]
+    return set(names(overlay(*layers, read_layer(TrainConfig, options, ""))))
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:

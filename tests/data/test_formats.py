@@ -44,7 +44,7 @@ def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
     if wanted.startswith("refused"):
         with pytest.raises(UserError) as error:
             list(read_records(found, text_field=text_field, form=form, check=encoder.encode))
-        for word in re.findall(r"`([^`]+)`", wanted):
+        for word in re.findall(r"`([^`]+)`", wanted.split(";")[0]):
             assert word in str(error.value)
         return
     records = list(read_records(found, text_field=text_field, form=form))
