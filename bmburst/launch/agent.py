@@ -122,6 +122,11 @@ def rank_command(command: Sequence[str]) -> list[str]:
     return [sys.executable, str(RANK_SCRIPT), *command]
 
 
+def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process of a rank, in a session of its own: Ctrl-C in the terminal is for the launcher."""
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
 def torchrun_arguments(spec: LaunchSpec) -> list[str]:
     """Return the options with which torchrun would start the same ranks."""
     return ["--standalone", f"--nproc-per-node={spec.nproc}"]
@@ -189,9 +194,7 @@ class AgentThread(threading.Thread):
             if (self._folder / "stop").exists():
                 return
             own = rank_environment(self._spec, rank, self._address)
-            # A session of its own: Ctrl-C in the terminal is for the launcher.
-            process = subprocess.Popen(self._command, env={**self._environment, **own}, start_new_session=True)
-            self._ranks.append(process)
+            self._ranks.append(start_rank(self._command, {**self._environment, **own}))
 
     def _wait(self) -> None:
         enforced: list[int] = []

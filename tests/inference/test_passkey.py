@@ -4,9 +4,9 @@ The model in tests/inference/passkey was trained by tests/inference/train_passke
 """
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.weights import ResidentWeights
 from bmburst.outputs import is_picture
 from tests.cli.commands import refused
+from tests.distributed.started import run_bmburst
 from tests.refusals import refused as raises
 from tests.refusals import says
 
@@ -113,14 +114,8 @@ def test_other_lengths_are_refused(text: str) -> None:
 
 
 def evaluate(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "bmburst", "eval", "--checkpoint", str(MODEL), "--tokenizer", "bytes"]
-    done = subprocess.run(
-        [*command, "--passkey", "--output", "found.json", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    given = ("--checkpoint", MODEL, "--tokenizer", "bytes", "--passkey", "--output", "found.json", *options)
+    done = run_bmburst("eval", *given, cwd=folder, env=os.environ, timeout=240)
     assert done.returncode == status, done.stderr
     assert is_picture(folder / "found.png")
     return json.loads((folder / "found.json").read_text()), done.stdout
