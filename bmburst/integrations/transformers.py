@@ -12,15 +12,15 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
+from bmburst.integrations.transformers_head import OfHead, computed_in_head, label_logps, label_logps_of
 from bmburst.integrations.transformers_models import (
-    loss_or_logits,
     recompute,
     refuse_other_tables,
     require_next_token_loss,
@@ -35,11 +35,9 @@ from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.layout import padded_layout
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
-
-CHUNK = 4096
-"""Number of tokens whose fp32 logits exist at once."""
 
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
@@ -126,26 +124,56 @@ class Part:
             return _count(valid), "Part.loss"
 
         counted = self.mesh.world.decided(decide)
-        summed: Tensor | None = None
-        logits: Tensor | None = None
-        random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
-        if model not in self.changing:
-            summed, logits = loss_or_logits(model, self.labels, lambda: self._call(model, inputs))
-        if summed is None and logits is None:
-            self.changing.add(model)
-            torch.set_rng_state(random)  # the second call draws what the first one drew
-            set_device_states(*of_devices)
-            logits = self._call(model, inputs)
-        if summed is None:
-            assert logits is not None
-            self._require_tokens(model, logits)
-            summed = _loss_sum(logits, self.labels)
+        summed = self._of_head(
+            model,
+            inputs,
+            lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
+            lambda logits: -label_logps_of(logits, self.labels).sum(),
+        ).sum()
         total = valid_labels(self.mesh, self) if counted is None else counted
         return global_mean(summed, total, self.mesh.world.size)
+
+    def _label_logps(self, model: torch.nn.Module, **inputs: object) -> Tensor:
+        """Return the log-probability of each local label, `[batch, local_tokens]`; 0 where there is no label."""
+        found = self._of_head(
+            model, inputs, label_logps(self.labels), lambda logits: label_logps_of(logits, self.labels)
+        )
+        return found.view(self.labels.shape)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`."""
         return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
+
+    def _of_head(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        compute: OfHead,
+        otherwise: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return what `compute` returns in the model's head, or `otherwise` of its logits where that is not possible.
+
+        Args:
+            model: As in `logits`.
+            inputs: As in `logits`.
+            compute: See `computed_in_head`.
+            otherwise: Computes the same from logits `[batch, local_tokens, vocabulary]`.
+        """
+        found: Tensor | None = None
+        logits: Tensor | None = None
+        random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
+        if model not in self.changing:
+            shape = self.input_ids.shape
+            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs))
+        if found is not None:
+            return found
+        if logits is None:
+            self.changing.add(model)
+            torch.set_rng_state(random)  # the second call draws what the first one drew
+            set_device_states(*of_devices)
+            logits = self._call(model, inputs)
+        self._require_tokens(model, logits)
+        return otherwise(logits)
 
     def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Check the model, call it, and return its logits."""
@@ -337,18 +365,6 @@ def _number(loss: Tensor) -> float:
         got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
     return float(loss.item())
-
-
-def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the losses of local tokens; fp32 logits exist only for a chunk of tokens at a time."""
-    rows, targets = logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK)
-    parts = [checkpoint(_chunk_loss, *pair, use_reentrant=False) for pair in zip(rows, targets, strict=True)]
-    return torch.stack(parts).sum()
-
-
-def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
