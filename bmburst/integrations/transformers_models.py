@@ -24,12 +24,13 @@ _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
-def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
+def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], *, of_rows: bool = False) -> None:
     """Check that a model mixes tokens only in bmburst's attention.
 
     Args:
         model: A model of transformers, also wrapped by DDP, FSDP2, PEFT or torch.compile.
         ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
+        of_rows: Whether the ends are those of rows that a tree shares with others.
 
     Raises:
         UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has losses or
@@ -43,7 +44,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
     for part in parts:
         if (problem := _problem(part)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
-    _require_one_frequency(model, ends)
+    _require_one_frequency(model, ends, of_rows)
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
@@ -150,17 +151,18 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
     return None
 
 
-def _require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
-    """Refuse rotary frequencies that depend on the largest position, if ranks would choose different ones."""
+def _require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], of_rows: bool) -> None:
+    """Refuse rotary frequencies that depend on the largest position, if ranks or rows would choose different ones."""
     for kind, original in _frequencies_by_length(model):
         each = ends()
         longest = max(each)
         same = {min(end, original + 1) if kind == "longrope" else end for end in each}
         if longest > original and len(same) > 1:
+            striped = "" if of_rows else 'SplitSequences(mesh, layout="striped"), or '
             raise UserError(
-                f"rope type {kind!r} takes its frequencies from the largest position, and ranks have {min(each)} to "
-                f'{longest}\nfix: SplitSequences(mesh, layout="striped"), or another rope type: with "dynamic" '
-                f"sequences of at most {original}"
+                f"rope type {kind!r} takes its frequencies from the largest position, and "
+                f"{'rows of a tree' if of_rows else 'ranks'} have {min(each)} to {longest}\n"
+                f'fix: {striped}another rope type: with "dynamic" sequences of at most {original}'
             )
 
 
