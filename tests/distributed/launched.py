@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 
-from bmburst.runtime.rank import LAUNCHER
+from bmburst.launch.rank import LAUNCHER
 from tests.distributed.forked import as_here, server
 
-START = "bmburst.runtime.launch.agent.start_rank"
+START = "bmburst.launch.agent.start_rank"
 """The launcher's function whose place these take."""
 
 
