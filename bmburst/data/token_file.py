@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.checkpoint.checksum import file_checksum, is_sealed, text_of
+from bmburst.checksum import file_checksum, is_sealed, text_of
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
@@ -74,7 +74,7 @@ class TokenFile:
         weights: float64 `[documents]`, memory-mapped: factor of the losses of each document's tokens; None: 1.
         notes: What was found while the text was read: "columns", the names of those without effect, and "left_out", the
             number of records by reason.
-        checksum: Checksum of the tokens (`bmburst.checkpoint.checksum.text_of`); None in the earliest files.
+        checksum: Checksum of the tokens (`bmburst.checksum.text_of`); None in the earliest files.
     """
 
     path: Path
