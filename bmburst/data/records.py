@@ -194,6 +194,8 @@ def read_records(
     def converted(name: str, value: Any) -> tuple[Record | Pair, T]:
         if isinstance(value, dict):
             missing.difference_update(value)
+            replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
+            reading.columns.update(key for key in replaced if value[key] is not None)
             value = _renamed(name, value, form)
         record = _record(name, value, text_field, reading)
         return record, check(record)

@@ -104,7 +104,8 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
             _check_source(part, cache)
         return find_text(parts[0])
     text = find_text(config)
-    if not config.data.is_default and (isinstance(text, data.TokenFile) or text.encoder is None):
+    is_text = isinstance(text, data.TokenFile) or text.encoder is None
+    if is_text and not config.data.is_default and not config.data.validation:  # else they are of the validation files
         what = "a token file" if isinstance(text, data.TokenFile) else "text, or its columns have other names"
         raise UserError(
             f"data {source}: names of columns, fields or roles are given, and it is {what}\n"
