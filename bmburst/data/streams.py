@@ -83,6 +83,6 @@ def _zstd(path: Path, source: IO[bytes]) -> IO[bytes]:
     except ImportError as error:
         raise UserError(
             f"'{path}' is compressed with zstd, and importing the package pyarrow failed\n"
-            "fix: pip install pyarrow, or unzstd it"
+            "fix: pip install 'bmburst[data]', or unzstd it"
         ) from error
     return cast(IO[bytes], io.BufferedReader(_Counted(pyarrow.CompressedInputStream(source, "zstd"), lambda _: None)))

@@ -27,7 +27,7 @@ def parquet_rows(file: SourceFile, on_read: Callable[[int], object], most: int =
     except ImportError as error:
         raise UserError(
             f"'{file.name}' is a Parquet file, and importing the package pyarrow failed\n"
-            "fix: pip install pyarrow, or save the rows as JSONL"
+            "fix: pip install 'bmburst[data]', or save the rows as JSONL"
         ) from error
     number, size = 0, file.path.stat().st_size
     try:
@@ -75,7 +75,7 @@ def _arrow_rows(folder: SourceFile) -> Iterator[Any]:
     except ImportError as error:
         raise UserError(
             f"'{folder.name}' is a data set of the package datasets, and importing datasets and pyarrow failed\n"
-            "fix: pip install datasets, or save the rows as JSONL: dataset.to_json('rows.jsonl')"
+            "fix: pip install 'bmburst[data]', or save the rows as JSONL: dataset.to_json('rows.jsonl')"
         ) from error
     try:
         root, splits = folder.path, folder.path / "dataset_dict.json"

@@ -195,7 +195,7 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
         (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
         opened(tmp_path / "splits")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused("x.parquet", "pyarrow", "fix: pip install pyarrow"):
+    with refused("x.parquet", "pyarrow", "fix: pip install 'bmburst[data]'"):
         open_corpus(tmp_path / "x.parquet", tokenizer, tmp_path / "other")
 
 
