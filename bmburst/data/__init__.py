@@ -213,8 +213,14 @@ def tokenize(
     reading = Reading()
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
-            options = {"text_field": text.text_field, "on_read": on_read, "reading": reading}
-            encoded = read_records(text.files, form=text.form, check=text.encoder.encode, **options)
+            encoded = read_records(
+                text.files,
+                text_field=text.text_field,
+                form=text.form,
+                on_read=on_read,
+                check=text.encoder.encode,
+                reading=reading,
+            )
             return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
         documents = read_documents(
             text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip, on_columns=reading.columns.update

@@ -358,8 +358,9 @@ def _answered(
     if isinstance(prompt, list) and isinstance(answer, list):
         before = read_messages(name, "prompt", prompt)
         both = before + read_messages(name, key, answer)
-        given = {"tools": tools, "template_options": options, "weight": weight}
-        return Record(name=name, messages=both, answers_from=len(before), **given)
+        return Record(
+            name=name, messages=both, answers_from=len(before), tools=tools, template_options=options, weight=weight
+        )
     for each, text in (("prompt", prompt), (key, answer)):
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")

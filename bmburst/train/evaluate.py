@@ -201,8 +201,13 @@ def check_inputs(config: EvalConfig) -> Path:
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
     for source in sources_of(config.data):
-        names = {"text_field": source.text_field(config.text_field), "form": source.form(config)}
-        text = find_corpus(source.path, tokenizer, chat_template=config.chat_template, **names)
+        text = find_corpus(
+            source.path,
+            tokenizer,
+            text_field=source.text_field(config.text_field),
+            form=source.form(config),
+            chat_template=config.chat_template,
+        )
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:

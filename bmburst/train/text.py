@@ -373,7 +373,7 @@ def open_validation(
     Raises:
         UserError: As `open_text`, or they have another tokenizer than the training data.
     """
-    found = {}
+    found: dict[str, data.TokenFile | MixedFiles] = {}
     for name, part in validation_of(config, corpus.tokenizer_name).items():
         found[name] = open_text(part, folder, runtime)
         if found[name].tokenizer_identity != corpus.tokenizer_identity:

@@ -14,6 +14,7 @@ from bmburst import data
 from bmburst.checkpoint.training import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
+from bmburst.data.batches import Sequences
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
 from bmburst.launch.start import start
@@ -118,7 +119,7 @@ class Trainer:
         self.corpus = open_text(config, self.folder, self.runtime)
         self._validation = open_validation(config, self.folder, self.runtime, self.corpus)
         tokenizer = kept_by_rank_0(self.corpus, config, self.runtime)
-        self._evaluated = {}
+        self._evaluated: dict[str, Sequences] = {}
         if config.data.held_out_fraction:
             self._evaluated[HELD_OUT] = sequences_of(self.corpus, config, "held_out")
         for name, each in self._validation.items():
