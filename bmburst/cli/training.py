@@ -29,18 +29,8 @@ SHORT = {"data.source": "--data"} | {
     )
 }
 COMMON = (
-    *(
-        "preset",
-        "init_from",
-        "data.source",
-        "data.tokenizer",
-        "sequence_length",
-        "batch_size",
-        "steps",
-        "epochs",
-        "dtype",
-    ),
-    *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "optimizer.offload", "nproc"),
+    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "epochs"),
+    *("dtype", "optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "optimizer.offload", "nproc"),
     *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
 )
 """The twenty settings that `--help` shows; `--help all` shows all."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked
-from bmburst.data.tokenizer import Tokenizer
+from bmburst.data.tokenizer import PromptTokenizer
 from bmburst.errors import UserError
 
 _BAR = 40  # characters of a histogram's longest bar
@@ -91,7 +91,7 @@ def described(name: str, file: TokenFile, sequence_length: int) -> str:
         sequence_length: Tokens of a sequence; longer records are left out.
     """
     of_records, each = file.loss_mask is not None, 2 if file.pairs else 1
-    sizes = np.diff(np.asarray(file.document_offsets[::each]))
+    sizes: npt.NDArray[np.int64] = np.diff(np.asarray(file.document_offsets[::each]))
     what = "pairs" if file.pairs else "records" if of_records else "documents"
     learned = _learned(file)
     share = f"{learned:,} ({learned / file.token_count:.1%}) learned" if of_records else "all learned"
@@ -152,7 +152,7 @@ TERMINAL = Shown("\033[1;32m", "\033[0m")
 
 
 def sample(
-    name: str, ids: npt.NDArray[np.int64], learned: npt.NDArray[np.bool_], tokenizer: Tokenizer, marks: Shown
+    name: str, ids: npt.NDArray[np.int64], learned: npt.NDArray[np.bool_], tokenizer: PromptTokenizer, marks: Shown
 ) -> str:
     """Return the text of a sample with its special tokens, in which what is learned is marked.
 

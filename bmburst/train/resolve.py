@@ -342,7 +342,7 @@ def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
         check_data_path(each.path, each.text_field(text_field), each.form(form))
 
 
-def check_data_path(source: str, text_field: str, form: RecordFormat) -> None:
+def check_data_path(source: str, text_field: str, form: RecordFormat = RecordFormat()) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:

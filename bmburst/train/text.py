@@ -28,6 +28,7 @@ from bmburst.errors import UserError
 from bmburst.launch.start import Runtime
 from bmburst.launch.watchdog import beat
 from bmburst.train.config import TrainConfig
+from bmburst.train.sections import HELD_OUT_FRACTION
 
 _PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough
 _QUICK = 8 << 20  # bytes of text that are tokenized in one or two seconds
@@ -67,7 +68,8 @@ def validation_of(config: TrainConfig, tokenizer: str | None) -> dict[str, Train
         config: The run.
         tokenizer: Name of the tokenizer of the training data.
     """
-    wanted = replace(config.data, validation=(), held_out_fraction=None, tokenizer=tokenizer)
+    fraction = config.data.held_out_fraction or HELD_OUT_FRACTION  # without effect: all of a file is evaluated
+    wanted = replace(config.data, validation=(), held_out_fraction=fraction, tokenizer=tokenizer)
     return {
         name: config.replace(data=replace(wanted, source=path)) for name, path in config.data.validation_files.items()
     }
@@ -304,8 +306,6 @@ def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Tex
         cache: Folder of the token cache.
         text: Result of `check_text`.
     """
-    if config.data.validation:  # these are tokenized when they are checked
-        config = config.replace(data=replace(config.data, validation=(), held_out_fraction=None))
     if parts := parts_of(config):
         return sum(bytes_of_tokens(part, cache, find_text(part)) for part in parts)
     if isinstance(text, data.TokenFile) or has_tokens(cache, text):
