@@ -91,7 +91,8 @@ def described(name: str, file: TokenFile, sequence_length: int) -> str:
         sequence_length: Tokens of a sequence; longer records are left out.
     """
     of_records, each = file.loss_mask is not None, 2 if file.pairs else 1
-    sizes: npt.NDArray[np.int64] = np.diff(np.asarray(file.document_offsets[::each]))
+    offsets = np.asarray(file.document_offsets[::each])
+    sizes = offsets[1:] - offsets[:-1]
     what = "pairs" if file.pairs else "records" if of_records else "documents"
     learned = _learned(file)
     share = f"{learned:,} ({learned / file.token_count:.1%}) learned" if of_records else "all learned"

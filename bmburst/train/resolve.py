@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bmburst.data.mixture import Source  # imports numpy, which --help does not need
 
 CONFIG_FILE = "config.json"
+_PLAIN = RecordFormat()
 _RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
 PLACEHOLDER = "PATH/TO/"
 """Prefix of paths in recipes that the user must replace."""
@@ -342,7 +343,7 @@ def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
         check_data_path(each.path, each.text_field(text_field), each.form(form))
 
 
-def check_data_path(source: str, text_field: str, form: RecordFormat = RecordFormat()) -> None:
+def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
