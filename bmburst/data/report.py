@@ -76,7 +76,7 @@ class LengthReport:
 def notes_of(file: TokenFile) -> Iterator[str]:
     """Yield the lines about what has no effect in the text of a token file, and what is left out of it."""
     for reason, count in file.notes.get("left_out", {}).items():
-        yield f"left out: {count:,} records, {reason}"
+        yield f"left out: {_counted(count, 'records')}, {reason}"
     if columns := file.notes.get("columns"):
         more = f" and {len(columns) - _COLUMNS:,} more" if len(columns) > _COLUMNS else ""
         yield f"columns without effect: {', '.join(columns[:_COLUMNS])}{more}"
@@ -96,16 +96,23 @@ def described(name: str, file: TokenFile, sequence_length: int) -> str:
     what = "pairs" if file.pairs else "records" if of_records else "documents"
     learned = _learned(file)
     share = f"{learned:,} ({learned / file.token_count:.1%}) learned" if of_records else "all learned"
-    lines = [f"{name}: {len(sizes):,} {what}, {file.token_count:,} tokens, {share}"]
+    lines = [f"{name}: {_counted(len(sizes), what)}, {file.token_count:,} tokens, {share}"]
     if file.weights is not None:
         weights = np.asarray(file.weights)
         lines.append(f"weights of records: {weights.min():g} to {weights.max():g}")
     too_long = sizes > sequence_length if of_records else np.zeros(len(sizes), bool)
     if count := int(too_long.sum()):
         tokens = int(sizes[too_long].sum())
-        lines.append(f"left out: {count:,} {what} longer than sequence_length {sequence_length:,}, {tokens:,} tokens")
+        lines.append(
+            f"left out: {_counted(count, what)} longer than sequence_length {sequence_length:,}, {tokens:,} tokens"
+        )
     kept, dropped = (_by_power(sizes[chosen]) for chosen in (~too_long, too_long))
     return "\n".join([*lines, *notes_of(file), *_histogram(kept, dropped, what, most=_ROWS)])
+
+
+def _counted(number: int, what: str) -> str:
+    """Return a number with its noun, which is given in the plural."""
+    return f"{number:,} {what if number != 1 else what.removesuffix('s')}"
 
 
 def _by_power(sizes: npt.NDArray[np.int64]) -> Counter[int]:

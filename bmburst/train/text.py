@@ -69,7 +69,8 @@ def validation_of(config: TrainConfig, tokenizer: str | None) -> dict[str, Train
         tokenizer: Name of the tokenizer of the training data.
     """
     fraction = config.data.held_out_fraction or HELD_OUT_FRACTION  # without effect: all of a file is evaluated
-    wanted = replace(config.data, validation=(), held_out_fraction=fraction, tokenizer=tokenizer)
+    named = tuple(each for each in config.data.columns if not each.startswith("weight="))  # each token counts once
+    wanted = replace(config.data, validation=(), held_out_fraction=fraction, tokenizer=tokenizer, columns=named)
     return {
         name: config.replace(data=replace(wanted, source=path)) for name, path in config.data.validation_files.items()
     }

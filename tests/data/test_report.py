@@ -24,7 +24,7 @@ def test_the_report_counts_what_is_in_a_file(tmp_path):
     says(
         text,
         "data: x.jsonl: 3 records, 135 tokens, 108 (80.0%) learned | weights of records: 0.5 to 2",
-        "left out: 1 records longer than sequence_length 64, 90 tokens | left out: 1 records, weight 0",
+        "left out: 1 record longer than sequence_length 64, 90 tokens | left out: 1 record, weight 0",
         "columns without effect: id | 8-15 | 16-31 | 64-127 | left out",
         lines=11,
     )
