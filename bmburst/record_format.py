@@ -54,10 +54,6 @@ class RecordFormat:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_record_format()
-
-    def _check_record_format(self) -> None:
-        """Check the mappings; the constructor of a subclass calls it."""
         _pairs("roles", self.roles, "bot=assistant")
         for ours in _pairs("columns", self.columns, "prompt=question", by_first=True):
             if ours not in COLUMNS:
@@ -93,6 +89,10 @@ class RecordFormat:
         found = _pairs("columns", self.columns, "prompt=question", by_first=True)
         return found if self.messages_field is None else {**found, "messages": self.messages_field}
 
+    @cached_property
+    def _named_roles(self) -> Mapping[str, str]:
+        return _pairs("roles", self.roles, "bot=assistant")
+
     def row(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return a row with our names of columns, fields and roles; a column that another one replaces is left out."""
         if not self.renames:
@@ -117,7 +117,7 @@ class RecordFormat:
         if role_key is None:
             return message
         rest = {key: value for key, value in message.items() if key not in (role_key, content_key)}
-        role, named = message[role_key], _pairs("roles", self.roles, "bot=assistant")
+        role, named = message[role_key], self._named_roles
         is_mapped = isinstance(role, str) and role in named
         if is_mapped or role_key == "role":
             role_name, content_name = "role", "content"
