@@ -7,6 +7,8 @@ loss. docs/hugging_face.md is the guide.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +22,7 @@ from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
 from bmburst.integrations.transformers_models import (
-    loss_or_logits,
+    in_head,
     recompute,
     refuse_other_tables,
     require_next_token_loss,
@@ -35,6 +37,9 @@ from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.layout import padded_layout
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.errors import first_order
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy
+from bmburst_ops.linear_logprobs import linear_logprobs, logprobs
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
@@ -126,22 +131,89 @@ class Part:
             return _count(valid), "Part.loss"
 
         counted = self.mesh.world.decided(decide)
-        summed: Tensor | None = None
+        summed, logits = self._in_head(model, inputs, partial(linear_cross_entropy, labels=self.labels))
+        if summed is None:
+            assert logits is not None
+            summed = _loss_sum(logits, self.labels)
+        total = valid_labels(self.mesh, self) if counted is None else counted
+        return global_mean(summed.sum(), total, self.mesh.world.size)
+
+    def logps(
+        self, model: torch.nn.Module, *, temperature: float = 1.0, entropy: bool = False, **inputs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each label, and the entropy of each distribution, in nats, with gradients.
+
+        Logits are computed for some thousand tokens at a time, and only for tokens with a label; `loss` describes the
+        exceptions. `gathered` returns whole tensors on every rank, for a loss that every rank computes.
+
+        Args:
+            model: As in `logits`.
+            temperature: Divides the logits, above 0.
+            entropy: Whether to compute entropies.
+            inputs: As in `logits`.
+
+        Returns:
+            Two tensors `[batch, local_tokens]`, in fp32 or the model's dtype if wider; 0 where there is no label. The
+            second is None without `entropy`.
+
+        Raises:
+            UserError: As in `logits`, or `temperature` is not above 0.
+        """
+
+        def decide() -> tuple[float, str]:
+            if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < inf:
+                raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
+            return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
+
+        divisor = self.mesh.world.decided(decide)
+        places = (self.labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        labels = self.labels[places]
+
+        def compute(hidden: Tensor, weight: Tensor) -> Tensor:
+            logps, entropies = linear_logprobs(hidden[places], weight, labels, temperature=divisor, entropy=entropy)
+            return logps if entropies is None else torch.stack((logps, entropies))
+
+        values, logits = self._in_head(model, inputs, compute)
+        if values is None:
+            assert logits is not None
+            values = _logprobs(logits[places], labels, divisor, entropy)
+        rows = [
+            row.new_zeros(self.labels.shape).index_put(places, row) for row in values.reshape(1 + entropy, len(labels))
+        ]
+        return rows[0], rows[1] if entropy else None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the whole tensor on every rank, for a loss that every rank of the sequence computes from it.
+
+        Backward takes this rank's part of the gradient: that of one loss, not of as many as there are ranks. `whole`
+        sums the gradients of all ranks instead.
+
+        Args:
+            x: `[batch, local_tokens, ...]`.
+
+        Returns:
+            `[batch, length, ...]`.
+        """
+        joined: Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _in_head(
+        self, model: torch.nn.Module, inputs: dict[str, Any], compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Call the model once, or twice; return the values that are computed in its head, or its logits."""
+        values: Tensor | None = None
         logits: Tensor | None = None
         random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
-            summed, logits = loss_or_logits(model, self.labels, lambda: self._call(model, inputs))
-        if summed is None and logits is None:
+            values, logits = in_head(model, self.labels.shape, compute, lambda: self._call(model, inputs))
+        if values is None and logits is None:
             self.changing.add(model)
             torch.set_rng_state(random)  # the second call draws what the first one drew
             set_device_states(*of_devices)
             logits = self._call(model, inputs)
-        if summed is None:
-            assert logits is not None
+        if logits is not None:
             self._require_tokens(model, logits)
-            summed = _loss_sum(logits, self.labels)
-        total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(summed, total, self.mesh.world.size)
+        return values, logits
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`."""
@@ -344,6 +416,33 @@ def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     rows, targets = logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK)
     parts = [checkpoint(_chunk_loss, *pair, use_reentrant=False) for pair in zip(rows, targets, strict=True)]
     return torch.stack(parts).sum()
+
+
+def _logprobs(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> Tensor:
+    """Return log-probabilities, and entropies if asked for, `[1 or 2, tokens]`, as `_loss_sum` computes losses."""
+    parts = [
+        checkpoint(_chunk_logprobs, *pair, temperature, entropy, use_reentrant=False)
+        for pair in zip(logits.split(CHUNK), labels.split(CHUNK), strict=True)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _chunk_logprobs(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logps, entropies = logprobs(wide, labels, entropy=entropy)
+    return logps[None] if entropies is None else torch.stack((logps, entropies))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part) -> Tensor:
+        ctx.cut = part.cut
+        return part.whole(x)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.take(grad), None
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:

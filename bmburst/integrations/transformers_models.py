@@ -1,12 +1,13 @@
-"""Checks that a transformers model is exact on a split sequence, sets its checkpointing, and computes loss in its head.
+"""Checks that a transformers model is exact on a split sequence, sets its checkpointing, and computes in its head.
 
 A causal LM returns its loss instead of logits, which do not fit in memory for long sequences: those of 65,536 tokens
 with a vocabulary of 128,256 take 15.7 GiB in bfloat16, and their gradient takes the same again. During a call of the
 model, the forward function of its head is replaced. It computes head and loss in one, a chunk of tokens at a time
 (`bmburst_ops.linear_cross_entropy`), and returns the sum as the first of the logits of one token, `[1, 1, vocabulary]`.
 So wrappers of the model keep working: FSDP2 gathers the head's weight, and sees the output where backward begins.
+Log-probabilities of tokens take the same way (`bmburst_ops.linear_logprobs`).
 
-A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the loss. This is
+A model that changes its logits after the head (softcap, scale, forbidden tokens) would change these values. This is
 detected: the model then returns something other than the result of the head.
 """
 
@@ -29,7 +30,6 @@ from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
-from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 """Types of layers that mix tokens only in attention."""
@@ -237,13 +237,19 @@ def _dropout(model: torch.nn.Module) -> str | None:
     return None
 
 
-class _LossHead:
-    """The forward function of a head for one call of the model."""
+class _ReplacedHead:
+    """The forward function of a head for one call of the model.
 
-    def __init__(self, head: nn.Linear, labels: Tensor) -> None:
-        self._head, self._labels = head, labels
-        self.loss: Tensor | None = None
-        self.calls = 0
+    Args:
+        head: The head.
+        shape: Samples and tokens of the hidden states.
+        compute: See `in_head`.
+    """
+
+    def __init__(self, head: nn.Linear, shape: torch.Size, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._head, self._shape, self._compute = head, shape, compute
+        self.values: Tensor | None = None
+        self.calls = self.count = 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         self.calls += 1
@@ -251,43 +257,51 @@ class _LossHead:
         if torch.is_autocast_enabled(hidden.device.type):
             low = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(low), weight.to(low)
-        is_one = hidden.shape[:-1] == self._labels.shape and hidden.dtype == weight.dtype
+        is_one = hidden.shape[:-1] == self._shape and hidden.dtype == weight.dtype
         if self.calls > 1 or not is_one or isinstance(weight, DTensor):
             return nn.functional.linear(hidden, weight)
-        summed = linear_cross_entropy(hidden, weight, self._labels)
+        found = self._compute(hidden, weight).reshape(1, 1, -1)
+        self.count = found.shape[-1]
         with torch.inference_mode(False):  # inference tensors do not track in-place changes
             # As wide as logits: a model may set the logits of some tokens. Not a view: FSDP2 warns about views.
-            self.loss = nn.functional.pad(summed.reshape(1, 1, 1), (0, len(weight) - 1))
-        self._version = self.loss._version
-        return self.loss
+            self.values = nn.functional.pad(found, (0, max(0, len(weight) - self.count)))
+        self._version = self.values._version
+        return self.values
 
     def is_result(self, found: Tensor) -> bool:
-        """Return whether the model's result is the loss, unchanged."""
-        return self.calls == 1 and found is self.loss and found._version == self._version
+        """Return whether the model's result is that of the head, unchanged."""
+        return self.calls == 1 and found is self.values and found._version == self._version
 
 
-def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sum of the losses of local tokens and None, or None and the logits that the model returned.
+def in_head(
+    model: nn.Module, shape: torch.Size, compute: Callable[[Tensor, Tensor], Tensor], call: Callable[[], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute in a model's head; return the values and None, or None and the logits that the model returned.
 
-    Both are None if the model changed the loss as if it were logits. Then call it again without this function.
+    Both are None if the model changed the values as if they were logits. Then call it again without this function.
 
     Args:
         model: As in `Part.loss`, wrapped or not.
-        labels: `[batch, local_tokens]`, as in `linear_cross_entropy`.
+        shape: Samples and local tokens.
+        compute: Returns values, any shape, from hidden states `[samples, local_tokens, features]` and the head's weight
+            `[vocabulary, features]`.
         call: Calls the model and returns its logits.
+
+    Returns:
+        The values, `[values]`, and the logits, `[samples, local_tokens, vocabulary]`.
     """
     head = _plain_head(model)
     if head is None:
         return None, call()
-    own = _LossHead(head, labels)
+    own = _ReplacedHead(head, shape, compute)
     head.forward = own  # type: ignore[method-assign, assignment]
     try:
         found = call()
     finally:
         del head.forward
     if own.is_result(found):
-        return found[0, 0, 0], None
-    return None, found if own.loss is None else None
+        return found[0, 0, : own.count], None
+    return None, found if own.values is None else None
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:

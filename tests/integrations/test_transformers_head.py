@@ -1,5 +1,7 @@
 """`Part.loss` computes head and loss in one where a model lets it, and is the model's own loss in any case.
 
+So does `Part.logps` with log-probabilities and entropies.
+
 Where layers are compiled in parts, attention is between two graphs.
 """
 
@@ -21,7 +23,7 @@ from tests.refusals import refused
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 IDS = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(1))
 RELATIVE = 1e-6  # transformers computes norms and losses in fp32
-ONE = (1, 1, 61)  # the loss, as wide as logits
+ONE = (1, 1, 61)  # the loss, or 2 x 2 x 14 values of tokens with a label, as wide as logits
 WHOLE = (2, 24, 61)  # a cut in zigzag is even
 
 
@@ -97,6 +99,43 @@ def test_the_loss_is_the_models_own(name: str) -> None:
         for ours, theirs in zip(torch.autograd.grad(found, list(model.parameters())), gradients, strict=True):
             assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
         assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_and_entropies_are_those_of_the_logits(name: str) -> None:
+    family, changes, change, seen = CASES[name]
+    model = _model(family, **changes)
+    change(model)
+    labels = IDS.masked_fill(torch.arange(23) < 9, -100)
+    factors = torch.linspace(-1, 2, 23).double()
+    model.set_attn_implementation("eager")
+    with torch.compiler.set_stance("force_eager"):
+        log_p = torch.log_softmax(model(input_ids=IDS, use_cache=False).logits[:, 8:-1] / 0.7, -1)
+    expected = log_p.gather(-1, IDS[:, 9:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    gradients = torch.autograd.grad(((expected[0] + 2 * expected[1]) * factors[8:-1]).sum(), list(model.parameters()))
+    model.set_attn_implementation("bmburst")
+    shapes = _of_head(model, model.lm_head)
+    split = SplitSequences(ALONE)
+    for expected_shapes in seen:
+        shapes.clear()
+        part = split.part(IDS, labels=labels)
+        with torch.compiler.set_stance("force_eager"):
+            found = [x for x in part.logps(model, temperature=0.7, entropy=True) if x is not None]
+        assert shapes == expected_shapes
+        whole = [part.gathered(x) for x in found]
+        for ours, theirs in zip(whole, expected, strict=True):
+            torch.testing.assert_close(ours[:, 8:-1], theirs, rtol=1e-5, atol=1e-6)
+            assert not ours[:, :8].any() and not ours[:, -1].any()
+        loss = ((whole[0] + 2 * whole[1]) * factors).sum()
+        for mine, other in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
+            assert float((mine - other).norm() / other.norm()) < 1e-5
+        assert part.logps(model)[1] is None
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, True, float("nan"), "1"])
+def test_temperatures(temperature: Any) -> None:
+    with refused("temperature", repr(temperature), "above 0"):
+        SplitSequences(ALONE).part(IDS).logps(_model("llama"), temperature=temperature)
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
