@@ -37,6 +37,8 @@ class _LinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow = hidden.dtype if hidden.is_cuda else wide  # for the tensor cores; a CPU multiplies in fp32
+        if of_entropies is not None and not bool(of_entropies.any()):  # where entropies are only logged
+            of_entropies = None
         given = [grad for grad in (of_logps, of_entropies) if grad is not None and len(labels)]
         largest = torch.stack([grad.abs().max() for grad in given]).max() if given else None
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
