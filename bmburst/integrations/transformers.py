@@ -4,11 +4,12 @@
 loss. docs/hugging_face.md is the guide.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+
 from typing import Any
 from weakref import WeakSet
 
@@ -114,6 +115,7 @@ class Part:
         over ranks, so they compute the gradient of that mean. Logits are computed for some thousand tokens at a time.
         All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
         the model changes its logits after the head. The last case costs one more call of the model the first time.
+        Without any label, the loss is NaN, and the gradient is zero.
 
         Args:
             model: As in `logits`.
@@ -136,7 +138,7 @@ class Part:
             assert logits is not None
             summed = _loss_sum(logits, self.labels)
         total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(summed.sum(), total, self.mesh.world.size)
+        return global_mean(summed.sum(), total, self.mesh.world.size) + _nan_of_none(total)
 
     def logps(
         self, model: torch.nn.Module, *, temperature: float = 1.0, entropy: bool = False, **inputs: object
@@ -161,7 +163,11 @@ class Part:
         """
 
         def decide() -> tuple[float, str]:
-            if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < inf:
+            if (
+                isinstance(temperature, bool)
+                or not isinstance(temperature, int | float)
+                or not 0 < temperature < math.inf
+            ):
                 raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
             return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
 
@@ -392,6 +398,13 @@ def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
 
     (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
     return total
+
+
+def _nan_of_none(labels: Tensor | int) -> Tensor | float:
+    """Return what is added to a mean over labels: 0, or NaN if there is none, as in transformers."""
+    if isinstance(labels, Tensor):
+        return torch.where(labels > 0, 0.0, math.nan)
+    return 0.0 if labels else math.nan
 
 
 def _count(valid: Tensor | int | None) -> Tensor | int | None:

@@ -181,10 +181,9 @@ class SplitBatches:
         mesh, part = self.split.mesh, self._part(batch)
         (labels,) = mesh.sequence.all_reduce(count_valid(part.labels)).wait()
         (self._labels,) = mesh.data.all_gather(labels).wait()
-        valid = self._labels.sum()
         with torch.no_grad():
-            (total,) = mesh.sequence.all_reduce(part.loss(model, valid)).wait()
-        return total / mesh.sequence.size / (valid > 0)  # the mean of no loss is not a number
+            (total,) = mesh.sequence.all_reduce(part.loss(model, self._labels.sum())).wait()
+        return total / mesh.sequence.size
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
