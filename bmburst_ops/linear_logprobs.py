@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError, first_order
-from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK
+from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, token_cross_entropy
 from bmburst_ops.linears import add_product, product
 
 
@@ -134,6 +134,8 @@ def linear_logprobs(
         )
     if chunk < 1 or not temperature > 0:
         raise ValueError(f"a chunk has at least one token, and a temperature is above 0; got {chunk}, {temperature}")
+    if temperature == 1 and not entropy:  # one kernel computes loss and gradient
+        return 0 - token_cross_entropy(hidden, weight, labels, chunk=chunk), None
     found: tuple[Tensor, Tensor | None] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, float(temperature), entropy, chunk
     )
