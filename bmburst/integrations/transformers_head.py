@@ -2,19 +2,21 @@
 
 The logits of a long sequence do not fit in memory: those of 65,536 tokens with a vocabulary of 128,256 take 15.7 GiB in
 bfloat16, and their gradient takes the same again. During a call of the model, the forward function of its head is
-replaced. It computes head and result in one (`bmburst_ops.linear_cross_entropy`, `linear_logprobs`), and returns the result as the logits
-of as few tokens as can hold it, `[1, tokens, vocabulary]`: of one token for a loss. So wrappers of the model keep
-working: FSDP2 gathers the head's weight, and sees the output where backward begins.
+replaced. It computes head and result in one (`bmburst_ops.linear_cross_entropy`, `bmburst_ops.linear_logprobs`), and
+returns the result as the logits of as few tokens as can hold it, `[1, tokens, vocabulary]`: of one token for a loss. So
+wrappers of the model keep working: FSDP2 gathers the head's weight, and sees the output where backward begins.
 
 A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the result. This is
 detected: the model then returns something other than the result of the head.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -95,11 +97,17 @@ def computed_in_head(
         return None, call()
     own = _Head(head, shape, compute)
     head.forward = own  # type: ignore[method-assign, assignment]
+    # With find_unused_parameters, which is the default of transformers' Trainer, DDP returns copies of tensors.
+    inside = model.module if isinstance(model, DistributedDataParallel) else None
+    returned: list[Any] = []
+    hook = inside and inside.register_forward_hook(lambda _, __, output: returned.append(output))
     try:
         found = call()
     finally:
         del head.forward
-    if own.is_result(found):
+        if hook is not None:
+            hook.remove()
+    if own.is_result(getattr(returned[-1], "logits", None) if returned else found):
         return found.flatten()[: own.numbers], None
     return None, found if own.result is None else None
 
@@ -132,9 +140,9 @@ class _Head:
         self._version = self.result._version
         return self.result
 
-    def is_result(self, found: Tensor) -> bool:
+    def is_result(self, found: Tensor | None) -> bool:
         """Return whether the model's result is that of the head, unchanged."""
-        return self.calls == 1 and found is self.result and found._version == self._version
+        return self.calls == 1 and found is not None and found is self.result and found._version == self._version
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:

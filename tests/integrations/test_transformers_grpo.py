@@ -28,6 +28,7 @@ def _check(root: Path, size: int, names: list[str], sequence: int | None = None)
 
 def _require_equal(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["completions"] == theirs["completions"] and ours["tokens"] == theirs["tokens"] > 0, name
+    assert 0 < ours["most tokens in the head"] <= 3, "of all values in rows as wide as logits; logits would be of more"
     assert len(ours["logged"]) == len(theirs["logged"]) >= 4
     for mine, other in zip(ours["logged"], theirs["logged"], strict=True):
         assert mine.keys() == other.keys()

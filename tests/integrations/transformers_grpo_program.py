@@ -30,14 +30,15 @@ SPEEDS = ("per_second",)
 
 GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "dapo": {"beta": 0.1},
+        "dapo": {"beta": 0.1, "num_generations": 0},
         "grpo": {"loss_type": "grpo", "gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1},
         "bnpo": {
             "loss_type": "bnpo",
             "temperature": 0.7,
             "mask_truncated_completions": True,
-            "entropy_coef": 0.05,
+            "entropy_coef": 0.5,
             "pad_to_multiple_of": 8,
+            "gradient_accumulation_steps": 2,
         },
         "dr_grpo": {"loss_type": "dr_grpo", "steps_per_generation": 2, "off_policy_mask_threshold": 1e-3},
         "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "delta": 1.5, "num_iterations": 2},
@@ -51,7 +52,7 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
         "rloo": {"beta": 0.05, "gradient_accumulation_steps": 2, "num_iterations": 2},
     }
 )
-"""What each run sets beside the common arguments."""
+"""What each run sets beside the common arguments. `num_generations` of 0 is all rows of a step."""
 
 
 class SplitGRPO(SplitRows, GRPOTrainer):  # type: ignore[misc]
@@ -121,7 +122,7 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
     fields = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "num_generations": 2 * dist.get_world_size() if name != "rloo" else 2,
+        "num_generations": 2,
         "max_steps": 2,
         "learning_rate": 0.3,
         "lr_scheduler_type": "constant",
@@ -132,6 +133,9 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         "max_completion_length": 12,
         "gradient_checkpointing": False,
     }
+    fields |= GRPO.get(name, {})
+    if not fields["num_generations"]:  # all rows of a step are answers to one prompt
+        fields["num_generations"] = fields["per_device_train_batch_size"] * dist.get_world_size()
     arguments = (RLOOConfig if is_rloo else GRPOConfig)(
         output_dir=str(root / "out"),
         bf16=False,
@@ -140,7 +144,7 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         disable_tqdm=True,
         save_strategy="no",
         model_init_kwargs={"attn_implementation": "bmburst" if split else "sdpa", "dtype": "auto"},
-        **(fields | GRPO.get(name, {}) | options.pop("args", {})),
+        **(fields | options.pop("args", {})),
     )
     rows = [{"prompt": prompt} for prompt in PROMPTS]
     made: dict[str, Any] = {
@@ -168,6 +172,10 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
         made.use_vllm, made.vllm_generation, made._last_loaded_step = True, Sampler(made), -1
     if name == "fsdp2" and split is not None:
         _shard(made)
+    tokens: list[int] = []
+    made.model.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: tokens.append(output.shape[:-1].numel()) if torch.is_grad_enabled() else None
+    )
     if name == "dapo":
         made.evaluate()
     made.train()
@@ -180,6 +188,7 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
         ],
         "tokens": made.state.num_input_tokens_seen,
         "weights": {key: _whole(weight) for key, weight in weights if weight.requires_grad},
+        "most tokens in the head": max(tokens, default=0),
         "completions": list(made._logs["completion"]),
     }
 
