@@ -40,15 +40,15 @@ class _LinearLogprobs(torch.autograd.Function):
         if of_entropies is not None and not bool(of_entropies.any()):  # where entropies are only logged
             of_entropies = None
         given = [grad for grad in (of_logps, of_entropies) if grad is not None and len(labels)]
-        largest = torch.stack([grad.abs().max() for grad in given]).max() if given else None
+        # Factors of at most 1 keep fp16 in range.
+        sizes = [grad.abs().max() for grad in given] or [hidden.new_ones((), dtype=wide)]
+        largest = torch.stack(sizes).max().clamp(min=torch.finfo(wide).tiny)
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
-        for start in range(0, len(labels) if largest is not None else 0, chunk):
+        for start in range(0, len(labels) if given else 0, chunk):
             part = slice(start, start + chunk)
-            # Factors of at most 1 keep fp16 in range.
             factors = [
-                None if grad is None else (grad[part] / largest.clamp(min=torch.finfo(wide).tiny)).unsqueeze(-1)
-                for grad in (of_logps, of_entropies)
+                None if grad is None else (grad[part] / largest).unsqueeze(-1) for grad in (of_logps, of_entropies)
             ]
             logits = _logits(hidden[part], weight, temperature)
             grad_logits = _gradient(logits, labels[part].unsqueeze(-1), *factors).to(narrow)
@@ -56,7 +56,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_hidden[part] = product(grad_logits, weight, wide).mul_(largest / temperature)
             if grad_weight is not None:
                 add_product(grad_weight, grad_logits.t(), hidden[part].to(narrow))
-        if grad_weight is not None and largest is not None:
+        if grad_weight is not None:
             grad_weight.mul_(largest / temperature)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
