@@ -13,13 +13,13 @@ from bmburst.errors import UserError
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
     DataConfig,
     DPOConfig,
     LayoutName,
     OptimizerConfig,
     ParallelConfig,
-    ScheduleConfig,
     filled,
 )
 

@@ -61,7 +61,7 @@ def beginning(
         ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
         ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
         ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
-        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup_steps} steps of warm-up"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup(config.steps)} steps of warm-up"),
     ]
     if memory is not None:
         host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.step import learning_rate
+from bmburst.train.schedule import learning_rate
 from tests.refusals import refused
 
 COSINE = ScheduleConfig(kind="cosine", warmup_steps=10, final_lr_fraction=0.1)
