@@ -69,8 +69,8 @@ class LoRAConfig:
                     f"fix: {near[0] if near else 'q_proj,v_proj'}"
                 )
         for option in ("rank_pattern", "alpha_pattern"):
-            for each in getattr(self, option):
-                _require_pattern(f"lora.{option}", each, whole=option == "rank_pattern")
+            read = [_pattern(f"lora.{option}", each, whole=option == "rank_pattern") for each in getattr(self, option)]
+            object.__setattr__(self, option, tuple(read))
         if not self.rank:
             self._require_nothing_else()
 
@@ -146,6 +146,16 @@ class LoRAConfig:
         """Return the number of parameters of the modules that are trained whole."""
         return sum(size for name, size in _whole_modules(model) if self.is_saved(f"{name}.weight"))
 
+    def saved_in_blocks(self, model: "LlamaConfig") -> int:
+        """Return the number of parameters of these modules that are in blocks."""
+        names = ((name, size) for name, size in _whole_modules(model) if ".layers." in name)
+        return sum(size for name, size in names if self.is_saved(f"{name}.weight"))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head is trained whole."""
+        return "lm_head" in self.modules_to_save
+
     def trained(self, model: "LlamaConfig") -> int:
         """Return the number of trained parameters: adapters, and modules that are trained whole."""
         return self.parameters(model) + self.saved(model)
@@ -191,20 +201,22 @@ def _whole_modules(model: "LlamaConfig") -> Iterator[tuple[str, int]]:
     yield "model.norm", hidden
 
 
-def _require_pattern(option: str, text: str, *, whole: bool) -> None:
+def _pattern(option: str, text: str, *, whole: bool) -> str:
+    """Return a checked pattern with its number as it is usually written."""
     pattern, _, number = text.rpartition("=")
     try:
         re.compile(pattern)
         value = int(number) if whole else float(number)
-        fits = bool(pattern) and 0 < value <= 65536
+        is_fit = bool(pattern) and 0 < value <= 65536
     except (re.error, ValueError):
-        fits = False
-    if not fits:
+        is_fit = False
+    if not is_fit:
         kind = "an integer from 1 to 65536" if whole else "a number above 0"
         raise UserError(
             f"{option}: '{text}' does not fit\nallowed: NAME=NUMBER, with {kind}; NAME is a regular expression\n"
             f"fix: {option} q_proj=8"
         )
+    return f"{pattern}={value:g}"
 
 
 def _value(patterns: tuple[str, ...], module: str, default: float) -> float:

@@ -50,7 +50,8 @@ def beginning(
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
     name = config.preset or (config.init_from.name if config.init_from else "model")
     adapters = config.lora.parameters(model)
-    trained = f", {counted(adapters)} of adapters trained" if adapters else ""
+    whole = f" and {counted(saved)} of whole modules" if (saved := config.lora.saved(model)) else ""
+    trained = f", {counted(adapters)} of adapters{whole} trained" if adapters else ""
     tokens = config.batch_size * config.sequence_length
     axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
