@@ -2,15 +2,9 @@
 
 CRC-32 detects every change of one bit and every burst of up to 32 bits, for files of any length. It misses other damage
 in one of 2**32 cases. It protects against accidents, not against intentional changes.
-
-    python -m bmburst.checkpoint.checksum FILE ...
-
-prints the checksum of each file and the speed.
 """
 
 import os
-import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -130,21 +124,3 @@ def _power(exponent: int) -> int:
         square = _product(square, square)
         exponent >>= 1
     return result
-
-
-def _main(names: list[str]) -> int:
-    for name in names:
-        started = time.perf_counter()
-        try:
-            found = file_checksum(Path(name))
-        except OSError as error:
-            sys.stderr.write(f"{name}: {error.strerror}\n")
-            return 2
-        seconds, size = time.perf_counter() - started, os.path.getsize(name)
-        speed = f"({size / 1e9:.3f} GB in {seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s)"
-        sys.stdout.write(f"{text_of(found)}  {name}  {speed}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
