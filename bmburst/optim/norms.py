@@ -47,14 +47,13 @@ class GradientNorms:
             return torch.zeros(len(self.kinds), dtype=torch.float64, device=device)
         norms = []
         for shard in self._shards:
-            gradient = shard.storage.grad
+            gradient, wide = shard.storage.grad, torch.promote_types(shard.dtype, torch.float32)
             if gradient is None:
-                norms.append(torch.zeros((), dtype=torch.float64, device=device))
+                norms.append(torch.zeros((), dtype=wide, device=device))
             else:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norms.append(torch.linalg.vector_norm(shard.local(gradient), dtype=wide).double())
+                norms.append(torch.linalg.vector_norm(shard.local(gradient), dtype=wide))
         for kept in self._hosted:
-            norms += kept.norms_on(torch.cuda.current_stream()).double().unbind()
+            norms += kept.norms_on(torch.cuda.current_stream()).unbind()
         self._belongs = self._belongs.to(device)
         # A product, because an addition by index has no fixed order on a GPU.
-        return self._belongs @ torch.stack(norms).square()
+        return self._belongs @ torch.stack(norms).double().square()
