@@ -14,7 +14,7 @@ and value would each gather the same tokens, as would gate and up, in forward an
 not gather its input assumes in backward that all ranks have the same loss, and sums the input's gradient itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -200,7 +200,7 @@ def add_adapters(block: torch.nn.Module, lora: LoRAConfig, layer: int) -> None:
     """
     freeze(block, lora, f"model.layers.{layer}.")
     for name in lora.modules(layer):
-        linear = block.get_submodule(name.removeprefix(f"model.layers.{layer}."))
+        linear: Any = block.get_submodule(name.removeprefix(f"model.layers.{layer}."))
         linear.add_adapter(lora.rank_of(name), lora.scale_of(name), lora.dropout, name)
 
 
@@ -211,7 +211,8 @@ def keep_apart(block: torch.nn.Module, kept_apart: frozenset[str]) -> None:
         block: The block.
         kept_apart: Result of `bmburst.blocks.kinds.apart`.
     """
-    for name, parameter in block.named_parameters():
+    parameters: Iterable[tuple[str, Any]] = block.named_parameters()
+    for name, parameter in parameters:
         if group := group_in_block(name, tuple(parameter._tp_original_shape), kept_apart):
             # BMTrain's constructor always names the group of tensor-parallel parameters "tp".
             parameter._group = "_".join(filter(None, (parameter.group, group)))

@@ -113,8 +113,8 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
             shared = tensor, store, segments, mlp_chunk, norm, lora
-            own = {"layer": number, "kept_apart": kept_apart, "prefetches": prefetches}
-            return TransformerBlock(config, attention, dtype, policy, *shared, **own)
+            of_block = partial(TransformerBlock, layer=number, kept_apart=kept_apart, prefetches=prefetches)
+            return of_block(config, attention, dtype, policy, *shared)
 
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(

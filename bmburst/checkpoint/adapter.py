@@ -280,8 +280,8 @@ def open_adapter(directory: Path) -> Adapter:
             targets=_targets(values.get("target_modules"), file, saved),
             dropout=values.get("lora_dropout") or 0.0,
             rslora=bool(values.get("use_rslora")),
-            rank_pattern=_pairs(values, "rank_pattern"),
-            alpha_pattern=_pairs(values, "alpha_pattern"),
+            rank_pattern=values.get("rank_pattern") or (),
+            alpha_pattern=values.get("alpha_pattern") or (),
             modules_to_save=saved,
         )
     except UserError as error:
@@ -290,14 +290,6 @@ def open_adapter(directory: Path) -> Adapter:
     if not isinstance(base, str | None):
         raise UserError(f"{path}: base_model_name_or_path {base} is no text\nfix: the directory of the model, or null")
     return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
-
-
-def _pairs(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return a mapping from names of modules to numbers as `LoRAConfig` has it."""
-    given = values.get(key) or {}
-    if not isinstance(given, dict):
-        raise UserError(f"{key} {shown(given)} does not fit\nallowed: names of modules and numbers\nfix: {_INSTEAD}")
-    return tuple(f"{name}={number}" for name, number in given.items())
 
 
 def _targets(given: object, file: TensorFile, saved: tuple[str, ...]) -> tuple[str, ...]:

@@ -112,6 +112,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 def _decayed(shape: str, done: float, final: float) -> float:
     """Return the factor on the peak rate after a part `done` of the decay, in [0, 1]."""
     if shape == "exponential":
-        return final**done
+        return math.pow(final, done)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}[shape]
     return final + (1 - final) * left
