@@ -136,7 +136,7 @@ def verified_together(given: Path) -> Path:
     import bmtrain as bmt
 
     from bmburst.checkpoint.sharded_files import together
-    from bmburst.runtime.watchdog import beat
+    from bmburst.launch.watchdog import beat
 
     found = together(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
     beat()
@@ -226,7 +226,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
 
 def _damage(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not complete, or which file has a wrong checksum, or None. Reads all files."""
-    from bmburst.runtime.watchdog import beat
+    from bmburst.launch.watchdog import beat
 
     state = _complete_state(checkpoint)
     return state if isinstance(state, str) else damaged_file(checkpoint, state.get("checksums", {}), beat)

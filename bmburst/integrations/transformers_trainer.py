@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from bmburst.errors import UserError
 from bmburst.integrations.trainer_arguments import require_loss, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
-from bmburst.loss import count_valid
 from bmburst.mesh import Mesh
 
 __all__ = ["SplitBatches", "share_batches"]
@@ -179,7 +178,7 @@ class SplitBatches:
     def _group_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return the loss that a single process would have instead of the sequence group."""
         mesh, part = self.split.mesh, self._part(batch)
-        (labels,) = mesh.sequence.all_reduce(count_valid(part.labels)).wait()
+        (labels,) = mesh.sequence.all_reduce(part.label_count).wait()
         (self._labels,) = mesh.data.all_gather(labels).wait()
         with torch.no_grad():
             (total,) = mesh.sequence.all_reduce(part.loss(model, self._labels.sum())).wait()

@@ -210,7 +210,7 @@ def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     launched = []
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: launched.append(1) or 0)
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: launched.append(1) or 0)
     size = checkpoint_bytes(TrainConfig())
     (tmp_path / "x.txt").write_text("some text " * 2000)
     argv = ["train", "--output", "run", "--data", "x.txt", "--sequence-length", "64"]
