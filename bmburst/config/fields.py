@@ -271,6 +271,8 @@ def _convert_tuple(name: str, value: Any, annotation: Any, spec: FieldSpec) -> t
     arguments = typing.get_args(annotation)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, Mapping) and arguments[0] is str:  # of names and numbers, as YAML and PEFT write patterns
+        value = [f"{key}={part}" for key, part in value.items()]
     open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
     if not isinstance(value, list | tuple) or not (open_ended or len(value) == len(arguments)):
         raise misfit(name, value, describe_allowed(annotation, spec))
@@ -340,12 +342,16 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.beta2",): "adam_beta2 beta_2",
         ("optimizer.eps",): "adam_epsilon adam_eps epsilon",
         ("optimizer.weight_decay",): "wd decay",
+        ("optimizer.weight_decay_on",): "weight_decay_groups decay_parameters no_decay",
         ("optimizer.clip_norm",): "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clipping",
         ("optimizer.offload",): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
-        ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps",
-        ("schedule.final_lr_fraction",): "min_lr min_lr_ratio min_lr_factor lr_min",
+        ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters lr_warmup_steps",
+        ("schedule.warmup_fraction",): "warmup_ratio lr_warmup_fraction lr_warmup_ratio",
+        ("schedule.decay",): "decay_type lr_decay_type lr_wsd_decay_style",
+        ("schedule.decay_fraction",): "decay_ratio lr_decay_ratio",
+        ("schedule.final_lr_fraction",): "min_lr min_lr_rate min_lr_ratio min_lr_factor lr_min",
         (
             "sequence_length",
             "tokens",
@@ -378,7 +384,12 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("pack",): "packing sample_packing pack_sequences",
         ("lora.rank", "lora"): "lora_r lora_rank r rank peft adapter",
         ("lora.alpha",): "lora_alpha alpha",
-        ("lora.targets",): "lora_target lora_target_modules target_modules",
+        ("lora.targets",): "lora_target lora_target_modules target_modules lora_target_linear",
+        ("lora.dropout",): "lora_dropout",
+        ("lora.rslora",): "use_rslora peft_use_rslora",
+        ("lora.modules_to_save",): "lora_modules_to_save additional_target",
+        ("lora.loraplus_lr_ratio",): "lora_plus_lr_ratio",
+        ("lora.init_from",): "lora_model_dir adapter_name_or_path lora_path",
         ("nproc", "gpus"): "num_gpus n_gpus gpus ngpu nproc_per_node num_processes world_size devices ranks",
         ("data_parallel", "parallel.data_parallel"): "dp data_parallel_size data_parallel_degree dp_size",
         ("sequence_parallel", "parallel.sequence_parallel"): "cp sp context_parallel context_parallel_size cp_size "

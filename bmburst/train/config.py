@@ -14,13 +14,13 @@ from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
     DataConfig,
     DPOConfig,
     LayoutName,
     OptimizerConfig,
     ParallelConfig,
-    ScheduleConfig,
     filled,
 )
 
@@ -213,7 +213,9 @@ class TrainConfig:
                 f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
                 "allowed: pack documents, the default for preference pairs\nfix: --pack documents"
             )
-        if self.dpo.is_on and not self.lora.is_on and self.reference is None:
+        self.lora.require_model(self.model)
+        self._require_plain_pairs()
+        if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
             raise UserError(
                 f"dpo.beta {self.dpo.beta} without a reference model\n"
                 "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
@@ -243,7 +245,24 @@ class TrainConfig:
         """Directory of the reference model of preference training; None: the model without its adapters, or no DPO."""
         if not self.dpo.is_on:
             return None
-        return self.dpo.reference or (None if self.lora.is_on else self.init_from)
+        is_own = self.lora.is_on and not self.lora.modules_to_save  # whose frozen weights are the reference's
+        return self.dpo.reference or (None if is_own else self.init_from)
+
+    def _require_plain_pairs(self) -> None:
+        """Check that settings of adapters fit preference training, whose reference is the model without them."""
+        lora = self.lora
+        if self.dpo.is_on and lora.dropout:
+            raise UserError(
+                f"lora.dropout {lora.dropout:g} with dpo.beta {self.dpo.beta:g}: the reference has no dropout, so the "
+                "log ratios would be noisy; TRL disables it, too\n"
+                "allowed: lora.dropout 0\nfix: leave lora.dropout out, or --lora.dropout 0"
+            )
+        if self.dpo.is_on and lora.init_from is not None and self.dpo.reference is None:
+            raise UserError(
+                f"lora.init_from {lora.init_from} with dpo.beta {self.dpo.beta:g}: the model without adapters is not "
+                "the model that training starts from\nallowed: dpo.reference\n"
+                "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
+            )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.

@@ -49,6 +49,8 @@ class StepMetrics:
         loss_scale: Loss scale of the step; left out unless weights are fp16.
         reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; left out without pairs.
         reward_accuracy: Fraction of the pairs with a positive margin; left out without pairs.
+        grad_norms: Norm of the gradient of each kind of parameter that is trained (`bmburst.blocks.kinds`); written as
+            `grad_norm_attention` and so on.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepMetrics:
     loss_scale: float | None = None
     reward_margin: float | None = None
     reward_accuracy: float | None = None
+    grad_norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,7 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
     values = dataclasses.asdict(metrics)
+    values |= {f"grad_norm_{kind}": norm for kind, norm in values.pop("grad_norms", {}).items()}
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 
 

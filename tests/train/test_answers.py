@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.train.step import learning_rate
+from bmburst.train.schedule import learning_rate
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.train import answers_program as program
