@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
         "generate": "answer prompts with a model, split over ranks, with a KV cache",
+        "serve": "answer questions through OpenAI's API, with a model split over ranks",
         "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
         "launch": "start any BMTrain script on all ranks and supervise it",
         "doctor": "show what is installed and usable, and the commands that repair the rest",
@@ -61,7 +62,7 @@ _KINDS = MappingProxyType(
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
-_INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of the output, for example head, has closed the pipe. Python would fail again in its flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import any_text, ranks_to_start
+from bmburst.cli.model import add_model_options, note_ignored
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
@@ -56,18 +57,9 @@ _SAMPLING = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
-
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
-    add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
-    add("--adapter", type=Path, metavar="DIR", help="LoRA adapter to merge into the weights as they are read")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
-        "the model's; a model without one takes and gives token ids)",
-    )
+    add_model_options(parser)
     add("--prompt", action="append", type=any_text, metavar="TEXT", help="a prompt; several: --prompts")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
@@ -88,33 +80,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=any_text,
         metavar="TEXT",
         help="text that ends an answer; may be given several times",
-    )
-    add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
-    add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
-    add(
-        "--cache",
-        default="auto",
-        metavar="SPLIT",
-        help="split of the KV cache: heads, tokens, or auto: heads where the ranks can share them (default: auto)",
-    )
-    add(
-        "--chunk-tokens",
-        type=tokens,
-        metavar="N",
-        help="tokens of a prompt that are computed at once, over all ranks (default: 64K a rank)",
-    )
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=DEFAULT_HANG_TIMEOUT,
-        help=f"time without a token of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
-    )
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"time until a rank's first token (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
     )
 
 
@@ -253,24 +218,11 @@ def _answer(request: Request) -> int:
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
-        _note_ignored(source.directory, request["max_new_tokens"])
+        note_ignored(source.directory, request["max_new_tokens"])
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
-
-
-def _note_ignored(directory: Path, max_new_tokens: int | None) -> None:
-    """Print a note on standard error if the model asks for options of generation that are not applied."""
-    from bmburst.data.tokenizer import GENERATION_CONFIG
-    from bmburst.inference.sampling import ignored_options
-
-    if names := ignored_options(directory, max_new_tokens):
-        print(
-            f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
-            "from those of transformers' generate",
-            file=sys.stderr,
-        )
 
 
 class _Screen:
