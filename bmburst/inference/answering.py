@@ -336,9 +336,7 @@ class GrowingAnswer:
 class _Row:
     """One row of the batch."""
 
-    def __init__(
-        self, sampled: SamplerRow, tokenizer: PromptTokenizer | None, options: GenerationOptions
-    ) -> None:
+    def __init__(self, sampled: SamplerRow, tokenizer: PromptTokenizer | None, options: GenerationOptions) -> None:
         self.sampled, self.growing, self._options = sampled, GrowingAnswer(tokenizer, options), options
         self._logprobs: list[TokenLogprob] = []
         self._first = self._last = 0.0

@@ -238,7 +238,9 @@ class _App:
                         raise Refusal(413, f"the body has more than {_MOST_BYTES} bytes", "too_large")
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive in {_READ_SECONDS:g} s", "timeout") from None
-        return await self._apart(lambda: protocol.read_question(bytes(body), self._service.name, self._service.defaults))
+        return await self._apart(
+            lambda: protocol.read_question(bytes(body), self._service.name, self._service.defaults)
+        )
 
     async def _ask(self, question: Question, until: float) -> _Waiting:
         """Encode the conversation, and put the question into the queue.

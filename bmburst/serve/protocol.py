@@ -62,9 +62,7 @@ FIELDS: Mapping[str, str] = {
         ("top_k", "min_p", "repetition_penalty"), "read: not one of OpenAI's; as options of `bmburst generate`"
     ),
     "chat_template_kwargs": "read: not one of OpenAI's; variables of the chat template",
-    **{
-        name: f"read: {' or '.join(json.dumps(value) for value in values)} only" for name, values in _ONLY.items()
-    },
+    **{name: f"read: {' or '.join(json.dumps(value) for value in values)} only" for name, values in _ONLY.items()},
     **_WITHOUT_EFFECT,
 }
 """Fields of a request: what is done with them. Others are refused; null is the same as a field that is left out."""
@@ -185,8 +183,11 @@ def _read_stream_options(given: Mapping[str, Any]) -> bool:
         allowed = f"an object of {' and '.join(known)}"
         raise Refusal(400, f"stream_options: {shown(options)}; allowed: {allowed}", "invalid_value", "stream_options")
     if options and not given.get("stream"):
-        raise Refusal(400, "stream_options without stream; allowed: with stream true", "invalid_value", "stream_options")
-    return [_flag(options, name) for name in known][0]
+        raise Refusal(
+            400, "stream_options without stream; allowed: with stream true", "invalid_value", "stream_options"
+        )
+    include_usage, _ = (_flag(options, name) for name in known)
+    return include_usage
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
