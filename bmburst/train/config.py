@@ -142,6 +142,9 @@ class TrainConfig:
         default=None,
     )
     wandb: str | None = field("Weights & Biases project that also receives the metrics.", default=None)
+    wandb_entity: str | None = field("Team or user of the project.", default=None, default_text="the user's own")
+    wandb_name: str | None = field("Name of the W&B run.", default=None, default_text="that of the run folder")
+    wandb_tags: tuple[str, ...] = field("Tags of the W&B run.", default=())
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
@@ -363,9 +366,9 @@ class EvalConfig:
         default=False,
     )
     output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
+        "JSON file for --by-position, --passkey or --tasks; the picture has the same path with suffix .png.",
         default=None,
-        default_text="by_position.json or passkey.json",
+        default_text="by_position.json, passkey.json or tasks.json",
     )
     nproc: int | None = field(
         "Number of ranks to start on this machine; all of them share each sequence.",

@@ -91,6 +91,10 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
+    for name in ("wandb_entity", "wandb_name", "wandb_tags"):
+        if config.wandb is None and getattr(config, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
     check_sources(config.data.source, config.data.text_field)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")

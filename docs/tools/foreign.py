@@ -20,6 +20,7 @@ from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
 from bmburst.integrations.transformers_batch import BATCH_KEYS
 from bmburst.integrations.transformers_trainer import TRAINER_ARGUMENTS
+from bmburst.serve.protocol import FIELDS as REQUEST
 
 FOREIGN = "<!-- foreign settings -->"
 UNKNOWN = "unknown: refused"
@@ -108,6 +109,13 @@ def batch_keys() -> set[str]:
     return {key for collate in collators for key in collate(plain if collate is packed else samples)}
 
 
+def request_fields() -> set[str]:
+    """Return the fields of a request of OpenAI's chat completions."""
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+
+    return {*CompletionCreateParamsBase.__annotations__, "stream"}
+
+
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
     """Return what is done with keys, beginning with a verb unless it has no effect."""
     return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
@@ -133,6 +141,7 @@ TABLES = (
     Table("Arguments of a Trainer that mean something else on split sequences", TRAINER_ARGUMENTS),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
+    Table("Requests of chat completions", REQUEST, request_fields),
 )
 
 

@@ -337,7 +337,7 @@ def program(model: Path, *words: str) -> Iterator[tuple[Program, str]]:
     )
     try:
         line = started.stdout.readline()
-        assert line.startswith("serving tiny at http://127.0.0.1:"), line + started.stderr.read()
+        assert line.startswith(f"serving {model.name} at http://127.0.0.1:"), line + started.stderr.read()
         yield started, line.split()[3].rstrip(",")
     finally:
         started.kill()
