@@ -129,7 +129,19 @@ def _constant_text(path: Path, line: int) -> str:
     if not statements:
         return ""
     smallest = max(statements, key=lambda node: node.lineno)
-    return " ".join(_texts(smallest)).strip()
+    made = _maker(tree, smallest)
+    parts = [smallest] if made is None else [node for node in ast.walk(made) if isinstance(node, ast.Return)]
+    return " ".join(" ".join(_texts(part)) for part in parts).strip()
+
+
+def _maker(tree: ast.Module, statement: ast.stmt) -> ast.FunctionDef | None:
+    """Return the function of this file that makes the error of a `raise`: `raise self._unexpected(word)`."""
+    call = statement.exc if isinstance(statement, ast.Raise) else None
+    if not isinstance(call, ast.Call):
+        return None
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return next(found, None)
 
 
 def _texts(node: ast.AST) -> Iterator[str]:

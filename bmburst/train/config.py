@@ -115,6 +115,13 @@ class TrainConfig:
     sample_tokens: int = field(
         "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
     )
+    context_report: bool | None = field(
+        "Whether the run ends with losses of held-out text by position and by document length, and pass keys at three "
+        "depths, in context.json and a picture.",
+        default=None,
+        none_text="auto",
+        default_text="true for sequences of 4096 tokens or more",
+    )
     hang_timeout: float = field(
         "Time after which a step without progress ends the run; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,

@@ -90,7 +90,7 @@ def test_the_last_error_is_told_by_its_code(home: Path, capsys: Any) -> None:
     assert found["options"] == {"--checkpoint": "(set)", "--prompt": "(set)", "--seed": "12"}
     says(found["errors"][0]["message"], "no directory <value> | fix: give a directory")
     assert main(["train", "--passwordalicq7", "keyjj"]) == 2
-    says(report(capsys)["last_error"]["errors"][0]["message"], "unknown option '<value>'")
+    assert "unknown option '<value>'" in report(capsys)["last_error"]["errors"][0]["message"]
 
 
 def test_errors_of_ranks_and_of_the_users_own_files(home: Path, capsys: Any) -> None:
@@ -112,5 +112,5 @@ def test_nothing_is_kept_where_nothing_can_be_written(home: Path, capsys: Any, m
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "file"))
     assert main(["train", "--steps", "x"]) == 2
-    says(capsys.readouterr().err, "--steps")
+    says(capsys.readouterr().err, "steps | 'x'")
     assert report(capsys)["last_error"] is None
