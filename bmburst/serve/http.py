@@ -110,6 +110,7 @@ class Server:
         while self._thread.is_alive() and time.monotonic() < until:
             drain(self.jobs)  # also what was being encoded
             self._thread.join(0.05)
+        self._app.encoding.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._listener]))
@@ -149,7 +150,7 @@ class _App:
         self._service, self._jobs = service, jobs
         self._created = int(time.time())
         self._open = self._answered = 0
-        self._encoding = ThreadPoolExecutor(1)  # a long document takes seconds, in which others are served
+        self.encoding = ThreadPoolExecutor(1)  # a long document takes seconds, in which others are served
         self.is_stopping = False
 
     def routed(self) -> Starlette:
@@ -269,7 +270,7 @@ class _App:
         return waiting
 
     async def _apart(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, work)
+        return await asyncio.get_running_loop().run_in_executor(self.encoding, work)
 
     async def _whole(self, _question: Question, waiting: _Waiting) -> Response:
         pieces = []

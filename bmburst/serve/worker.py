@@ -135,7 +135,7 @@ class Worker:
         self, prompt: TokenIds, options: GenerationOptions, job: Job | None, stopped: Callable[[], bool]
     ) -> None:
         text = self._place(prompt)
-        growing = GrowingAnswer(self._tokenizer, options)  # of rank 0; only it reads the text
+        growing = GrowingAnswer(self._tokenizer, options)  # on every rank: all end at the same token
 
         def go_on(_: object = None) -> None:
             beat()
