@@ -24,7 +24,7 @@ from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, show_rare
 from bmburst.errors import UserError
-from bmburst.runtime import last_error
+from bmburst.launch import last_error
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -189,7 +189,7 @@ def _note_command(words: Sequence[str], started: float) -> None:
     if not words or words[0] not in COMMANDS:
         return
     with contextlib.suppress(Exception):  # the command has failed already, and that is what the user must see
-        from bmburst.runtime.doctor.report import shown_options
+        from bmburst.setup.report import shown_options
 
         parser = _parser(words[0])
         last_error.add_command(words[0], shown_options(parser, words[1:]), started)
@@ -239,7 +239,7 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     """
     import torch
 
-    from bmburst.runtime.launch.spec import require_devices
+    from bmburst.launch.spec import require_devices
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nproc = devices or fewest if asked is None else asked

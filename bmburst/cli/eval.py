@@ -24,8 +24,8 @@ from bmburst.config import (
     to_dict,
 )
 from bmburst.errors import UserError
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import check_sources, hold_records
 

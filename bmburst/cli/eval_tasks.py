@@ -13,8 +13,8 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.config import build_config, read_json, read_layer, to_dict, write_json
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request
 from bmburst.outputs import is_picture, require_file
-from bmburst.runtime.handover import Request
 from bmburst.train.config import EvalConfig
 
 if TYPE_CHECKING:

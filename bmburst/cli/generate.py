@@ -18,9 +18,9 @@ from bmburst.cli import any_text, ranks_to_start
 from bmburst.cli.model import add_model_options, note_ignored
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from bmburst.inference.generator import Generator

@@ -73,7 +73,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     Raises:
         UserError: The report cannot be written, or the run folder has no settings.
     """
-    from bmburst.runtime.doctor import CHECKS, can_train, examine, to_json, to_text
+    from bmburst.setup.doctor import CHECKS, can_train, examine, to_json, to_text
 
     if args.run is not None and args.report is None:
         raise UserError("--run without --report\nfix: add --report, or leave --run out")
@@ -83,7 +83,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         )
     findings = examine()
     if args.report is not None:
-        from bmburst.runtime.doctor import report
+        from bmburst.setup import report
 
         args.report.write_text(report.to_text(report.report(CHECKS, findings, args.run)), encoding="utf-8")
         print(f"{args.report}: no paths, names or data; read it before you send it")
@@ -122,8 +122,8 @@ def run_build(args: argparse.Namespace) -> int:
     Raises:
         UserError: A tool is missing, or an argument cannot work.
     """
-    from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
-    from bmburst.runtime.doctor.bmtrain import capabilities
+    from bmburst.setup.bmtrain import capabilities
+    from bmburst.setup.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
 
     wanted = sorted({parse_architecture(text) for text in args.arch} if args.arch else set(capabilities()))
     if not wanted:
@@ -154,7 +154,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 def configure_launch(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst launch`, and the script to run."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
+    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
 
     parser.usage, parser.epilog = _LAUNCH_USAGE, _LAUNCH_EPILOG
     add = parser.add_argument
@@ -183,7 +183,7 @@ def run_launch(args: argparse.Namespace) -> int:
     Raises:
         UserError: The arguments cannot work on this machine.
     """
-    from bmburst.runtime.launch import LaunchSpec, check_launch, launch
+    from bmburst.launch.launcher import LaunchSpec, check_launch, launch
 
     command = _script_command(args.command)
     spec = LaunchSpec(

@@ -9,7 +9,7 @@ from bmburst.amounts import tokens
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model answers, and how it is split over ranks."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
+    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
 
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")

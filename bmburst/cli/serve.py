@@ -19,9 +19,9 @@ from bmburst.cli import INTERRUPTED, any_text, ranks_to_start
 from bmburst.cli.model import add_model_options, note_ignored
 from bmburst.cli.progress import progress_bar
 from bmburst.errors import UserError
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
-from bmburst.runtime.watchdog import polite
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
+from bmburst.launch.watchdog import polite
 
 if TYPE_CHECKING:
     from bmburst.comm.checks import CheckedCommunicator

@@ -21,7 +21,7 @@ from bmburst.inference.answering import GrowingAnswer
 from bmburst.inference.generator import Generator
 from bmburst.inference.sampling import GenerationOptions
 from bmburst.inference.session import Session
-from bmburst.runtime.watchdog import beat
+from bmburst.launch.watchdog import beat
 
 STOPPING = "the server is stopping"
 """Reason of a `Failure` of questions that the end of the server leaves without an answer."""

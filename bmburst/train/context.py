@@ -14,9 +14,9 @@ from bmburst.config import write_json
 from bmburst.data.batches import Sequences
 from bmburst.data.tokenizer import PromptTokenizer
 from bmburst.errors import UserError
+from bmburst.launch.watchdog import beat
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
-from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.evaluate import LossByPosition, PositionBin
 from bmburst.train.loading import LocalBatch
