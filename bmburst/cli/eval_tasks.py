@@ -102,7 +102,8 @@ def measure(request: Request) -> int:
     comm = communicator(None)
     is_main = comm.rank == 0
     config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
-    test = TaskTest(**{name: tuple(v) if isinstance(v, list) else v for name, v in request["tasks"].items()})
+    choices: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in request["tasks"].items()}
+    test = TaskTest(**choices)
     dtype, cache, output = request["dtype"], request["cache"], Path(request["output"])
     results: dict[str, list[TaskCell]] = {}
     settings = {"ranks": comm.size, "dtype": dtype, "cache": cache, "tokenizer": config.tokenizer}

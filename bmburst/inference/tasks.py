@@ -286,7 +286,7 @@ def _measure(
         return TaskCell(task=task, length=length, refused="; ".join(problem.splitlines()[:2]))
     options = generator.options(max_new_tokens=new, temperature=0.0, repetition_penalty=1.0, num_samples=1)
     answers = generator.generate([prompt for prompt, _ in made], options, progress=Progress(tokens=on_tokens))
-    judged = [
+    judged: list[dict[str, Any]] = [
         {"expected": list(expected), "answer": answer.text or "", "score": score_of(expected, answer.text or "")}
         for (_, expected), answer in zip(made, answers, strict=True)
     ]

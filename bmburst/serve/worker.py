@@ -123,13 +123,14 @@ class Worker:
         """
         while True:
             job = None if jobs is None else _next(jobs, stopped)
-            order = ("stop" if stopped() else "wait") if job is None else (job.prompt, job.options)
+            order: Any = ("stop" if stopped() else "wait") if job is None else (job.prompt, job.options)
             order = broadcast_object(self._control, order)
             beat()
             if order == "stop":
                 return
             if order != "wait":
-                self._answer(*order, job, stopped)
+                prompt, options = order
+                self._answer(prompt, options, job, stopped)
 
     def _answer(
         self, prompt: TokenIds, options: GenerationOptions, job: Job | None, stopped: Callable[[], bool]

@@ -19,8 +19,7 @@ from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.sequence import SequenceShard
 from bmburst.train.evaluate import LossByPosition, PositionBin
-from bmburst.train.loading import LocalBatch
-from bmburst.train.objective import token_losses
+from bmburst.train.loading import LocalBatch, token_losses
 from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
