@@ -9,6 +9,7 @@ import ast
 import contextlib
 import json
 import os
+import sys
 import sysconfig
 import tempfile
 import time
@@ -19,6 +20,14 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("bmburst", "bmburst_ops", "model_center_ext", "benchmarks")
+_PACKAGES = frozenset(
+    {
+        *("torch", "triton", "numpy", "bmtrain", "model_center", "transformers", "tokenizers", "safetensors", "yaml"),
+        *("accelerate", "peft", "trl", "datasets", "pyarrow", "fla", "flash_attn", "cpm_kernels", "jinja2", "tqdm"),
+        *("tensorboard", "matplotlib", "wandb", "starlette", "uvicorn", "anyio", "h11", "huggingface_hub", "pandas"),
+    }
+)
+"""Packages in whose files an error may be told by its place; a package of the user's may have a name to keep."""
 _MOST_FRAMES, _MOST_ERRORS = 30, 5
 VALUE = "<value>"
 """What stands in place of a value."""
@@ -83,14 +92,12 @@ def _described(error: BaseException) -> dict[str, Any]:
     ]
     shown = [(_relative(path), line, name) for path, line, name in frames]
     described: dict[str, Any] = {
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "type": _type_of(error),
         "raised": [
-            "in a file that is not of a package" if where is None else f"{where}:{line} {name}"
+            "in a file of another program" if where is None else f"{where}:{line} {name}"
             for where, line, name in shown[-_MOST_FRAMES:]
         ],
     }
-    if shown and shown[-1][0] is None and not type(error).__module__.startswith(("builtins", *_OWN)):
-        described["type"] = "an exception that is not of a package"
     name = getattr(error, "name", None)
     if isinstance(error, ImportError | AttributeError) and isinstance(name, str) and shown and shown[-1][0] is not None:
         described["name"] = name if name.replace(".", "_").isidentifier() else VALUE
@@ -100,16 +107,26 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _relative(path: Path) -> str | None:
-    """Return the path of a file within its package; None for other files."""
+    """Return the path of a file within Python or a known package; None for other files, whose names are the user's."""
     path = path if path.is_absolute() else path.absolute()
     for own in _OWN:
         if path.is_relative_to(_ROOT / own):
             return path.relative_to(_ROOT).as_posix()
-    for kind in ("purelib", "platlib", "stdlib"):
+    for kind in ("purelib", "platlib"):
         folder = Path(sysconfig.get_path(kind))
         if path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
-    return None
+            found = path.relative_to(folder)
+            return found.as_posix() if found.parts[0].removesuffix(".py") in _PACKAGES else None
+    folder = Path(sysconfig.get_path("stdlib"))
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else None
+
+
+def _type_of(error: BaseException) -> str:
+    """Return the name of an error's class, if the class is of Python or of a known package."""
+    kind = type(error)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_known = kind.__module__ == "builtins" or (file is not None and _relative(Path(file)) is not None)
+    return f"{kind.__module__}.{kind.__qualname__}" if is_known else "an exception of another program"
 
 
 def _constant_text(path: Path, line: int) -> str:

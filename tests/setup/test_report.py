@@ -104,8 +104,8 @@ def test_errors_of_ranks_and_of_the_users_own_files(home: Path, capsys: Any) -> 
     found = report(capsys)["last_error"]
     assert found["command"] == "launch" and found["options"] == {"--nproc": "2"}
     (error,) = found["errors"]
-    assert error["type"] == "an exception that is not of a package"
-    assert error["raised"][-1] == "in a file that is not of a package"
+    assert error["type"] == "an exception of another program"
+    assert error["raised"][-1] == "in a file of another program"
 
 
 def test_nothing_is_kept_where_nothing_can_be_written(home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
