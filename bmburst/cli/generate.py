@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import any_text, ranks_to_start
-from bmburst.cli.model import add_model_options, note_ignored
+from bmburst.cli import any_text
+from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
@@ -119,26 +119,12 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     Raises:
         UserError: An option or a prompt cannot work.
     """
-    if args.checkpoint is None:
-        raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
-    ranks = world_size or ranks_to_start(args.nproc, fewest=1)
-    spec = LaunchSpec(
-        nproc=ranks if world_size is None else 1,
-        host_runtime=False,
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-    )
+    ranks, spec = settle_ranks(args, world_size)
     from bmburst.inference.answering import TextStream
-    from bmburst.inference.generator import Source
     from bmburst.inference.prompts import PromptEncoder, read_prompts
     from bmburst.inference.sampling import convert_option, generation_options
-    from bmburst.plan.inference import chunk_of
-    from bmburst.schedule.cache_split import CacheSplit
 
-    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
-    config = source.weights.config
-    source.dtype(args.dtype)
-    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
+    source = open_source(args, ranks)
     given = {}
     for option in ("--stop", *(option for option, *_ in _SAMPLING)):
         name = option.removeprefix("--").replace("-", "_")
@@ -146,7 +132,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             given[name] = convert_option(option, name, value)
     options = generation_options(source.directory, **given)
     TextStream(source.tokenizer, options.stop)
-    encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
+    encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size, chat=args.chat)
     texts = args.prompt or [None]
     if len(texts) > 1:
         raise UserError(
@@ -165,7 +151,6 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
             "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
         )
-    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
     names = (
         "checkpoint",
         "adapter",

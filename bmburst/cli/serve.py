@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import INTERRUPTED, any_text, ranks_to_start
-from bmburst.cli.model import add_model_options, note_ignored
+from bmburst.cli import INTERRUPTED, any_text
+from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
 from bmburst.cli.progress import progress_bar
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
@@ -108,8 +108,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     Raises:
         UserError: An option cannot work.
     """
-    if args.checkpoint is None:
-        raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
+    ranks, spec = settle_ranks(args, world_size)
     _require_libraries()
     for option, value, least, most in (
         ("--port", args.port, 0, 65535),
@@ -122,25 +121,12 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         raise UserError(f"--timeout {args.timeout:g}\nallowed: seconds above 0\nfix: --timeout 600")
     if args.name is not None and not (args.name and args.name.isprintable()):
         raise UserError(f"--name {args.name!r}\nallowed: printable text\nfix: leave --name out")
-    ranks = world_size or ranks_to_start(args.nproc, fewest=1)
-    spec = LaunchSpec(
-        nproc=ranks if world_size is None else 1,
-        host_runtime=False,
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-    )
-    from bmburst.inference.generator import Source
     from bmburst.inference.sampling import generation_options
-    from bmburst.plan.inference import chunk_of, require_tokens
-    from bmburst.schedule.cache_split import CacheSplit
+    from bmburst.plan.inference import require_tokens
 
-    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
-    config = source.weights.config
-    source.dtype(args.dtype)
-    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
-    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
+    source = open_source(args, ranks)
     if args.max_tokens is not None:
-        require_tokens("--max-tokens", args.max_tokens, config.max_position_embeddings)
+        require_tokens("--max-tokens", args.max_tokens, source.weights.config.max_position_embeddings)
     generation_options(source.directory)
     _require_template(source)
     if not is_loopback(args.host) and read_key(args.api_key_file) is None:
