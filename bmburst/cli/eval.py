@@ -218,7 +218,7 @@ def _refuse_passkey_options(args: argparse.Namespace) -> None:
     if args.passkey and args.tasks is not None:
         raise UserError("--passkey and --tasks given\nallowed: one of both\nfix: two evaluations")
     known = _PASSKEY_OPTIONS if args.passkey else _TASKS_OPTIONS if args.tasks is not None else ()
-    for name in {*_PASSKEY_OPTIONS, *_TASKS_OPTIONS} - {*known}:
+    for name in sorted({*_PASSKEY_OPTIONS, *_TASKS_OPTIONS} - {*known}):
         if getattr(args, name) is not None:
             option = option_name(name, {})
             owner = "--tasks" if name == "compare" else "--passkey" if name not in _SHARED_OPTIONS else ""
