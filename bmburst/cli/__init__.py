@@ -189,7 +189,7 @@ def _note_command(words: Sequence[str], started: float) -> None:
     if not words or words[0] not in COMMANDS:
         return
     with contextlib.suppress(Exception):  # the command has failed already, and that is what the user must see
-        from bmburst.setup.report import shown_options
+        from bmburst.cli.report import shown_options
 
         parser = _parser(words[0])
         last_error.add_command(words[0], shown_options(parser, words[1:]), started)

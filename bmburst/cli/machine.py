@@ -83,7 +83,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         )
     findings = examine()
     if args.report is not None:
-        from bmburst.setup import report
+        from bmburst.cli import report
 
         args.report.write_text(report.to_text(report.report(CHECKS, findings, args.run)), encoding="utf-8")
         print(f"{args.report}: no paths, names or data; read it before you send it")
