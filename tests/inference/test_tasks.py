@@ -38,7 +38,7 @@ def solved(task: str, text: str) -> set[str]:
         (number,) = re.findall(rf"The special number of {asked[0]} is (\d+)\.", text)
         return {number}
     if task == "variables":
-        text = text.partition("KLMNO.")[2].partition("KLMNO.")[2]  # without the example
+        text = text.partition("KLMNO.")[2]  # without the example
         values: dict[str, str] = {}
         for name, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text):
             assert name not in values
