@@ -30,8 +30,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
         "generate": "answer prompts with a model, split over ranks, with a KV cache",
-        "serve": "answer questions through OpenAI's API, with a model split over ranks",
         "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
+        "serve": "answer questions through OpenAI's API, with a model split over ranks",
         "launch": "start any BMTrain script on all ranks and supervise it",
         "doctor": "show what is installed and usable, and the commands that repair the rest",
         "check": "run a configuration on N ranks and on one rank, and compare every tensor",

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from bmburst import __version__
 from bmburst.cli import Command, ranks_to_start
+from bmburst.config import write_json
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
 
@@ -85,7 +86,13 @@ def run_doctor(args: argparse.Namespace) -> int:
     if args.report is not None:
         from bmburst.cli import report
 
-        args.report.write_text(report.to_text(report.report(CHECKS, findings, args.run)), encoding="utf-8")
+        values = report.report(CHECKS, findings, args.run)
+        try:
+            write_json(args.report, values)
+        except OSError as error:
+            raise UserError(
+                f"--report {args.report}: cannot be written: {error.strerror}\nfix: give another file"
+            ) from None
         print(f"{args.report}: no paths, names or data; read it before you send it")
         return 0
     print(to_json(CHECKS, findings) if args.json else to_text(CHECKS, findings))

@@ -1,11 +1,10 @@
-"""A report about this machine for a question to others: versions, topology, options and the last error.
+"""The report of `bmburst doctor`, for a question to others: versions, topology, options and the last error.
 
 Everything in it is listed here. Texts that a user chose (paths, names, keys, data) are left out, and their places say
 so: numbers, yes and no, and words of bmburst's own options are all that is copied from a user's settings.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -112,7 +111,7 @@ def _settings_of(run: Path) -> dict[str, Any]:
     try:
         stored = json.loads((run / "config.json").read_text(encoding="utf-8"))
         flat = dict(_flat(stored))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise UserError(
             f"--run {run}: no config.json that can be read\nallowed: a run folder\nfix: give the --output of the run"
         ) from None
@@ -183,8 +182,3 @@ def _shown(value: Any, *, numbers: bool = True) -> Any:
     if isinstance(value, str) and ((numbers and _PLAIN.fullmatch(value)) or value in _own_words()):
         return value
     return _SET
-
-
-def to_text(found: Mapping[str, Any]) -> str:
-    """Return the text of the report's file."""
-    return json.dumps(found, indent=2, default=dataclasses.asdict) + "\n"
