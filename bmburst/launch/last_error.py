@@ -124,7 +124,8 @@ def _relative(path: Path) -> str | None:
 def _type_of(error: BaseException) -> str:
     """Return the name of an error's class, if the class is of Python or of a known package."""
     kind = type(error)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    # The script of a rank is run as __main__, whose file is that of the rank.
+    file = None if kind.__module__ == "__main__" else getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_known = kind.__module__ == "builtins" or (file is not None and _relative(Path(file)) is not None)
     return f"{kind.__module__}.{kind.__qualname__}" if is_known else "an exception of another program"
 
