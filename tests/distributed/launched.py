@@ -1,4 +1,4 @@
-"""Ranks that the launcher starts, with torch imported: forked off the server of the tests' ranks, or off the launcher."""
+"""Ranks that the launcher starts with torch imported: forked off the server of tests, or off the launcher."""
 
 import multiprocessing
 import os
