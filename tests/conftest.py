@@ -9,6 +9,7 @@ idle ones sleep: by default they spin on processors that other ranks need, which
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
@@ -22,6 +23,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["XDG_STATE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"bmburst-tests-{os.getuid()}"
+)  # of refused commands
 torch.set_num_threads(1)
 
 

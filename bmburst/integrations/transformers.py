@@ -392,7 +392,7 @@ class SplitSequences:
         Raises:
             UserError: Shapes differ, there is padding inside a document, arguments contradict each other, a key is
                 unknown, or the ranks pass different batches; or the layout is "balanced" and samples have documents of
-            their own.
+                their own.
         """
         comm = self.mesh.sequence
 

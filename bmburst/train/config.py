@@ -124,6 +124,13 @@ class TrainConfig:
     sample_tokens: int = field(
         "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
     )
+    context_report: bool | None = field(
+        "Whether the run ends with losses of held-out text by position and by document length, and pass keys at three "
+        "depths, in context.json and a picture.",
+        default=None,
+        none_text="auto",
+        default_text="true for sequences of 4096 tokens or more",
+    )
     hang_timeout: float = field(
         "Time after which a step without progress ends the run; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,
@@ -151,6 +158,9 @@ class TrainConfig:
         default=None,
     )
     wandb: str | None = field("Weights & Biases project that also receives the metrics.", default=None)
+    wandb_entity: str | None = field("Team or user of the project.", default=None, default_text="the user's own")
+    wandb_name: str | None = field("Name of the W&B run.", default=None, default_text="that of the run folder")
+    wandb_tags: tuple[str, ...] = field("Tags of the W&B run.", default=())
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
@@ -391,9 +401,9 @@ class EvalConfig(RecordFormat):
         default=False,
     )
     output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
+        "JSON file for --by-position, --passkey or --tasks; the picture has the same path with suffix .png.",
         default=None,
-        default_text="by_position.json or passkey.json",
+        default_text="by_position.json, passkey.json or tasks.json",
     )
     nproc: int | None = field(
         "Number of ranks to start on this machine; all of them share each sequence.",

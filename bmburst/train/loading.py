@@ -104,9 +104,9 @@ class LocalBatch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
-        optional = {"weights": self.weights, "numbers": self.numbers}
-        moved = {name: None if tensor is None else move(tensor) for name, tensor in optional.items()}
-        return replace(self, ids=move(self.ids), **moved)
+        weights = None if self.weights is None else move(self.weights)
+        numbers = None if self.numbers is None else move(self.numbers)
+        return replace(self, ids=move(self.ids), weights=weights, numbers=numbers)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""

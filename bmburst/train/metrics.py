@@ -298,15 +298,34 @@ class Wandb:
 
     Args:
         project: Name of the project.
-        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
+        folder: The run folder. Its name is the id of the W&B run; the package writes its own files there.
         config: All fields of the configuration, for the page of the run.
+        entity: Team or user; None: the user's own.
+        name: Name of the W&B run; None: that of the folder.
+        tags: Tags of the W&B run.
     """
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        project: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        entity: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = folder.resolve().name
+        own = folder.resolve().name
         self._run = wandb.init(
-            project=project, name=name, id=name, dir=str(folder), config=dict(config), resume="allow"
+            project=project,
+            entity=entity,
+            name=name or own,
+            id=own,
+            tags=list(tags),
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:

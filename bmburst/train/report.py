@@ -309,7 +309,10 @@ class RunReport(contextlib.ExitStack):
         self._writer: MetricsWriter | None = None
         self._bar: ProgressBar | None = None
         if is_main:
-            online = None if config.wandb is None else Wandb(config.wandb, self._folder, to_dict(config))
+            online = None
+            if config.wandb is not None:
+                names: dict[str, Any] = {"entity": config.wandb_entity, "name": config.wandb_name}
+                online = Wandb(config.wandb, self._folder, to_dict(config), tags=config.wandb_tags, **names)
             self._writer = self.enter_context(MetricsWriter(self._folder, first_step, online))
             self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 

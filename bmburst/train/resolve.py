@@ -133,6 +133,10 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
+    for name in ("wandb_entity", "wandb_name", "wandb_tags"):
+        if config.wandb is None and getattr(config, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
     for source in (config.data.source, *config.data.validation_files.values()):
         check_sources(source, config.data.text_field, config.data)
     tokenizer = config.data.tokenizer

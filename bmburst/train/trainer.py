@@ -25,6 +25,7 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.sequence import SequenceShard
 from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
+from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
 from bmburst.train.machine import require_dtype
@@ -318,6 +319,8 @@ class Trainer:
             report.note(monitor.stopped)
             if config.sample_tokens and not monitor.stopped:
                 self._show_sample(report)
+            if self._wants_context and not monitor.stopped:
+                self._show_context(report)
             report.finish()
         return monitor.stopped
 
@@ -412,6 +415,27 @@ class Trainer:
         report.piece("\n\n")
         if self.is_main:
             (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
+
+    @property
+    def _wants_context(self) -> bool:
+        """Whether the run ends with the report on its context. Losses of pairs are not losses of tokens."""
+        config = self.config
+        asked = config.sequence_length >= LONG if config.context_report is None else config.context_report
+        return asked and config.dpo.beta is None
+
+    def _show_context(self, report: RunReport) -> None:
+        found = measure_context(
+            self.model,
+            self.mesh,
+            self.cut,
+            self._held_out,
+            data.load_tokenizer(self.corpus.tokenizer_name),
+            device=self.runtime.device,
+            limit=self.config.eval_sequences,
+        )
+        if self.is_main:
+            found.write(self.folder)
+        report.note(found.sentence())
 
 
 def _attention(config: TrainConfig, mesh: Mesh) -> Callable[[], Any]:
