@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.families import tiny_model
+from benchmarks.tiny_families import tiny_model
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from benchmarks.families import tiny_model
+from benchmarks.tiny_families import tiny_model
 from bmburst import Mesh, MeshShape
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations import transformers_recurrent as recurrent
