@@ -23,7 +23,6 @@ from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,10 +30,9 @@ from torch.nn import functional
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
-from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal
 
-__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "require_layout", "unread"]
+__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "module_of", "refuse_states", "require_layout", "unread"]
 
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
@@ -75,11 +73,7 @@ class _Scope:
 
     def begins(self) -> Tensor:
         """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
-        mask = self.mask
-        runs = make_layout(mask.options.layout, mask.comm.size, mask.shape[-1]).runs(mask.comm.rank)
-        positions = np.concatenate([run.start + np.arange(run.tokens) for run in runs])
-        starts = [documents.starts for documents in mask.documents] or [(0,)]
-        return torch.from_numpy(np.stack([np.isin(positions, each) for each in starts])).to(mask.comm.device)
+        return self.mask.places() == 0
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
@@ -432,33 +426,34 @@ _SHORT = ("causal_conv1d_fn",)
 _NONE = Mixer("")
 
 
-def _module(family: str) -> str:
+def module_of(family: str) -> str:
+    """Return the name of the module of transformers that has a family's models."""
     return f"transformers.models.{family}.modeling_{family}"
 
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
-        _module("bailing_hybrid"): Mixer("BailingHybridDeltaAttention", _KDA),
-        _module("bamba"): Mixer("BambaMixer", _MAMBA2),
-        _module("falcon_h1"): Mixer("FalconH1Mixer", _MAMBA2),
-        _module("falcon_mamba"): Mixer("FalconMambaMixer", _MAMBA1),
-        _module("granitemoehybrid"): Mixer("GraniteMoeHybridMambaLayer", _MAMBA2),
-        _module("jamba"): Mixer("JambaMambaMixer", _MAMBA1),
-        _module("kimi_linear"): Mixer("KimiLinearDeltaAttention", _KDA),
-        _module("lfm2"): Mixer("Lfm2ShortConv", _SHORT),
-        _module("lfm2_moe"): Mixer("Lfm2MoeShortConv", _SHORT),
-        _module("lfm3"): Mixer("Lfm3ShortConv", _SHORT),
-        _module("mamba"): Mixer("MambaMixer", _MAMBA1),
-        _module("mamba2"): Mixer("Mamba2Mixer", _MAMBA2),
-        _module("minimax"): Mixer("MiniMaxLightningAttention", forward=_lightning),
-        _module("nemotron_h"): Mixer("NemotronHMamba2Mixer", _MAMBA2),
-        _module("olmo_hybrid"): Mixer("OlmoHybridGatedDeltaNet", _GDN),
-        _module("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
-        _module("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
-        _module("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
-        _module("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
-        _module("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
-        _module("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
+        module_of("bailing_hybrid"): Mixer("BailingHybridDeltaAttention", _KDA),
+        module_of("bamba"): Mixer("BambaMixer", _MAMBA2),
+        module_of("falcon_h1"): Mixer("FalconH1Mixer", _MAMBA2),
+        module_of("falcon_mamba"): Mixer("FalconMambaMixer", _MAMBA1),
+        module_of("granitemoehybrid"): Mixer("GraniteMoeHybridMambaLayer", _MAMBA2),
+        module_of("jamba"): Mixer("JambaMambaMixer", _MAMBA1),
+        module_of("kimi_linear"): Mixer("KimiLinearDeltaAttention", _KDA),
+        module_of("lfm2"): Mixer("Lfm2ShortConv", _SHORT),
+        module_of("lfm2_moe"): Mixer("Lfm2MoeShortConv", _SHORT),
+        module_of("lfm3"): Mixer("Lfm3ShortConv", _SHORT),
+        module_of("mamba"): Mixer("MambaMixer", _MAMBA1),
+        module_of("mamba2"): Mixer("Mamba2Mixer", _MAMBA2),
+        module_of("minimax"): Mixer("MiniMaxLightningAttention", forward=_lightning),
+        module_of("nemotron_h"): Mixer("NemotronHMamba2Mixer", _MAMBA2),
+        module_of("olmo_hybrid"): Mixer("OlmoHybridGatedDeltaNet", _GDN),
+        module_of("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
+        module_of("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
+        module_of("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
+        module_of("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
+        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
+        module_of("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
     }
 )
 """The recurrent layer of each module of transformers that was read."""
