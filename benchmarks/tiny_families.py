@@ -130,7 +130,21 @@ def tiny_config(name: str) -> Any:
     """Return the tiny configuration of a model type."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **_values(name))
+    config = AutoConfig.for_model(name, **_values(name))
+    if name == "gemma3n":
+        config.vision_config = _blind(config.vision_config)
+    return config
+
+
+def _blind(config: Any) -> Any:
+    """Return a vision configuration whose model is empty: Gemma 3n's is of the package timm, and text needs none."""
+    from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+    kind = type("Blind", (type(config),), {"model_type": "blind", "__module__": __name__})
+    model = type("BlindModel", (PreTrainedModel,), {"config_class": kind, "main_input_name": "pixel_values"})
+    AutoConfig.register("blind", kind, exist_ok=True)
+    AutoModel.register(kind, model, exist_ok=True)
+    return kind(**{key: getattr(config, key) for key in ("hidden_size", "vocab_size", "vocab_offset", "rms_norm_eps")})
 
 
 def tiny_model(name: str, attention: str) -> Any:

@@ -54,7 +54,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
         raise UserError(
             f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
-    for part in parts:
+    for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
     _require_one_frequency(model, ends)
@@ -135,6 +135,12 @@ def _parts(model: object) -> list[PreTrainedModel]:
     return [module for module in modules if isinstance(module, PreTrainedModel)]
 
 
+def _other_media(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the modules in a model that read images or sounds: text does not reach them."""
+    inner = (part for part in _parts(model)[1:] if part.main_input_name != "input_ids")
+    return {id(module) for part in inner for module in part.modules()}
+
+
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
@@ -161,8 +167,7 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
         return "its attention has a bias by distance (alibi)", another
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return "its positions begin behind the id of padding, and depend on where padding is", another
-    others_inside = [part for part in _parts(model) if part.main_input_name != "input_ids"]  # of images or sounds
-    inside = {id(module) for each in (*recurrent, *others_inside) for module in each.modules()}
+    inside = {id(module) for mixer in recurrent for module in mixer.modules()} | _other_media(model)
     mixing = [
         name for name, module in model.named_modules() if isinstance(module, nn.Conv1d) and id(module) not in inside
     ]
