@@ -24,7 +24,7 @@ __all__ = ["READ", "attach_attention", "changed_attention"]
 _MARK = "splits_attention"
 _LLAMA4, _FALCON = module_of("llama4"), module_of("falcon")
 
-READ = frozenset({_FALCON, *(module_of(name) for name in ("biogpt", "stablelm", "whisper"))})
+READ = frozenset(module_of(name) for name in ("biogpt", "falcon", "stablelm", "whisper"))
 """Modules whose attention was read: it mixes tokens in the registry's function alone, and takes `position_ids`."""
 
 _FORWARD = {

@@ -151,7 +151,7 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
         return f"its attention is not the one that was read: {changed}", _RELEASE
     uses_registry = was_read or model._supports_attention_backend or type(model).__module__ in READ
     if not uses_registry:
-        return "it does not call attention through transformers' registry", another
+        return "it does not say that it calls attention through transformers' registry", another
     if chosen != NAME:
         return f"its attention is {chosen!r}", f'register(), then from_pretrained(..., attn_implementation="{NAME}")'
     known = _ATTENTION | LAYER_TYPES if was_read else _ATTENTION
