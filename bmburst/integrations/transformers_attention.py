@@ -132,6 +132,12 @@ class SequenceMask:
         """Return the mask of layers whose queries are multiplied by a factor before attention."""
         return self._but(mask=self.mask, near=self.near, query_scale=query_scale)
 
+    def laid_out(self, layout: str) -> "SequenceMask":
+        """Return the mask of the same layers in another layout, for queries, keys and values in that layout."""
+        found = self._but(mask=self.mask, near=self.near, query_scale=self.query_scale)
+        found.options = replace(self.options, layout=layout)
+        return found
+
     def places(self) -> Tensor:
         """Return the place of each local token in its document, from 0, int64 `[samples or 1, local_tokens]`."""
         layout = make_layout(self.options.layout, self.comm.size, self.shape[-1])
@@ -302,14 +308,19 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings return fp32
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
+    relay = None if layer is None else layer.relay
+    if relay is not None:  # keys and values have been moved to the layout of the cache
+        query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
     width = value.shape[-1]
     if width < key.shape[-1]:  # multi-head latent attention: zeros in, zeros out
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if layer is None:
+    if layer is None or layer.begins:
         out = attention_mask.attend(*inputs, scaling, softcap, sink)
     else:
         out = attention_mask.attend_behind(layer, *inputs, scaling, softcap)
+    if relay is not None:
+        out = relay.back.move(out, 1)
     return out[..., :width].contiguous(), None
 
 

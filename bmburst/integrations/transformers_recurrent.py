@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,18 @@ class Mixer(NamedTuple):
 
 @dataclass(slots=True)
 class _Scope:
-    """A call of a mixer on a split batch."""
+    """A call of a mixer on a split batch.
+
+    Attributes:
+        mask: The batch.
+        state: The layer of a cache, of transformers' `LinearAttentionLayer`, whose states the tokens continue and set.
+        had_state: Whether there were tokens before these.
+        used: The functions that were called.
+    """
 
     mask: SequenceMask
+    state: Any = None
+    had_state: bool = False
     used: set[str] = field(default_factory=set)
 
     def options(self) -> dict[str, Any]:
@@ -69,7 +78,37 @@ class _Scope:
         mask = self.mask
         documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
         length = None if mask.documents else mask.length  # documents include their length
-        return {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+        split = {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+        return split | {"final_state": self.state is not None}
+
+    def tail(self) -> Tensor | None:
+        """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
+        if self.state is None or not self.state.has_previous_state[0]:
+            return None
+        return self.state.conv_states[0][..., 1:].mT
+
+    def recurrent(self) -> Tensor | None:
+        """Return the recurrent state before the first token; None: zeros."""
+        return None if self.state is None or not self.had_state else self.state.recurrent_states[0]
+
+    def convolved(self, found: Any) -> Tensor:
+        """Keep the last tokens, if there is a cache, and return the output of a convolution."""
+        if self.state is None:
+            return cast(Tensor, found)
+        out, tail = found
+        kept = functional.pad(tail.mT, (1, 0))  # transformers keeps one token more, which no later output reads
+        if not self.state.is_conv_states_initialized[0]:
+            self.state.lazy_initialization(conv_states=kept, conv_kernel_size=kept.shape[-1])
+        self.state.conv_states[0].copy_(kept)
+        self.state.has_previous_state[0] = True
+        return cast(Tensor, out)
+
+    def scanned(self, found: Any) -> Tensor:
+        """Keep the final state, if there is a cache, and return the output of a recurrence."""
+        if self.state is None:
+            return cast(Tensor, found)
+        self.state.update_recurrent_state(found[1])
+        return cast(Tensor, found[0])
 
     def begins(self) -> Tensor:
         """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
@@ -80,8 +119,8 @@ _scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
 
 
 @contextmanager
-def _opened(mask: SequenceMask) -> Iterator[_Scope]:
-    scope = _Scope(mask)
+def _opened(mask: SequenceMask, state: Any = None) -> Iterator[_Scope]:
+    scope = _Scope(mask, state, state is not None and bool(state.has_previous_state[0]))
     token = _scope.set(scope)
     try:
         yield scope
@@ -142,16 +181,19 @@ def require_layout(model: object, layout: str) -> None:
 
 
 def refuse_states(model: nn.Module) -> None:
-    """Refuse to generate with recurrent layers: a split KV cache has no states.
+    """Refuse to generate with recurrent layers whose states transformers does not keep in its layers of a cache.
 
     Raises:
-        UserError: The model has a recurrent layer.
+        UserError: The model has such a layer.
     """
-    if found := mixers(model):
-        raise UserError(
-            f"generation over ranks keeps no states of recurrent layers, and {type(model).__name__} has "
-            f"{type(found[0]).__name__}\nfix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
-        )
+    for layer in mixers(model):
+        cls = _mixer_class(type(layer))
+        assert cls is not None
+        if MIXERS[cls.__module__].forward is not None:
+            raise UserError(
+                f"generation over ranks does not read where {cls.__name__} of {type(model).__name__} keeps its state\n"
+                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
+            )
 
 
 def _mixer_class(cls: type) -> type | None:
@@ -204,14 +246,18 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
             from bmburst.attention.uncompiled import uncompiled
 
             return uncompiled(forward, *args, **kwargs)
+        state = None
         for name in ("cache_params", "past_key_values"):
-            if given.arguments.get(name) is not None:
+            cache = given.arguments.get(name)
+            if cache is not None and not getattr(cache, "has_split_states", False):
                 raise UserError(
                     f"{mixer.name} on a split sequence has no cache of transformers, got {name}\n"
                     "fix: pass use_cache=False"
                 )
+            if cache is not None:
+                state, given.arguments[name] = cache.layers[args[0].layer_idx], None
         given.arguments["attention_mask"] = None
-        with _opened(mask) as scope:
+        with _opened(mask, state) as scope:
             found = (mixer.forward or theirs)(*given.args, **given.kwargs)
         if missing := set(mixer.functions) - _FUSED - scope.used:
             raise UserError(
@@ -234,9 +280,8 @@ def _conv(
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
     chosen = "silu" if activation == "swish" else activation
-    found = burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **scope.options())
-    assert isinstance(found, Tensor)
-    return found.mT
+    options = scope.options() | {"initial_state": scope.tail()}
+    return scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **options)).mT
 
 
 def _delta(
@@ -258,7 +303,8 @@ def _delta(
     del chunk_size  # of a kernel; the result does not depend on it
     require_known_arguments(asked | {"initial_state": initial_state, "output_final_state": output_final_state})
     options = scope.options() | {"kind": kind, "normalize": use_qk_l2norm_in_kernel}
-    return burst_linear_attention(query, key, value, g, beta, **options), None
+    options |= {"initial_state": scope.recurrent()}
+    return scope.scanned(burst_linear_attention(query, key, value, g, beta, **options)), None
 
 
 def _ssd(
@@ -281,7 +327,8 @@ def _ssd(
     del chunk_size
     require_known_arguments(asked | {"initial_states": initial_states})
     options = scope.options() | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    found = burst_ssd(hidden, dt, A, B, C, **options)
+    options |= {"initial_state": scope.recurrent()}
+    found = scope.scanned(burst_ssd(hidden, dt, A, B, C, **options))
     return (found, None) if return_final_states else found
 
 
@@ -309,8 +356,7 @@ def _selective(
     step = (functional.softplus(step) if delta_softplus else step).mT[..., None]  # [batch, tokens, channels, 1]
     decay = (step * A.to(wide)).exp()
     added = step * B.to(wide).mT[:, :, None] * hidden.to(wide).mT[..., None]
-    states = burst_scan(decay, added, **scope.options())
-    assert isinstance(states, Tensor)
+    states = scope.scanned(burst_scan(decay, added, **scope.options(), initial_state=scope.recurrent()))
     out = (states @ C.to(wide).mT[..., None])[..., 0].mT
     out = out if D is None else out + hidden * D[:, None]
     return (out if z is None else out * functional.silu(z)).to(hidden.dtype)
