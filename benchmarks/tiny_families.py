@@ -52,6 +52,8 @@ SIZES: dict[str, Any] = {
 
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _CONV = {"layer_types": ["conv", "full_attention"]}
+_BLOCKS = {"layer_types": ["linear_attention", "hybrid"] * 2}  # a block that layers share
+_KINDS = ("layer_types", "mlp_layer_types")
 _WIDE = {"global_head_dim": 16}  # full attention has wider heads than windows
 _SHARED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 _CHUNKED = {
@@ -65,7 +67,8 @@ _INDEXED = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax"), _LINEAR),
-    **{name: _CONV | {"block_multiple_of": 8} for name in ("lfm2", "lfm3")},
+    "lfm2": _CONV | {"block_multiple_of": 8},
+    "lfm3": {"block_multiple_of": 8},
     "bailing_hybrid": _LINEAR | {"head_dim": 4},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": _LINEAR | {"shared_intermediate_size": 16},
@@ -73,11 +76,11 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": _LINEAR | {"qk_head_dim": 12},
     "lfm2_moe": _CONV | {"num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
     "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 4, "linear_value_head_dim": 16},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "num_key_value_heads": 4},
+    "zamba": _BLOCKS,
+    "zamba2": _BLOCKS | {"n_mamba_heads": 4, "num_key_value_heads": 4},
     **{name: {"head_dim": 4} for name in ("deepseek_v3", "axk1", "youtu")},
     "deepseek_v2": {"head_dim": 4, "num_experts_per_tok": 2},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
@@ -113,6 +116,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY, "local_attention_window_len": WINDOW},
     **dict.fromkeys(("blt_local_encoder", "blt_local_decoder"), {"hidden_size_global": 32}),
+    "dots3_note_text": {
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+        **{"swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "index_head_dim": 8, "index_n_heads": 2},
+    },
     "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, -1], "adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 8},
     "phi4_multimodal_vision": {"image_size": 28, "crop_size": 28},
@@ -133,6 +140,10 @@ def tiny_config(name: str) -> Any:
     config = AutoConfig.for_model(name, **_values(name))
     if name == "gemma3n":
         config.vision_config = _blind(config.vision_config)
+    default, tiny = (each.get_text_config(decoder=True) for each in (AutoConfig.for_model(name), config))
+    for key in _KINDS:
+        if lost := set(getattr(default, key, None) or ()) - set(getattr(tiny, key, None) or ()):
+            raise ValueError(f"its tiny model has no layer of {key} {min(lost)!r}")
     return config
 
 
@@ -188,17 +199,26 @@ def _values(name: str, default: Any = None) -> dict[str, Any]:
     own |= {key: 0.0 for key, value in default.to_dict().items() if _is_dropout(key, value)}
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
         own["rope_parameters"] = _ROPE  # the type has no default theta
-    values = getattr(default, "layer_types", None)
-    stored = getattr(type(default), "attribute_map", {}).get("layer_types", "layer_types")
-    if values is not None and not isinstance(getattr(type(default), stored, None), property):
-        own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds of layers, if there are two
+    for key in _KINDS:
+        values = getattr(default, key, None)
+        stored = getattr(type(default), "attribute_map", {}).get(key, key)
+        if values is not None and not isinstance(getattr(type(default), stored, None), property):
+            own[key] = list(dict.fromkeys(values))  # one layer of each kind
     if getattr(default, "kv_lora_rank", None):
         own["num_key_value_heads"] = own["num_attention_heads"]  # latent attention expands keys to all heads
     for key in type(default).sub_configs:
         if (inside := getattr(default, key, None)) is not None:
             kind = inside.model_type
             own[key] = ({"model_type": kind} if kind else {}) | _values(kind, inside)
-    return own | OWN.get(name, {})
+    own |= OWN.get(name, {})
+    layers = max(own.get("num_hidden_layers", 2), *(len(own.get(key, ())) for key in _KINDS))
+    for key in _KINDS:
+        if own.get(key):  # the last kind again, if there are more of the other kinds
+            own[key] = [*own[key], *own[key][-1:] * (layers - len(own[key]))]
+    if any(key in own for key in _KINDS):
+        own["num_hidden_layers"] = layers
+    other_names = getattr(type(default), "attribute_map", {})  # Zamba 2 reads its fields before it knows other names
+    return {other_names.get(key, key) if key in _KINDS else key: value for key, value in own.items()}
 
 
 def _is_dropout(key: str, value: object) -> bool:

@@ -222,6 +222,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class StateAndSplitLayer(LinearAttentionLayer, SplitLayer):  # type: ignore[misc]
     """The cache of a layer that has both recurrence and attention."""
 
+    is_compileable = False
+
     def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
         SplitLayer.__init__(self, mesh, split)
         LinearAttentionLayer.__init__(self)
