@@ -1,9 +1,9 @@
 """Tests which causal LMs of transformers are exact on a split sequence: `python -m benchmarks.families`.
 
-Every model type of the installed transformers is created tiny (`benchmarks.tiny_families`), without dropout. One batch is computed whole, with transformers' attention, and split over the ranks. Logits,
-loss and all gradients must agree to 1e-5, relative, in fp64 (some models still compute norms in fp32). A gradient whose
-norm is below a hundredth of the largest is compared relative to that hundredth: the gradient of a key bias, for
-example, is zero up to rounding.
+Every model type of the installed transformers is created tiny (`benchmarks.tiny_families`), without dropout. One batch
+is computed whole, with transformers' attention, and split over the ranks. Logits, loss and all gradients must agree to
+1e-5, relative, in fp64 (some models still compute norms in fp32). A gradient whose norm is below a
+hundredth of the largest is compared relative to that hundredth: that of a key bias, for example, is zero up to rounding.
 
 A type is "exact" if the results agree, "refused" if bmburst refuses the model, and "not causal" or "not text" if it is
 no model of text by itself. "different" (the results do not agree), "failed" (any other error) and "not made" (the tiny
@@ -51,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank is not None:
         return _rank(options.rank, options.types)
-    from bmburst.runtime.launch import LaunchSpec, launch
+    from bmburst.launch.launcher import LaunchSpec, launch
 
     with tempfile.TemporaryDirectory(prefix="bmburst-families-") as folder:
         words = ["--rank", folder, *(["--types", *options.types] if options.types else [])]

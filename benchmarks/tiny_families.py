@@ -55,7 +55,11 @@ _CONV = {"layer_types": ["conv", "full_attention"]}
 _BLOCKS = {"layer_types": ["linear_attention", "hybrid"] * 2}  # a block that layers share
 _KINDS = ("layer_types", "mlp_layer_types")
 _WIDE = {"global_head_dim": 16}  # full attention has wider heads than windows
-_SHARED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+_SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 _CHUNKED = {
     **{"intermediate_size_mlp": 48, "attention_chunk_size": WINDOW, "floor_scale": 5, "no_rope_layers": [1, 0]},
     **{"layer_types": ["chunked_attention", "full_attention"], "moe_layers": [0], "num_experts_per_tok": 1},
@@ -110,12 +114,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXED,
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), _ROPE | {"mrope_section": [2, 1, 1]}
-        ),
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE | {"mrope_section": [2, 1, 1]}),
     },
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY, "local_attention_window_len": WINDOW},
-    **dict.fromkeys(("blt_local_encoder", "blt_local_decoder"), {"hidden_size_global": 32}),
+    **{name: {"hidden_size_global": 32} for name in ("blt_local_encoder", "blt_local_decoder")},
     "dots3_note_text": {
         **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
         **{"swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "index_head_dim": 8, "index_n_heads": 2},

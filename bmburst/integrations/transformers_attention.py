@@ -21,9 +21,10 @@ from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
-from bmburst.schedule.documents import Documents, edges_of
+from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.tree import Tree
 from bmburst_ops.flash import Partial
 
 NAME = "bmburst"
@@ -97,7 +98,7 @@ class SequenceMask:
         options: AttentionOptions,
         shape: tuple[int, int],
         length: int,
-        documents: tuple[Documents, ...] = (),
+        documents: tuple[Documents | Tree, ...] = (),
         mask: MaskOption | None = None,
         near: Near = ALL,
         query_scale: Tensor | None = None,
@@ -120,11 +121,18 @@ class SequenceMask:
         raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
     def seen(self, near: Near = ALL) -> "SequenceMask":
-        """Return the mask of layers that see the nearest tokens of their document."""
+        """Return the mask of layers that see the nearest tokens of their document.
+
+        Raises:
+            UserError: These are fewer than a document has, and layout or tree are exact with all of them only.
+        """
+        sees = min(each for each in (near.window, near.chunk, self.longest) if each is not None)
+        if sees < self.longest:
+            self._require_windows(sees)
         documents = self.documents
-        if near.chunk is not None and near.chunk < self.length:  # a chunk is a document
+        if near.chunk is not None and near.chunk < self.longest:  # a chunk is a document
             documents = tuple(_in_chunks(part, near.chunk) for part in documents or (Documents((self.length,)),))
-        last: Mask = Causal() if near.window is None or near.window >= self.length else SlidingWindow(near.window)
+        last = Causal() if near.window is None or near.window >= self.longest else SlidingWindow(near.window)
         masks = tuple(_joined(last, part) for part in documents) or (last,)
         return self._but(mask=masks[0] if len(masks) == 1 else masks, near=near)
 
@@ -139,11 +147,16 @@ class SequenceMask:
         return found
 
     def places(self) -> Tensor:
-        """Return the place of each local token in its document, from 0, int64 `[samples or 1, local_tokens]`."""
+        """Return the place of each local token in its document, from 0, int64 `[samples or 1, local_tokens]`.
+
+        Raises:
+            UserError: The batch is a tree, or its layout depends on a mask.
+        """
+        self._require_windows(1)
         layout = make_layout(self.options.layout, self.comm.size, self.shape[-1])
         runs = layout.runs(self.comm.rank)
         tokens = np.concatenate([run.start + run.stride * np.arange(run.tokens) for run in runs])
-        edges = [edges_of(part.lengths) for part in self.documents] or [np.zeros(1, np.int64)]
+        edges = [np.asarray((*part.starts, part.length)) for part in self.documents] or [np.zeros(1, np.int64)]
         starts = [each[np.searchsorted(each, tokens, side="right") - 1] for each in edges]
         return torch.from_numpy(tokens - np.stack(starts)).to(self.comm.device)
 
@@ -185,6 +198,30 @@ class SequenceMask:
             options = replace(options, mask=SlidingWindow(window))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, window, part)
         return part.out
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or of the longest row of a tree."""
+        ends = [
+            stop - offset
+            for mask in self.documents
+            for stop, offset in zip((*mask.starts[1:], mask.length), mask.position_offsets, strict=True)
+        ]
+        return max(ends, default=self.length)
+
+    def _require_windows(self, window: int) -> None:
+        """Refuse layers with windows where they would not be exact."""
+        tree = next((mask for mask in self.documents if isinstance(mask, Tree)), None)
+        if tree is not None:
+            raise _cannot(
+                f"a layer with a window of {window} tokens on a tree with rows of {self.longest}",
+                "the rows one by one, or a model without windows (sliding_window=None in its config)",
+            )
+        if self.options.layout == "balanced":
+            raise _cannot(
+                f"layout 'balanced', which is made for one mask, for a layer with a window of {window} tokens",
+                "SplitSequences(mesh, layout='zigzag')",
+            )
 
     @property
     def _length(self) -> int | None:
@@ -329,7 +366,7 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
         raise _cannot("a model that makes its masks itself", "use a model whose masks are create_causal_mask's")
     if dropout:
         raise _cannot(f"dropout of {dropout:g} in attention", "set it to 0 in the model's config (attention_dropout)")
-    if sliding_window is not None and sliding_window < mask.length and not _has_window(mask.mask, sliding_window):
+    if sliding_window is not None and sliding_window < mask.longest and not _has_window(mask.mask, sliding_window):
         raise _cannot(
             f"sliding_window={sliding_window} with a mask of {mask.mask}", "set sliding_window of the config to None"
         )
@@ -398,12 +435,13 @@ def _is(function: Callable[..., Any], maker: str) -> bool:
     )
 
 
-def _joined(last: Mask, documents: Documents) -> Mask:
+def _joined(last: Mask, documents: Documents | Tree) -> Mask:
     return documents if isinstance(last, Causal) else last & documents
 
 
-def _in_chunks(documents: Documents, chunk: int) -> Documents:
+def _in_chunks(documents: Documents | Tree, chunk: int) -> Documents:
     """Return documents cut every `chunk` tokens from their first token on."""
+    assert isinstance(documents, Documents)
     whole = ((chunk,) * (n // chunk) + ((n % chunk,) if n % chunk else ()) for n in documents.lengths)
     return Documents(tuple(chain.from_iterable(whole)))
 

@@ -131,5 +131,7 @@ def _falcon(
     query, key = rotate(query, key, *position_embeddings)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
-    out, _ = attention(self, query, key, value, attention_mask, alibi=alibi, output_attentions=output_attentions, **asked)
+    out, _ = attention(
+        self, query, key, value, attention_mask, alibi=alibi, output_attentions=output_attentions, **asked
+    )
     return self.dense(out.flatten(2)), None
