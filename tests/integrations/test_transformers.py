@@ -97,7 +97,7 @@ def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 14, 16, generator=draw), torch.randn(1, 2, 14, 16, generator=draw)
     v = torch.randn(1, 2, 14, 10, generator=draw)
-    mask = SplitSequences(ALONE).part(torch.arange(14)[None]).mask.seen(None)
+    mask = SplitSequences(ALONE).part(torch.arange(14)[None]).mask.seen()
     with torch.autocast("cpu", low, enabled=low is not None):
         out, weights = attention(torch.nn.Module(), q, k, v if low is None else v.to(low), mask, scaling=0.7)
     expected = torch.nn.functional.scaled_dot_product_attention(
