@@ -149,11 +149,11 @@ SEGMENTS = (
     ("size", "zero"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (2, 3), (3, 3)))]
 )
 def test_segments_of_blocks_store_one_input(size, zero):
-    run_program(size, _segments_of_blocks_store_one_input, zero)
+    run_program(size, _segments_of_blocks_store_one_input, size, zero)
 
 
-def _segments_of_blocks_store_one_input(zero):
-    config = tiny.config("qwen3", num_layers=5, num_heads=12, num_kv_heads=6)
+def _segments_of_blocks_store_one_input(size, zero):
+    config = tiny.config("qwen3", num_layers=5, num_heads=4 * size, num_kv_heads=2 * size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64)

@@ -1,4 +1,4 @@
-"""Ranks that the launcher starts, with torch imported: forked off the server of the tests' ranks, or off the launcher."""
+"""Ranks that the launcher starts, with torch imported: forked off the server of the ranks of tests, or off it."""
 
 import multiprocessing
 import os
