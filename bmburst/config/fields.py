@@ -15,6 +15,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
     return spec if isinstance(spec, FieldSpec) else FieldSpec(help="")
 
 
+@cache
 def optional_part(annotation: Any) -> tuple[Any, bool]:
     """Return the type without `| None`, and whether None was allowed."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -137,6 +139,7 @@ def optional_part(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
+@cache
 def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
@@ -145,7 +148,13 @@ def union_parts(annotation: Any) -> tuple[Any, ...]:
 
 def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
     """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else spec.choices
+    return typing.get_args(annotation) if _origin(annotation) is typing.Literal else spec.choices
+
+
+@cache
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """Return the types of the fields of a configuration by name."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def is_none(value: object) -> bool:
@@ -225,7 +234,7 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
             return convert_value(name, value, part, spec)
     if len(parts) > 1 or (isinstance(value, int) and abs(value) > MOST):
         raise misfit(name, value, describe_allowed(annotation, spec))
-    if typing.get_origin(inner) is tuple:
+    if _origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if choices := choices_of(inner, spec):
         return _convert_choice(name, value, choices)
@@ -233,6 +242,9 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
     if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
         raise misfit(name, value, describe_allowed(annotation, spec))
     return converted
+
+
+_origin = cache(typing.get_origin)  # of a type that many values have
 
 
 def _converted(value: Any, inner: Any, spec: FieldSpec) -> Any:
@@ -252,7 +264,7 @@ def check_fields(config: Any) -> None:
     Raises:
         UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = type_hints(type(config))
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
         if value is None and declared.default is None:  # __post_init__ fills it in later
