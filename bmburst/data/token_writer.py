@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmburst.amounts import bytes_text
-from bmburst.checkpoint.checksum import sealed, text_of
+from bmburst.checksum import sealed, text_of
 from bmburst.data.documents import Document
 from bmburst.data.token_file import MAGIC, MASKED_VERSION, PAIRED_VERSION, PREAMBLE, VERSION, TokenFile, aligned_size
 from bmburst.data.tokenizer import Tokenizer

@@ -4,6 +4,7 @@
 loss. docs/hugging_face.md is the guide.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,15 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import contents, describe_tensors
+from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
-from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
+from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, batch_of_tree, whole_batch
+from bmburst.integrations.transformers_head import OfHead, computed_in_head, label_logps, label_logps_of
 from bmburst.integrations.transformers_models import (
-    loss_or_logits,
     recompute,
     refuse_other_tables,
     require_next_token_loss,
@@ -32,14 +33,15 @@ from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
-from bmburst.schedule.layout import padded_layout
-from bmburst.sequence import SequenceShard, unshard
+from bmburst.schedule.layout import Balanced, make_layout, padded_layout
+from bmburst.schedule.mask import Causal
+from bmburst.sequence import SequenceShard, gathered
+from bmburst.sequence.packed_tree import PackedTree, tree_facts
+from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
-
-CHUNK = 4096
-"""Number of tokens whose fp32 logits exist at once."""
 
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
@@ -70,6 +72,8 @@ class Part:
         cut: The layout, which defines this rank's tokens.
         ends: Returns the largest position id + 1 of each rank of the sequence.
         largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
+        tree: The rows of the batch, if they are packed as trees.
+        counts: In how many rows of the tree each label counts.
         changing: Models that were found to change their logits after the head.
         weights: What was seen of the models' weights in the first steps.
     """
@@ -82,6 +86,8 @@ class Part:
     cut: SequenceShard
     ends: Callable[[], tuple[int, ...]]
     largest: int | None = None
+    tree: PackedTree | None = None
+    counts: Tensor | None = None
     changing: "WeakSet[torch.nn.Module]" = field(default_factory=WeakSet)
     weights: EqualWeights = field(default_factory=EqualWeights)
 
@@ -109,6 +115,7 @@ class Part:
         over ranks, so they compute the gradient of that mean. Logits are computed for some thousand tokens at a time.
         All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
         the model changes its logits after the head. The last case costs one more call of the model the first time.
+        Without any label, the loss is NaN, and the gradient is zero.
 
         Args:
             model: As in `logits`.
@@ -126,26 +133,104 @@ class Part:
             return _count(valid), "Part.loss"
 
         counted = self.mesh.world.decided(decide)
-        summed: Tensor | None = None
+        if self.counts is None:
+            summed = self._of_head(
+                model,
+                inputs,
+                lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
+                lambda logits: -label_logps_of(logits, self.labels).sum(),
+            ).sum()
+        else:
+            summed = -(self._label_logps(model, **inputs) * self.counts).sum()
+        total = valid_labels(self.mesh, self) if counted is None else counted
+        return global_mean(summed, total, self.mesh.world.size) + _nan_of_none(total)
+
+    def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
+        """Return on every rank the log-probabilities of the labels of each row of a packed tree.
+
+        They are those of the rows one by one, and differentiable, for any loss of them. DDP and FSDP2 average gradients
+        over ranks: they compute the gradient of the mean over ranks of the ranks' losses. Logits are computed for some
+        thousand tokens at a time, as in `loss`.
+
+        Args:
+            model: As in `logits`.
+            inputs: As in `logits`.
+
+        Returns:
+            For each row `[tokens of the row - 1]` in nats, fp32 or wider: of its tokens from the second on; 0 where a
+            label does not count.
+
+        Raises:
+            UserError: As in `logits`, or the part is not of a tree.
+        """
+
+        def decide() -> tuple[PackedTree, str]:
+            if self.tree is None:
+                raise UserError(
+                    "row_logps is for rows that are packed as trees, but this part is of a plain batch\n"
+                    "fix: split.part(tree=bmburst.pack_tree(rows))"
+                )
+            return self.tree, "Part.row_logps"
+
+        tree = self.mesh.world.decided(decide)
+        return tree.counted_rows(self.whole(self._label_logps(model, **inputs))[0])
+
+    @property
+    def label_count(self) -> Tensor:
+        """Number of labels of this rank that count, a scalar int64 tensor; those of all rows of a tree."""
+        return count_valid(self.labels) if self.counts is None else self.counts.sum()
+
+    def _label_logps(self, model: torch.nn.Module, **inputs: object) -> Tensor:
+        """Return the log-probability of each local label, `[batch, local_tokens]`; 0 where there is no label."""
+        found = self._of_head(
+            model, inputs, label_logps(self.labels), lambda logits: label_logps_of(logits, self.labels)
+        )
+        return found.view(self.labels.shape)
+
+    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`; differentiable."""
+
+        def decide() -> tuple[int, str]:
+            along, tokens = dimension_of(x, dim), self.cut.local_tokens
+            if x.shape[along] != tokens:
+                raise UserError(
+                    f"dimension {along} of a tensor of shape {list(x.shape)} does not hold a rank's tokens\n"
+                    f"allowed: {tokens} of them\nfix: give dim=, the dimension of the tokens"
+                )
+            return along, f"Part.whole\n{describe_tensors(x)}\ndim={along}"
+
+        return gathered(x, self.mesh.sequence.decided(decide), self.cut, self.mesh.sequence)
+
+    def _of_head(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        compute: OfHead,
+        otherwise: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return what `compute` returns in the model's head, or `otherwise` of its logits where that is not possible.
+
+        Args:
+            model: As in `logits`.
+            inputs: As in `logits`.
+            compute: See `computed_in_head`.
+            otherwise: Computes the same from logits `[batch, local_tokens, vocabulary]`.
+        """
+        found: Tensor | None = None
         logits: Tensor | None = None
         random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
-            summed, logits = loss_or_logits(model, self.labels, lambda: self._call(model, inputs))
-        if summed is None and logits is None:
+            shape = self.input_ids.shape
+            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs))
+        if found is not None:
+            return found
+        if logits is None:
             self.changing.add(model)
             torch.set_rng_state(random)  # the second call draws what the first one drew
             set_device_states(*of_devices)
             logits = self._call(model, inputs)
-        if summed is None:
-            assert logits is not None
-            self._require_tokens(model, logits)
-            summed = _loss_sum(logits, self.labels)
-        total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(summed, total, self.mesh.world.size)
-
-    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`."""
-        return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
+        self._require_tokens(model, logits)
+        return otherwise(logits)
 
     def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Check the model, call it, and return its logits."""
@@ -156,8 +241,8 @@ class Part:
                     f"{twice[0]} is already part of the split batch\n"
                     f"fix: pass the whole batch's {twice[0]} to split.part"
                 )
-            require_splittable(model, self.ends)
-            require_layout(model, self.cut.layout.name)
+            require_splittable(model, self.ends, of_rows=self.tree is not None)
+            require_layout(model, self.cut.layout.name, is_tree=self.tree is not None)
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
 
@@ -169,7 +254,7 @@ class Part:
         if self.mesh.sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
             self.mesh.world.decided(compare)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
-        with noise_of_whole_sequences(model, self.cut):
+        with noise_of_whole_sequences(model, self.cut, is_tree=self.tree is not None):
             result = model(input_ids=self.input_ids, **(ours | inputs))
         found: Tensor | None = getattr(result, "logits", None)
         if found is None:
@@ -192,12 +277,12 @@ class SplitSequences:
 
     Args:
         mesh: The ranks; its sequence groups share each batch. `bmburst.Mesh.over_process_group(sequence=...)`.
-        layout: "zigzag", "striped" (better load balance for packed documents) or "contiguous".
+        layout: "zigzag", "striped" (better load balance for packed documents), "contiguous", or "balanced" for models
+            whose layers all have the mask of the batch: none has a window that is shorter than a document.
         options: kernel, strategy, transport and deterministic of `bmburst.burst_attention`.
 
     Raises:
-        UserError: `mesh` is not a mesh, or it has tensor parallelism; the value of an option is unknown; or the layout
-            is "balanced", which is made for one mask, while layers of a model may have different masks.
+        UserError: `mesh` is not a mesh, or it has tensor parallelism, or the value of an option is unknown.
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
@@ -208,11 +293,6 @@ class SplitSequences:
                 f"SplitSequences has no option {unknown[0]!r}\n"
                 f"allowed: {', '.join(sorted(_OPTIONS))}\nfix: leave it out; the model itself sets scale and mask"
             )
-        if layout == "balanced":
-            raise UserError(
-                "layout 'balanced' is made for one mask, but layers of a model may have different masks\n"
-                "fix: layout 'striped' or 'zigzag'"
-            )
         self.mesh = mesh
         self.options = AttentionOptions(layout=layout, **options)
         self.options.validate()
@@ -222,12 +302,13 @@ class SplitSequences:
 
     def part(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         documents: DocumentsOption = None,
+        tree: PackedTree | None = None,
         **others: object,
     ) -> Part:
         """Return this rank's part of a batch. All ranks of its sequence group pass the same whole batch.
@@ -246,21 +327,26 @@ class SplitSequences:
                 for tokens, or the number of a token's document: 1, 2, 3, ... If there is padding or a number above 1,
                 the first token of a document is not counted as a label.
             documents: One `bmburst.Documents` for all samples, or one per sample; tokens after them are padding.
+            tree: Rows that share prefixes, from `bmburst.pack_tree(rows, labels)`, instead of all other arguments.
+                `Part.row_logps` returns the log-probabilities of each row. `Part.loss` is the mean over the labels of
+                the rows, of which a shared token may have several.
             others: Other keys of transformers' batches (`BATCH_KEYS`). `cu_seq_lens_q` and `cu_seq_lens_k`, cumulative
                 lengths of the documents of all samples, and `seq_idx`, `[batch, length]`, say where documents begin.
 
         Raises:
             UserError: Shapes differ, there is padding inside a document, arguments contradict each other, a key is
-                unknown, or the ranks pass different batches.
+                unknown, or the ranks pass different batches; or the layout is "balanced" and samples have documents of
+            their own.
         """
         comm = self.mesh.sequence
 
         def decide() -> tuple[tuple[WholeBatch, SequenceShard], str]:
-            whole = whole_batch(input_ids, labels, position_ids, attention_mask, documents, others)
-            length = input_ids.shape[1]
-            layout = padded_layout(self.options.layout, comm.size, max(length, comm.size))
-            cut = SequenceShard(length, layout, comm.rank)
-            return (whole, cut), _signature(whole) if comm.active else ""
+            if tree is None:
+                whole = whole_batch(input_ids, labels, position_ids, attention_mask, documents, others)
+            else:
+                own = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "documents": documents}
+                whole = batch_of_tree(tree, own | {"attention_mask": attention_mask} | others)
+            return (whole, _shard(whole, self.options.layout, comm)), _signature(whole) if comm.active else ""
 
         with nullcontext() if self._compared else comm.checking():
             whole, cut = comm.decided(decide)
@@ -296,8 +382,10 @@ class SplitSequences:
             mask=mask,
             mesh=self.mesh,
             cut=cut,
-            ends=lambda: _ends(whole.position_ids, cut),
+            ends=lambda: _ends(whole, cut),
             largest=whole.largest,
+            tree=whole.tree,
+            counts=None if whole.tree is None else cut.take(whole.tree.counts[None]).to(device),
             changing=self._changing,
             weights=self._weights,
         )
@@ -316,10 +404,17 @@ def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
         if wrong or not parts:
             got = type(wrong[0]).__name__ if wrong else "none"
             raise UserError(f"labels are counted of parts of SplitSequences, got {got}\nfix: valid(*parts)")
-        return torch.stack([count_valid(part.labels) for part in parts]).sum(), "valid labels"
+        return torch.stack([part.label_count for part in parts]).sum(), "valid labels"
 
     (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
     return total
+
+
+def _nan_of_none(labels: Tensor | int) -> Tensor | float:
+    """Return what is added to a mean over labels: 0, or NaN if there is none, as in transformers."""
+    if isinstance(labels, Tensor):
+        return torch.where(labels > 0, 0.0, math.nan)
+    return 0.0 if labels else math.nan
 
 
 def _count(valid: Tensor | int | None) -> Tensor | int | None:
@@ -339,22 +434,32 @@ def _number(loss: Tensor) -> float:
     return float(loss.item())
 
 
-def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the losses of local tokens; fp32 logits exist only for a chunk of tokens at a time."""
-    rows, targets = logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK)
-    parts = [checkpoint(_chunk_loss, *pair, use_reentrant=False) for pair in zip(rows, targets, strict=True)]
-    return torch.stack(parts).sum()
+def _shard(whole: WholeBatch, layout: str, comm: CheckedCommunicator) -> SequenceShard:
+    """Return the shard of this rank.
+
+    Raises:
+        UserError: The layout is "balanced", which needs one mask, and samples have documents of their own.
+    """
+    length = whole.input_ids.shape[1]
+    mask = whole.documents[0] if len(whole.documents) == 1 else Causal()
+    made = padded_layout(layout, comm.size, max(length, comm.size), Causal())
+    if not isinstance(made, Balanced):
+        return SequenceShard(length, made, comm.rank)
+    if len(whole.documents) > 1:
+        raise UserError(
+            "layout 'balanced' needs one mask, but each sample of the batch has documents or padding of its own\n"
+            "fix: batches of 1 sample, or SplitSequences(mesh, layout='zigzag')"
+        )
+    # As attention makes it from the mask.
+    own = make_layout(layout, comm.size, made.tokens, mask, length if mask.length is None else mask.length)
+    return SequenceShard(length, own, comm.rank)
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
-    """Return the largest position + 1 of each rank."""
+def _ends(whole: WholeBatch, cut: SequenceShard) -> tuple[int, ...]:
+    """Return the largest position + 1 of each rank and of each row of a tree."""
     cuts = [replace(cut, rank=rank) for rank in range(cut.layout.size)]
-    return tuple(int(one.take(position_ids).max()) + 1 for one in cuts)
+    of_rows = () if whole.tree is None else (len(path) + 1 for path in whole.tree.paths)
+    return (*(int(one.take(whole.position_ids).max()) + 1 for one in cuts), *of_rows)
 
 
 def _signature(whole: WholeBatch) -> str:
@@ -363,4 +468,6 @@ def _signature(whole: WholeBatch) -> str:
     names = ("input_ids", "labels", "position_ids")
     told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]
     documents = "; ".join(map(str, whole.documents)) or "one"
+    if whole.tree is not None:
+        return f"batch\n{tree_facts(whole.tree)}"
     return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])

@@ -20,6 +20,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.tree import Tree
 from bmburst_ops.flash import Partial
 
 NAME = "bmburst"
@@ -75,7 +76,7 @@ class SequenceMask:
         options: AttentionOptions,
         shape: tuple[int, int],
         length: int,
-        documents: tuple[Documents, ...] = (),
+        documents: tuple[Documents | Tree, ...] = (),
         mask: MaskOption | None = None,
         window: int | None = None,
     ) -> None:
@@ -95,8 +96,14 @@ class SequenceMask:
         raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
     def seen(self, window: int | None) -> "SequenceMask":
-        """Return the mask of layers that see the last `window` tokens of their document; None: all tokens."""
-        near = Causal() if window is None or window >= self.length else SlidingWindow(window)
+        """Return the mask of layers that see the last `window` tokens of their document; None: all tokens.
+
+        Raises:
+            UserError: The window is shorter than a document, and layout or tree are exact without windows only.
+        """
+        near = Causal() if window is None or window >= self.longest else SlidingWindow(window)
+        if window is not None and isinstance(near, SlidingWindow):
+            self._require_windows(window)
         masks = tuple(_joined(near, part) for part in self.documents) or (near,)
         batch, _, tokens, _ = self.shape
         return SequenceMask(
@@ -131,6 +138,30 @@ class SequenceMask:
             options = replace(options, mask=SlidingWindow(self.window))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
         return part.out
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or of the longest row of a tree."""
+        ends = [
+            stop - offset
+            for mask in self.documents
+            for stop, offset in zip((*mask.starts[1:], mask.length), mask.position_offsets, strict=True)
+        ]
+        return max(ends, default=self.length)
+
+    def _require_windows(self, window: int) -> None:
+        """Refuse layers with windows where they would not be exact."""
+        tree = next((mask for mask in self.documents if isinstance(mask, Tree)), None)
+        if tree is not None:
+            raise _cannot(
+                f"a layer with a window of {window} tokens on a tree with rows of {self.longest}",
+                "the rows one by one, or a model without windows (sliding_window=None in its config)",
+            )
+        if self.options.layout == "balanced":
+            raise _cannot(
+                f"layout 'balanced', which is made for one mask, for a layer with a window of {window} tokens",
+                "SplitSequences(mesh, layout='zigzag')",
+            )
 
     @property
     def _length(self) -> int | None:
@@ -258,7 +289,7 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
         raise _cannot("a model that makes its masks itself", "use a model whose masks are create_causal_mask's")
     if dropout:
         raise _cannot(f"dropout of {dropout:g} in attention", "set it to 0 in the model's config (attention_dropout)")
-    if sliding_window is not None and sliding_window < mask.length and not _has_window(mask.mask, sliding_window):
+    if sliding_window is not None and sliding_window < mask.longest and not _has_window(mask.mask, sliding_window):
         raise _cannot(
             f"sliding_window={sliding_window} with a mask of {mask.mask}", "set sliding_window of the config to None"
         )
@@ -313,7 +344,7 @@ def _is(function: Callable[..., Any], maker: str) -> bool:
     )
 
 
-def _joined(near: Mask, documents: Documents) -> Mask:
+def _joined(near: Mask, documents: Documents | Tree) -> Mask:
     return documents if isinstance(near, Causal) else near & documents
 
 

@@ -16,6 +16,8 @@ from bmburst.amounts import whole_number
 from bmburst.attention.options import require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, lengths_between
+from bmburst.schedule.tree import Tree
+from bmburst.sequence.packed_tree import PackedTree, require_tree
 from bmburst_ops import IGNORE_INDEX
 
 DocumentsOption = Documents | Sequence[Documents] | None
@@ -49,14 +51,34 @@ class WholeBatch:
     labels: Tensor
     """The label of each token: the token after it, or `IGNORE_INDEX`."""
     position_ids: Tensor
-    documents: tuple[Documents, ...]
+    documents: tuple[Documents | Tree, ...]
     """One for all samples, one per sample, or empty if every sample is one document without padding."""
     largest: int | None
     """The largest id of tokens and labels; None on a GPU, to avoid a synchronization."""
+    tree: PackedTree | None = None
+    """The rows of the only sample, if it is a packed tree."""
+
+
+def batch_of_tree(tree: PackedTree, others: Mapping[str, object]) -> WholeBatch:
+    """Return the batch of rows packed as trees.
+
+    Raises:
+        UserError: It is another value, or there is another argument.
+    """
+    require_tree(tree)
+    given = sorted(name for name, value in others.items() if value is not None)
+    if given:
+        raise UserError(
+            f"{given[0]} cannot be combined with a tree, which has its own\n"
+            "fix: pass rows and their labels to bmburst.pack_tree, and nothing but tree= to part"
+        )
+    largest = max(int(tree.tokens.max()), int(tree.labels.max()))
+    ids, labels, positions = (each[None] for each in (tree.tokens, tree.labels, tree.positions))
+    return WholeBatch(ids, labels, positions, (tree.mask,), largest, tree)
 
 
 def whole_batch(
-    input_ids: Tensor,
+    input_ids: Tensor | None,
     labels: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -69,7 +91,7 @@ def whole_batch(
         UserError: Types, dtypes or shapes differ, an id is below 0, there is padding inside a document, arguments
             cannot be combined or contradict each other, or another key is unknown.
     """
-    if not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
+    if input_ids is None or not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
         raise UserError(
             f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
             "allowed: a tensor of int64 with one token or more\nfix: call the tokenizer with return_tensors='pt'"
@@ -308,6 +330,11 @@ def _are_two(start: int, stop: int, marks: Mapping[str, Tensor]) -> bool:
 def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tuple[Documents, ...]:
     """Return the documents of the argument, checked."""
     batch, length = input_ids.shape
+    if isinstance(documents, Tree):
+        raise UserError(
+            f"documents must be bmburst.Documents, got {documents}\n"
+            "fix: split.part(tree=bmburst.pack_tree(rows)): a tree has several next tokens where it branches"
+        )
     if not isinstance(documents, Documents | Sequence):
         raise UserError(
             f"documents must be bmburst.Documents, or a list of them, got {type(documents).__name__}\n"

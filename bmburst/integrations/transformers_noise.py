@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from bmburst.errors import UserError
 from bmburst.sequence import SequenceShard
 
 
 @contextmanager
-def noise_of_whole_sequences(model: nn.Module, cut: SequenceShard) -> Iterator[None]:
+def noise_of_whole_sequences(model: nn.Module, cut: SequenceShard, *, is_tree: bool = False) -> Iterator[None]:
     """Replace NEFTune's hooks of a model inside this block, if it has any.
 
     All ranks of a sequence must have the same random number state, as transformers' Trainer sets it.
@@ -25,20 +26,29 @@ def noise_of_whole_sequences(model: nn.Module, cut: SequenceShard) -> Iterator[N
     Args:
         model: A model, wrapped or not.
         cut: The part of the sequences that the model is called with.
+        is_tree: Whether the sequence is a tree of rows, for which there is no noise of each row.
+
+    Raises:
+        UserError: A model in training adds noise to a tree.
     """
     found = [
-        (module._forward_hooks, key)
+        (module._forward_hooks, key, module.training)
         for module in model.modules()
         if hasattr(module, "neftune_noise_alpha")
         for key, hook in module._forward_hooks.items()
         if hook is neftune_post_forward_hook
     ]
-    for hooks, key in found:
+    if is_tree and any(is_training for *_, is_training in found):
+        raise UserError(
+            "NEFTune's noise is drawn for each row, but rows of a tree share tokens\n"
+            "fix: neftune_noise_alpha=None, or the rows one by one"
+        )
+    for hooks, key, _ in found:
         hooks[key] = partial(_add_noise, cut)
     try:
         yield
     finally:
-        for hooks, key in found:
+        for hooks, key, _ in found:
             hooks[key] = neftune_post_forward_hook
 
 

@@ -39,6 +39,7 @@ __all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "requi
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
+_LAYOUTS = ("zigzag", "contiguous")
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
@@ -133,17 +134,22 @@ def attach(model_class: type) -> None:
         cls.forward = _scoped(cls.forward, mixer)
 
 
-def require_layout(model: object, layout: str) -> None:
+def require_layout(model: object, layout: str, *, is_tree: bool = False) -> None:
     """Check that the recurrent layers of a model, if it has any, can work in a layout.
 
     Raises:
-        UserError: Neighbouring tokens are on different ranks.
+        UserError: Neighbouring tokens are on different ranks, or the tokens are a tree.
     """
     found = mixers(model) if isinstance(model, nn.Module) else []
-    if found and layout == "striped":
+    if found and is_tree:
         raise UserError(
-            f"{type(found[0]).__name__} passes its state from token to token, but layout 'striped' puts neighbouring "
-            "tokens on different ranks\nallowed: zigzag, contiguous\nfix: SplitSequences(mesh, layout='zigzag')"
+            f"{type(found[0]).__name__} passes its state from token to token, but the next tokens of a tree are in "
+            "several places\nfix: the rows one by one, or packed as documents"
+        )
+    if found and layout not in _LAYOUTS:
+        raise UserError(
+            f"{type(found[0]).__name__} passes its state from token to token, but layout {layout!r} puts neighbouring "
+            f"tokens on different ranks\nallowed: {', '.join(_LAYOUTS)}\nfix: SplitSequences(mesh, layout='zigzag')"
         )
 
 

@@ -17,6 +17,7 @@ from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors,
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
+from bmburst.sequence.packed_tree import PackedTree, require_tree, tree_facts
 from bmburst.sequence.parts import (
     batch_facts,
     dimension_of,
@@ -199,6 +200,65 @@ class SequenceShard:
 
             return comm.decided(decide)
 
+    def tree(self, packed: PackedTree) -> ShardedBatch:
+        """Return this rank's part of rows packed as trees, `[1, local_tokens]`; every rank holds the whole tree.
+
+        The shard is `SequenceShard.cut(packed.length, mask=packed.mask, ...)`, and `packed.mask` is the mask of the
+        attention calls. The sum over all ranks of weights times token losses is the mean loss of the rows' labels. For
+        other losses see `rows`. The ranks are compared as in `batch`.
+
+        Raises:
+            UserError: The tree has another number of tokens, or the ranks hold different trees.
+        """
+
+        comm = self._comparing()
+
+        def decide() -> tuple[ShardedBatch, str]:
+            require_tree(packed)
+            part = self._batch(packed.tokens[None], packed.labels[None], packed.mask)
+            counts = packed.counts
+            weights = self.take(counts[None]).float() / counts.sum().clamp(min=1)
+            facts = tree_facts(packed) if comm is not None and comm.active else ""
+            return part._replace(weights=weights), f"SequenceShard.tree\n{facts}"
+
+        if comm is None:
+            return decide()[0]
+        with comm.first_calls("SequenceShard.tree"):
+            return comm.decided(decide)
+
+    def rows(self, packed: PackedTree, values: Tensor) -> list[Tensor]:
+        """Return on every rank the values of each row, 0 where the row's label does not count.
+
+        They are differentiable. Backward sums the gradients of all ranks, which is the gradient of the sum of the
+        ranks' losses. BMTrain, DDP and FSDP2 average over ranks: they compute the gradient of the mean of the ranks'
+        losses, whether each rank computes the loss of all rows or of some.
+
+        Args:
+            packed: The rows.
+            values: A value of each local token, `[1, local_tokens]`, for example its label's log-probability.
+
+        Returns:
+            For each row `[tokens of the row - 1]`: the value of the label of each of its tokens.
+
+        Raises:
+            UserError: The shape is another, or the ranks disagree.
+        """
+        comm = resolve_group(self.group)
+
+        def decide() -> tuple[None, str]:
+            require_tree(packed)
+            if not isinstance(values, Tensor) or values.shape != (1, self.local_tokens) or packed.length != self.length:
+                got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise UserError(
+                    f"got values {got} for a tree of {packed.length} tokens\n"
+                    f"allowed: [1, {self.local_tokens}], a value of each local token of {self.length}\n"
+                    "fix: the log-probabilities of what SequenceShard.tree returns for this tree"
+                )
+            return None, f"SequenceShard.rows\n{describe_tensors(values)}\n{packed.mask}"
+
+        comm.decided(decide)
+        return packed.counted_rows(gathered(values, 1, self, comm)[0])
+
     def _comparing(self) -> CheckedCommunicator | None:
         """Return the group over which batches are compared, if there is one and this thread may communicate."""
         is_alone = self.layout.size == 1 or threading.current_thread() is not threading.main_thread()
@@ -362,7 +422,19 @@ def unshard(
         return (cut, along), facts
 
     cut, along = comm.decided(decide)
-    joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]
+    return gathered(x_local, along, cut, comm)
+
+
+def gathered(x_local: Tensor, dim: int, cut: SequenceShard, comm: CheckedCommunicator) -> Tensor:
+    """Return the whole tensor on every rank, as `unshard` does, for a given layout.
+
+    Args:
+        x_local: This rank's part.
+        dim: The dimension of the local tokens, from 0 on.
+        cut: The layout.
+        comm: The ranks.
+    """
+    joined: Tensor = _Unshard.apply(x_local, cut, dim, comm)  # type: ignore[no-untyped-call]
     return joined
 
 

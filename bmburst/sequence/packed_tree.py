@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bmburst.amounts import array_of, whole_number
+from bmburst.comm.checks import contents
 from bmburst.errors import UserError
 from bmburst.schedule.tree import Tree, first_positions
+from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.pattern import IntArray
 
 LEAST_SAVED = 256
@@ -27,10 +30,15 @@ class PackedTree:
 
     Attributes:
         tokens: Input tokens, int64 `[length]`.
-        labels: The next token of each input token in its rows, int64 `[length]`.
+        labels: The next token of each input token in its rows, int64 `[length]`; `IGNORE_INDEX` where it counts in no
+            row.
         positions: The position of each token in its rows, int64 `[length]`: for rotary embeddings.
         mask: The mask of the attention calls.
         paths: For each row, the places of its input tokens in the sequence, int64 `[tokens of the row - 1]`.
+        counted: For each row, which of its labels count, bool `[tokens of the row - 1]`.
+
+    Raises:
+        UserError: The sizes do not fit each other.
     """
 
     tokens: Tensor
@@ -38,11 +46,30 @@ class PackedTree:
     positions: Tensor
     mask: Tree
     paths: tuple[Tensor, ...]
+    counted: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {name: list(getattr(self, name).shape) for name in ("tokens", "labels", "positions")}
+        wrong = next((name for name, shape in sizes.items() if shape != [self.mask.length]), None)
+        if wrong is not None:
+            raise UserError(
+                f"{wrong} of a packed tree have shape {sizes[wrong]}, but the lengths of its nodes sum to "
+                f"{self.mask.length}\nfix: bmburst.pack_tree(rows) makes all fields"
+            )
+        if [path.shape for path in self.paths] != [row.shape for row in self.counted]:
+            raise UserError(
+                "paths and counted of a packed tree differ in shape\nfix: bmburst.pack_tree(rows) makes both"
+            )
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
         return len(self.tokens)
+
+    @property
+    def counts(self) -> Tensor:
+        """In how many rows each label counts, int64 `[length]`."""
+        return self.sum_rows(self.counted).long()
 
     def rows(self, values: Tensor, dim: int = -1) -> list[Tensor]:
         """Return the values of each row; differentiable, the gradients of rows that share a token are added.
@@ -56,6 +83,17 @@ class PackedTree:
             For each row `[..., tokens of the row - 1, ...]`.
         """
         return [values.index_select(dim, path.to(values.device)) for path in self.paths]
+
+    def counted_rows(self, values: Tensor) -> list[Tensor]:
+        """Return the values of each row as `rows` does, 0 where the row's label does not count.
+
+        Args:
+            values: A value of each token of the sequence, `[length]`.
+        """
+        return [
+            row.masked_fill(~counts.to(row.device), 0)
+            for row, counts in zip(self.rows(values), self.counted, strict=True)
+        ]
 
     def sum_rows(self, values: Sequence[Tensor | float]) -> Tensor:
         """Return the sum over the rows of a value for each token, float32 `[length]`.
@@ -84,7 +122,9 @@ class PackedTree:
         return total
 
 
-def pack_tree(rows: Sequence[Any], *, least_saved: int = LEAST_SAVED, max_depth: int = 64) -> PackedTree:
+def pack_tree(
+    rows: Sequence[Any], labels: Sequence[Any] | None = None, *, least_saved: int = LEAST_SAVED, max_depth: int = 64
+) -> PackedTree:
     """Pack rows of tokens as prefix trees. Row losses and gradients equal those of the rows one by one, for any loss.
 
     Rows need not be sorted, and may repeat each other or be a prefix of another. Rows without a common first token
@@ -93,17 +133,22 @@ def pack_tree(rows: Sequence[Any], *, least_saved: int = LEAST_SAVED, max_depth:
     Args:
         rows: For each row its tokens, prompt and answer: any sequence of numbers, or a tensor `[tokens]`, 2 tokens or
             more.
+        labels: For each row its labels, `[tokens of the row]`, as in transformers: the row's own tokens, not shifted,
+            and `IGNORE_INDEX` (-100) where there is no loss. The first one has no effect. Default: all tokens. Rows may
+            share a token whose label counts in one of them only.
         least_saved: A prefix is shared if this saves as many tokens or more: its tokens times the rows' branches after
             it, less one. Shorter ones are copied to each branch.
         max_depth: The most levels of the tree; deeper prefixes are copied. A level needs a kernel call in each layer.
 
     Raises:
-        UserError: There is no row, a row has fewer than 2 tokens or a negative one, or an option is below its minimum.
+        UserError: There is no row, a row has fewer than 2 tokens or a negative one, labels are not those of the rows,
+            or an option is below its minimum.
     """
     least, depth = whole_number("least_saved", least_saved, 1), whole_number("max_depth", max_depth, 1)
     read = [_tokens_of(i, row) for i, row in enumerate(rows)]
     if not read:
         raise UserError("pack_tree got no rows\nfix: give the tokens of at least one row")
+    counted = _counted(read, labels)
     # Big-endian bytes sort as the numbers do; a row sorts directly before the rows that it is a prefix of.
     order = sorted(range(len(read)), key=lambda i: read[i].astype(">i8").tobytes())
     shared = [_common_pairs(read[a], read[b]) for a, b in pairwise(order)]
@@ -111,7 +156,7 @@ def pack_tree(rows: Sequence[Any], *, least_saved: int = LEAST_SAVED, max_depth:
     nodes = _nodes(read, order, shared, leaves, least, depth)
     mask = Tree([node.parent for node in nodes], [node.stop - node.start for node in nodes])
     edges = np.concatenate([[0], np.cumsum(mask.lengths)])
-    tokens, labels = (
+    tokens, following = (
         np.concatenate([read[node.row][node.start + shift : node.stop + shift] for node in nodes]) for shift in (0, 1)
     )
     positions = np.arange(len(tokens)) - np.repeat(edges[:-1] - first_positions(mask), mask.lengths)
@@ -119,14 +164,40 @@ def pack_tree(rows: Sequence[Any], *, least_saved: int = LEAST_SAVED, max_depth:
     for number, node in enumerate(nodes):
         if node.is_leaf:
             paths[node.row] = _path(nodes, edges, number)
+    # A row that is a prefix of others ends inside the path of a leaf.
     ends = dict(zip(order, (order[leaves[np.searchsorted(leaves, k)]] for k in range(len(order))), strict=True))
+    of_rows = [paths[ends[i]][: len(row) - 1].copy() for i, row in enumerate(read)]
+    unused = np.ones(len(tokens), bool)
+    for path, own in zip(of_rows, counted, strict=True):
+        unused[path[own]] = False
     return PackedTree(
         tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
+        labels=torch.from_numpy(np.where(unused, IGNORE_INDEX, following)),
         positions=torch.from_numpy(positions),
         mask=mask,
-        paths=tuple(torch.from_numpy(paths[ends[i]][: len(row) - 1].copy()) for i, row in enumerate(read)),
+        paths=tuple(map(torch.from_numpy, of_rows)),
+        counted=tuple(map(torch.from_numpy, counted)),
     )
+
+
+def require_tree(packed: object) -> None:
+    """Check that a value is a packed tree.
+
+    Raises:
+        UserError: It is another value.
+    """
+    if not isinstance(packed, PackedTree):
+        what = "a bmburst.Tree, which has no tokens" if isinstance(packed, Tree) else type(packed).__name__
+        raise UserError(f"tree must be rows packed as trees, got {what}\nfix: bmburst.pack_tree(rows)")
+
+
+def tree_facts(packed: PackedTree) -> str:
+    """Describe what must be equal for a packed tree on all ranks."""
+    of_rows = torch.cat([torch.stack(pair) for pair in zip(packed.paths, packed.counted, strict=True)], 1)
+    tensors = {"tokens": packed.tokens, "labels": packed.labels, "rows": of_rows}
+    sizes = torch.tensor([len(path) for path in packed.paths])
+    told = [f"{name} {contents(tensor)}" for name, tensor in {**tensors, "tokens of the rows": sizes}.items()]
+    return "\n".join([f"tree {packed.mask}", *told])
 
 
 class _Node(NamedTuple):
@@ -153,6 +224,36 @@ def _tokens_of(number: int, row: Any) -> IntArray:
             "fix: give prompt and answer as one row; a label is the token after an input token"
         )
     return tokens.astype(np.int64)
+
+
+def _counted(rows: Sequence[IntArray], labels: Sequence[Any] | None) -> list[NDArray[np.bool_]]:
+    """Return which labels of each row count, `[tokens of the row - 1]`.
+
+    Raises:
+        UserError: There are not as many labels as tokens, or a label is another token.
+    """
+    if labels is None:
+        return [np.ones(len(row) - 1, bool) for row in rows]
+    if len(labels) != len(rows):
+        raise UserError(f"got labels of {len(labels)} rows for {len(rows)} rows\nfix: labels of each row")
+    found = []
+    for i, (row, given) in enumerate(zip(rows, labels, strict=True)):
+        own = array_of(f"labels of row {i}", given)
+        if own.shape != row.shape or own.dtype.kind not in "iu":
+            raise UserError(
+                f"row {i} has {len(row)} tokens, but labels {own.dtype} of shape {list(own.shape)}\n"
+                f"allowed: the token ids of the row, or {IGNORE_INDEX} for no loss\n"
+                "fix: one label for each token, not shifted"
+            )
+        wrong = np.flatnonzero((own != row) & (own != IGNORE_INDEX))
+        if len(wrong) and wrong[-1] > 0:
+            place = int(wrong[-1])
+            raise UserError(
+                f"label {place} of row {i} is {int(own[place])}, but the token there is {int(row[place])}\n"
+                f"allowed: the row's own tokens, or {IGNORE_INDEX} for no loss\nfix: labels that are not shifted"
+            )
+        found.append(own[1:] != IGNORE_INDEX)
+    return found
 
 
 def _common_pairs(a: IntArray, b: IntArray) -> int:

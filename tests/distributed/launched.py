@@ -1,4 +1,4 @@
-"""Ranks that the launcher starts, with torch imported: forked off the server of the ranks of tests, or off it."""
+"""Ranks that the launcher starts with torch imported: forked off the server of tests, or off the launcher."""
 
 import multiprocessing
 import os
@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 
-from bmburst.runtime.rank import LAUNCHER
+from bmburst.launch.rank import LAUNCHER
 from tests.distributed.forked import as_here, server
 
-START = "bmburst.runtime.launch.agent.start_rank"
+START = "bmburst.launch.agent.start_rank"
 """The launcher's function whose place these take."""
 
 

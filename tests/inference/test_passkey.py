@@ -207,7 +207,7 @@ def test_bad_input_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
     Path("other.json").write_text('{"a": 1}')
     hugging_face(Path("large"), merged=300)
     given = list(options) if "--tokenizer" in options else [*options, "--tokenizer", "bytes"]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.groups import single_rank_group
-from bmburst.integrations.transformers import CHUNK, Part, SplitSequences, recompute
+from bmburst.integrations.transformers import Part, SplitSequences, recompute
 from bmburst.integrations.transformers_attention import attention
+from bmburst.integrations.transformers_head import CHUNK
 from bmburst.mesh import Mesh, MeshShape
 from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward

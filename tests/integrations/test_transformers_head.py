@@ -154,3 +154,27 @@ def test_compiled_parts_of_layers_have_a_graph_before_attention_and_one_after() 
     for _ in range(2):
         assert split.part(IDS, labels=IDS).loss(model).item() == pytest.approx(loss.item(), rel=RELATIVE)
     assert graphs.frame_count == 2 and shapes == [ONE, ONE]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_of_labels_are_those_of_the_models_logits(name: str) -> None:
+    family, changes, change, seen = CASES[name]
+    model = _model(family, **changes)
+    change(model)
+    labels = IDS.masked_fill(IDS < 20, -100)
+    factors = torch.linspace(-1, 1, IDS[:, 1:].numel()).double().view_as(IDS[:, 1:])
+    model.set_attn_implementation("eager")
+    with torch.compiler.set_stance("force_eager"):
+        logits = model(input_ids=IDS, use_cache=False).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0].masked_fill(labels[:, 1:] < 0, 0)
+    gradients = torch.autograd.grad((expected.tanh() * factors).sum(), list(model.parameters()))
+    model.set_attn_implementation("bmburst")
+    shapes = _of_head(model, model.lm_head)
+    with torch.compiler.set_stance("force_eager"):
+        found = SplitSequences(ALONE).part(IDS, labels=labels)._label_logps(model)[:, :22]
+    assert (WHOLE in shapes) == (WHOLE in seen[0])
+    torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=RELATIVE)
+    for ours, theirs in zip(
+        torch.autograd.grad((found.tanh() * factors).sum(), list(model.parameters())), gradients, strict=True
+    ):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5

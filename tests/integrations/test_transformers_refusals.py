@@ -272,7 +272,6 @@ def test_ids_and_options() -> None:
     assert split.part(IDS.int()).input_ids.dtype == torch.int64
     assert split.part(IDS, attention_mask=torch.ones(2, 11)).mask.documents == ()
     for options, words in (
-        ({"layout": "balanced"}, "'balanced' | one mask"),
         ({"layout": "zig"}, "layout | 'zig' | zigzag"),
         ({"mask": "full"}, "'mask'"),
         ({"kernel": "fa9"}, "kernel | 'fa9' | known: "),

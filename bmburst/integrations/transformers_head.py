@@ -1,0 +1,135 @@
+"""Computes losses and log-probabilities in the head of a model of transformers, a chunk of tokens at a time.
+
+The logits of a long sequence do not fit in memory: those of 65,536 tokens with a vocabulary of 128,256 take 15.7 GiB in
+bfloat16, and their gradient takes the same again. During a call of the model, the forward function of its head is
+replaced. It computes head and result in one (`bmburst_ops.linear_cross_entropy`), and returns the result as the logits
+of as few tokens as can hold it, `[1, tokens, vocabulary]`: of one token for a loss. So wrappers of the model keep
+working: FSDP2 gathers the head's weight, and sees the output where backward begins.
+
+A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the result. This is
+detected: the model then returns something other than the result of the head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.linear_cross_entropy import num_chunks, token_cross_entropy
+
+CHUNK = 4096
+"""Number of tokens whose fp32 logits exist at once, where a model has computed all logits."""
+
+OfHead = Callable[[Tensor, Tensor], Tensor]
+"""Returns a tensor of one dimension for hidden states `[batch, local_tokens, features]` and the head's weight."""
+
+
+def label_logps(labels: Tensor) -> OfHead:
+    """Return what computes the log-probability of each label in the head, for `computed_in_head`: `[labels]`, fp32."""
+    return lambda hidden, weight: 0 - token_cross_entropy(hidden, weight, labels).flatten()
+
+
+def label_logps_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label; fp32 logits exist only for a chunk of tokens at a time.
+
+    Args:
+        logits: `[batch, local_tokens, vocabulary]`.
+        labels: `[batch, local_tokens]`, `IGNORE_INDEX` where there is none.
+
+    Returns:
+        `[batch * local_tokens]` in nats, in fp32 or wider; 0 where there is no label.
+    """
+    pairs = zip(logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
+    return torch.cat([checkpoint(_chunk_logps, *pair, use_reentrant=False) for pair in pairs])
+
+
+def _chunk_logps(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return 0 - nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def computed_in_head(
+    model: nn.Module, shape: torch.Size, compute: OfHead, call: Callable[[], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what `compute` returns in the head of the model and None, or None and the logits that the model returned.
+
+    Both are None if the model changed the result as if it were logits. Then call it again without this function.
+
+    Args:
+        model: As in `Part.loss`, wrapped or not.
+        shape: Batch and local tokens.
+        compute: Computes the result, for example `label_logps(labels)`.
+        call: Calls the model and returns its logits.
+    """
+    head = _plain_head(model)
+    if head is None:
+        return None, call()
+    own = _Head(head, shape, compute)
+    head.forward = own  # type: ignore[method-assign, assignment]
+    try:
+        found = call()
+    finally:
+        del head.forward
+    if own.is_result(found):
+        return found.flatten()[: own.numbers], None
+    return None, found if own.result is None else None
+
+
+class _Head:
+    """The forward function of a head for one call of the model."""
+
+    def __init__(self, head: nn.Linear, shape: torch.Size, compute: OfHead) -> None:
+        self._head, self._shape, self._compute = head, shape, compute
+        self.result: Tensor | None = None
+        self.numbers = 0
+        self.calls = 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        weight = self._head.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            low = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(low), weight.to(low)
+        is_one = hidden.shape[:-1] == self._shape and hidden.dtype == weight.dtype
+        if self.calls > 1 or not is_one or isinstance(weight, DTensor):
+            return nn.functional.linear(hidden, weight)
+        found = self._compute(hidden, weight)
+        self.numbers, vocabulary = len(found), len(weight)
+        rows = num_chunks(self.numbers, vocabulary)
+        with torch.inference_mode(False):  # inference tensors do not track in-place changes
+            # As wide as logits: a model may set the logits of some tokens.
+            filled = nn.functional.pad(found, (0, rows * vocabulary - self.numbers))
+            self.result = filled.reshape(1, rows, vocabulary).clone()  # not a view: FSDP2 warns about views
+        self._version = self.result._version
+        return self.result
+
+    def is_result(self, found: Tensor) -> bool:
+        """Return whether the model's result is that of the head, unchanged."""
+        return self.calls == 1 and found is self.result and found._version == self._version
+
+
+def _plain_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head of a causal LM if it is a plain linear layer and no compiled graph contains it, else None."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # other values are refused by the call
+    outermost = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    try:
+        head = None if outermost is None else outermost.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    # FSDP2 replaces a module's class by a subclass, which inherits forward.
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return None
+    compiled = filter(_is_compiled, modules)
+    return None if head.bias is not None or any(_contains(module, head) for module in compiled) else head
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # compile() in place, or around it
+
+
+def _contains(module: nn.Module, head: nn.Module) -> bool:
+    return any(each is head for each in module.modules())
