@@ -132,7 +132,7 @@ def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
 @cache
 def optional_part(annotation: Any) -> tuple[Any, bool]:
     """Return the type without `| None`, and whether None was allowed."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if _origin(annotation) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(annotation) if part is not type(None)]
         if len(rest) == 1:
             return rest[0], True
@@ -142,13 +142,18 @@ def optional_part(annotation: Any) -> tuple[Any, bool]:
 @cache
 def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    is_union = _origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
     """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
     return typing.get_args(annotation) if _origin(annotation) is typing.Literal else spec.choices
+
+
+@cache
+def _origin(annotation: Any) -> Any:
+    return typing.get_origin(annotation)
 
 
 @cache
@@ -187,7 +192,7 @@ def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
         words = " or ".join(describe_allowed(part, spec) for part in parts)
     elif choices := choices_of(inner, spec):
         words = ", ".join(map(str, choices))
-    elif typing.get_origin(inner) is tuple:
+    elif _origin(inner) is tuple:
         words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
     elif dataclasses.is_dataclass(inner):
         words = "an object of fields"
@@ -244,9 +249,6 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
     return converted
 
 
-_origin = cache(typing.get_origin)  # of a type that many values have
-
-
 def _converted(value: Any, inner: Any, spec: FieldSpec) -> Any:
     if spec.counts_tokens:
         return _to_int(value, tokens)
@@ -264,7 +266,8 @@ def check_fields(config: Any) -> None:
     Raises:
         UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
-    hints = type_hints(type(config))
+    cls: type = type(config)
+    hints = type_hints(cls)
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
         if value is None and declared.default is None:  # __post_init__ fills it in later
