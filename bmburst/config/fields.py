@@ -15,6 +15,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,24 +129,37 @@ def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
     return spec if isinstance(spec, FieldSpec) else FieldSpec(help="")
 
 
+@cache
 def optional_part(annotation: Any) -> tuple[Any, bool]:
     """Return the type without `| None`, and whether None was allowed."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if _origin(annotation) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(annotation) if part is not type(None)]
         if len(rest) == 1:
             return rest[0], True
     return annotation, False
 
 
+@cache
 def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    is_union = _origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
     """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else spec.choices
+    return typing.get_args(annotation) if _origin(annotation) is typing.Literal else spec.choices
+
+
+@cache
+def _origin(annotation: Any) -> Any:
+    return typing.get_origin(annotation)
+
+
+@cache
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """Return the types of the fields of a configuration by name."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def is_none(value: object) -> bool:
@@ -178,7 +192,7 @@ def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
         words = " or ".join(describe_allowed(part, spec) for part in parts)
     elif choices := choices_of(inner, spec):
         words = ", ".join(map(str, choices))
-    elif typing.get_origin(inner) is tuple:
+    elif _origin(inner) is tuple:
         words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
     elif dataclasses.is_dataclass(inner):
         words = "an object of fields"
@@ -225,7 +239,7 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
             return convert_value(name, value, part, spec)
     if len(parts) > 1 or (isinstance(value, int) and abs(value) > MOST):
         raise misfit(name, value, describe_allowed(annotation, spec))
-    if typing.get_origin(inner) is tuple:
+    if _origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if choices := choices_of(inner, spec):
         return _convert_choice(name, value, choices)
@@ -252,7 +266,8 @@ def check_fields(config: Any) -> None:
     Raises:
         UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
-    hints = typing.get_type_hints(type(config))
+    cls: type = type(config)
+    hints = type_hints(cls)
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
         if value is None and declared.default is None:  # __post_init__ fills it in later

@@ -17,6 +17,7 @@ from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program
+from tests.pairs import long, selected
 
 CASES = program.cases()
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
@@ -37,15 +38,15 @@ def reference() -> dict[str, Found]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Found]]:
-    """What 4 ranks found, by ranks of a sequence. They are of one job: importing transformers takes the most time."""
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Found]]:
+    """What 4 ranks found, by ranks of a sequence."""
     output: Path = tmp_path_factory.mktemp("transformers") / "results.pt"
-    run_processes(4, program.run, output)
+    run_processes(4, program.run, output, [size for size in selected(request, "results") if size > 1])
     found: dict[int, dict[str, Found]] = torch.load(output)
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
+@pytest.fixture(scope="module", params=[1, 2, *long(4)], ids=lambda size: f"{size}-ranks")
 def results(request: pytest.FixtureRequest) -> dict[str, Found]:
     if request.param > 1:
         found: dict[str, Found] = request.getfixturevalue("job")[request.param]
