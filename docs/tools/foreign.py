@@ -121,7 +121,10 @@ def trainer_arguments() -> set[str]:
 
 def grpo_arguments() -> set[str]:
     """Return the arguments of TRL's GRPOTrainer and RLOOTrainer, and the fields of their configurations."""
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
 
     parameters = {name for kind in (GRPOTrainer, RLOOTrainer) for name in inspect.signature(kind).parameters}
     return parameters | {each.name for kind in (GRPOConfig, RLOOConfig) for each in dataclasses.fields(kind)}
