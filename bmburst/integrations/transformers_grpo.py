@@ -86,12 +86,8 @@ class SplitRows:
         require_understood(self, [name for name, value in options.items() if value is not None], ALLOWED, ARGUMENTS)
         require_known_engine(self._trainer)
         _require_exact(self._trainer)
-        self._policies = _policies(self._trainer.model)
-        for model in [self._trainer.model, *filter(_is_module, self._trainer.reward_funcs)]:
-            with _attention(model, generate_with) as is_changed:
-                pass
-            if is_changed and model is not self._trainer.model:
-                _outermost(model).set_attn_implementation(generate_with)
+        self._policies = _policies(self)
+        _set_attention(self, generate_with)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
@@ -110,9 +106,8 @@ class SplitRows:
         with _shared_rows(trainer) as turns:
             for rank, rows in enumerate(ranks):
                 is_last = rank == comm.size - 1
-                is_ddp = isinstance(model, DistributedDataParallel)
                 # FSDP2 would keep whole gradients instead of its shards.
-                with model.no_sync() if is_ddp and not is_last else nullcontext():
+                with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
                     turns.begin(is_own=rank == comm.rank, is_last=is_last)
                     loss = super().compute_loss(model, rows, return_outputs)  # type: ignore[misc]
                     if rank == comm.rank:
@@ -179,7 +174,7 @@ class SplitRows:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities and entropies of rows that all ranks of the group hold."""
         real = mask.bool()
-        lengths = [length for length in real.sum(1).tolist() if length]
+        lengths = tuple(length for length in real.sum(1).tolist() if length)
         labels = ids.masked_fill(~real, IGNORE_INDEX)
         labels[:, :-keep] = IGNORE_INDEX
         part = self.split.part(ids[real][None], labels=labels[real][None], documents=Documents(lengths))
@@ -217,7 +212,7 @@ class _OwnRows:
     def begin(self, *, is_own: bool, is_last: bool) -> None:
         """Begin a turn: whether the rows are this rank's own, and whether it is the last turn."""
         self._calls, self._is_own, self._is_last = 0, is_own, is_last
-        dropped = {mode: defaultdict(list) for mode in self._metrics}
+        dropped: dict[str, Any] = {mode: defaultdict(list) for mode in self._metrics}
         self._trainer._metrics = self._metrics if is_last else dropped
 
     def reduce(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
@@ -309,20 +304,12 @@ def _rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Ten
     return found
 
 
-def _outermost(model: nn.Module) -> PreTrainedModel:
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-
-
-def _is_module(value: object) -> bool:
-    return isinstance(value, nn.Module)
-
-
 @contextmanager
-def _attention(model: nn.Module, name: str) -> Iterator[bool]:
-    """Inside this block, a model has another attention if it has bmburst's; yield whether that is so."""
+def _attention(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside this block, a model has another attention if it has bmburst's."""
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None or found.config._attn_implementation != NAME:
-        yield False
+        yield
         return
     try:
         found.set_attn_implementation(name)
@@ -332,14 +319,27 @@ def _attention(model: nn.Module, name: str) -> Iterator[bool]:
             'allowed: an attn_implementation of transformers\nfix: generate_with="eager"'
         ) from None
     try:
-        yield True
+        yield
     finally:
         found.set_attn_implementation(NAME)
 
 
-def _policies(model: nn.Module) -> list[tuple[GradientCheckpointingLayer, Any]]:
+def _set_attention(trainer: Any, name: str) -> None:
+    """Check that the policy can generate with an attention, and give it to reward models that have bmburst's.
+
+    Raises:
+        UserError: A model does not have this attention.
+    """
+    with _attention(trainer.model, name):
+        pass
+    for model in trainer.reward_funcs:
+        if isinstance(model, PreTrainedModel) and model.config._attn_implementation == NAME:
+            model.set_attn_implementation(name)
+
+
+def _policies(trainer: Any) -> list[tuple[GradientCheckpointingLayer, Any]]:
     """Return the layers of a model that `recompute` has set, and their functions."""
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    layers = (module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer))
     found = ((layer, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers)
     return [(layer, policy) for layer, policy in found if isinstance(policy, partial) and policy.func is checkpoint]
 

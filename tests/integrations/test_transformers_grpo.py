@@ -46,7 +46,12 @@ def test_equals_trl(size: int, tmp_path: Path) -> None:
 
 
 def test_equals_trl_on_two_ranks(tmp_path: Path) -> None:
-    _check(tmp_path, 2, list(program.GRPO))
+    _check(tmp_path, 2, ["dapo", "grpo", "bnpo", "fsdp2", "adapters", "generation", "rloo"])
+
+
+@pytest.mark.long
+def test_equals_trl_in_its_other_losses(tmp_path: Path) -> None:
+    _check(tmp_path, 2, ["dr_grpo", "luspo", "sapo", "cispo", "vespo", "vllm"])
 
 
 @pytest.mark.long
