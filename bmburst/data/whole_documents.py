@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
+LEAST_SHARED = 32
+"""Tokens that a shared prompt must save. Shorter ones are copied, since each node is a segment of its own in
+kernels. The number is not measured."""
 
 
 def pack_sequences(token_file: TokenFile, **options: Any) -> "PackedSequences | WholeDocuments":
@@ -34,12 +38,17 @@ class WholeDocuments(PartOfCorpus):
     the file, not on the number of ranks. A preference pair is one record: its two documents are in one sequence, the
     chosen one first.
 
+    With pack "trees", the documents of a record share their prompt: the tokens that all begin with, up to the one
+    before the first answer. It is stored once, as the parent of the documents' other tokens. No label of it counts, so
+    every label that counts is in the sequence as often as in the file.
+
     Args:
         token_file: A token file with a loss mask.
         split: "train", "held_out" or "all".
         sequence_length: S, tokens per sequence.
         held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
-        pack: "stream": tokens attend to all earlier records of the sequence; "documents": only to their own document.
+        pack: "stream": tokens attend to all earlier records of the sequence; "documents": only to their own document;
+            "trees": likewise, and documents of a record share their prompt.
 
     Attributes:
         left_out: Number of records of the split that are longer than a sequence.
@@ -64,6 +73,11 @@ class WholeDocuments(PartOfCorpus):
         if split != "all":
             held = held_out_documents(token_file, held_out_fraction)[:: self._each]  # a pair's documents have one key
             part = held if split == "held_out" else ~held
+        self._shared = np.zeros(len(sizes), np.int64)
+        if pack == "trees" and self._each > 1:
+            for record in np.flatnonzero(part):
+                self._shared[record] = _shared(token_file, self._documents_of(int(record)))
+            sizes = sizes - (self._each - 1) * self._shared
         taken = np.flatnonzero(part & (sizes <= sequence_length))
         self.left_out = int(part.sum()) - len(taken)
         if not len(taken) and split != "held_out":  # an evaluation may be empty
@@ -101,8 +115,21 @@ class WholeDocuments(PartOfCorpus):
         return sum(self.token_file.bytes_between(*each) for each in self._ranges(index))
 
     def documents(self, index: int) -> tuple[int, ...] | None:
-        """Return the number of tokens of each document of sample `index`, in order; None for pack "stream"."""
+        """Return the number of tokens of each document of sample `index`, in order; None for pack "stream".
+
+        A shared prompt is a document of its own, before those that share it.
+        """
         return None if self.pack == "stream" else tuple(stop - start for start, stop in self._ranges(index))
+
+    def parents(self, index: int) -> tuple[int, ...] | None:
+        """Return the parent of each document of sample `index`, -1 for none; None if no documents share a prompt."""
+        found: list[int] = []
+        for record in self.records(index):
+            if self._shared[record]:
+                found += [-1, *[len(found)] * self._each]
+            else:
+                found += [-1] * self._each
+        return tuple(found) if max(found) >= 0 else None
 
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
         """Return inputs and labels of sample `index` at positions without padding, each int64 `[len(places)]`.
@@ -136,14 +163,23 @@ class WholeDocuments(PartOfCorpus):
         """Return the last `most` tokens before the first answer of a record: the prompt of a generated sample."""
         if not len(self):
             return [self.eos_id]
-        start, stop = next(iter(self._ranges(0)))
+        start, stop = self._documents_of(int(self.records(0)[0]))[0]
         first = start + int(np.argmax(self.token_file.answers_in(range(start, stop))))
         return [int(each) for each in self.token_file.tokens[max(start, first - most) : first]]
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:
-        offsets = self.token_file.document_offsets
-        documents = (self.records(index)[:, None] * self._each + np.arange(self._each)).flat
-        return [(int(offsets[each]), int(offsets[each + 1])) for each in documents]
+        """Return the tokens in the file of each document of a sample, and of each shared prompt before them."""
+        found = []
+        for record in self.records(index):
+            documents, shared = self._documents_of(int(record)), int(self._shared[record])
+            if shared:
+                found.append((documents[0][0], documents[0][0] + shared))
+            found += [(start + shared, stop) for start, stop in documents]
+        return found
+
+    def _documents_of(self, record: int) -> list[tuple[int, int]]:
+        offsets = self.token_file.document_offsets[record * self._each : (record + 1) * self._each + 1].tolist()
+        return list(pairwise(offsets))
 
 
 def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
@@ -169,6 +205,19 @@ def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
             with_room.setdefault(left, []).append(sequence)
     together = np.argsort(of, kind="stable")
     return order[together], np.cumsum(np.bincount(of, minlength=count))
+
+
+def _shared(file: TokenFile, documents: Sequence[tuple[int, int]]) -> int:
+    """Return the number of tokens that documents share: those that all begin with, without a label that counts.
+
+    The label of a token is the one after it, so the last token before an answer is not shared.
+    """
+    first, _ = documents[0]
+    most = min(int(np.argmax(file.answers_in(range(*each)))) for each in documents) - 1
+    for start, _ in documents[1:]:
+        apart = np.flatnonzero(file.tokens[first : first + max(most, 0)] != file.tokens[start : start + max(most, 0)])
+        most = int(apart[0]) if len(apart) else most
+    return most if most * (len(documents) - 1) >= LEAST_SHARED else 0
 
 
 def _round(tokens: int) -> int:

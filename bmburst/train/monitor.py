@@ -9,7 +9,6 @@ import torch
 from bmburst.amounts import GIB
 from bmburst.comm import gather_objects
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import Runtime
 from bmburst.train.clock import LagWatch, StepClock, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig
@@ -62,7 +61,7 @@ class StepMonitor:
         memory, reserved = peak_bytes()
         forget_peak()
         return HostFacts(
-            query_key_pairs=sum(causal_pairs(texts, self._config.model.sliding_window) for texts in batch.texts),
+            query_key_pairs=batch.query_key_pairs(self._config.model.sliding_window),
             memory=memory,
             reserved=reserved,
             stop=self.stop.signum,

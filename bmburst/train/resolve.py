@@ -353,11 +353,12 @@ def check_data_path(source: str, text_field: str) -> None:
 def set_defaults_of_data(given: dict[str, Any]) -> None:
     """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
 
-    With dpo.beta the default is always pack "documents", so that data without pairs are rejected for that reason and
-    not for their packing. A token file of text keeps its tokenizer.
+    With dpo.beta the default is always pack "trees", so that data without pairs are rejected for that reason and not
+    for their packing; for a model with a sliding window, which has no exact trees, "documents". A token file of text
+    keeps its tokenizer.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
-        given.setdefault("pack", "documents")
+        given.setdefault("pack", _pack_of_prompts(given))
     values = given.get("data") or {}
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
@@ -378,6 +379,12 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         return
     if (own := _tokenizer_of(folder)) is not None:
         given["data"] = {**values, "tokenizer": own}
+
+
+def _pack_of_prompts(given: Mapping[str, Any]) -> str:
+    """Return the packing of records with several answers to a prompt."""
+    model = overlay(_base_model(given), given.get("model") or {})
+    return "trees" if model.get("sliding_window") is None else "documents"
 
 
 def hold_records(source: str, text_field: str) -> bool:
