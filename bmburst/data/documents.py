@@ -16,6 +16,7 @@ from bmburst.errors import UserError, first_line
 
 KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
+    '{"prompt": "...", "completions": ["...", "..."]}, '
     '{"instruction": "...", "output": "..."} or {"text": "..."}'
 )
 SHAPES = (

@@ -22,7 +22,7 @@ from bmburst.errors import UserError
 
 T = TypeVar("T")
 _KEYS = (
-    *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
+    *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"prompt", "completions"}, {"instruction", "output"}),
     *({"chosen"}, {"rejected"}),
 )
 """Keys that distinguish a record from a line of text."""
@@ -33,6 +33,7 @@ PAIRS = (
 RECORD_KEYS = {
     **dict.fromkeys(("messages", "conversations"), "the conversation"),
     **dict.fromkeys(("prompt", "completion"), "a prompt and the answer to learn"),
+    "completions": "several answers to learn, to the prompt, or to the conversation of messages",
     **dict.fromkeys(("instruction", "input", "output", "history"), "a conversation"),
     **dict.fromkeys(("chosen", "rejected"), "the answers of a preference pair"),
     "system": "the first message of conversations, messages and instructions",
@@ -95,7 +96,26 @@ class Pair:
         return self.chosen.name
 
 
-def _as_it_is(record: Record | Pair) -> Any:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several answers to one prompt, all to be learned.
+
+    Attributes:
+        records: The prompt with each answer, one or more.
+    """
+
+    records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        """Its origin for error messages, "chats.jsonl:3"."""
+        return self.records[0].name
+
+
+AnyRecord = Record | Pair | Group
+
+
+def _as_it_is(record: AnyRecord) -> Any:
     return record
 
 
@@ -108,15 +128,24 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
         UserError: That line is not valid JSON.
         OSError: The file cannot be read.
     """
+    keys = _first_keys(files)
+    return text_field not in keys and any(known <= keys for known in _KEYS)
+
+
+def hold_groups(files: Sequence[SourceFile]) -> bool:
+    """Return whether files contain records with several answers, judged and refused as in `hold_records`."""
+    return "completions" in _first_keys(files)
+
+
+def _first_keys(files: Sequence[SourceFile]) -> set[str]:
     for file in files:
         if file.kind == "text":
             continue
         for _, value in first_row(file):
             if isinstance(value, UserError):
                 raise value
-            keys = set(value) if isinstance(value, dict) else set()
-            return text_field not in keys and any(known <= keys for known in _KEYS)
-    return False
+            return set(value) if isinstance(value, dict) else set()
+    return set()
 
 
 def read_records(
@@ -124,7 +153,7 @@ def read_records(
     *,
     text_field: str = "text",
     on_read: Callable[[int], object] = lambda _: None,
-    check: Callable[[Record | Pair], T] = _as_it_is,
+    check: Callable[[AnyRecord], T] = _as_it_is,
 ) -> Iterator[T]:
     """Yield the records of files in order, one line in memory at a time; either all are preference pairs, or none is.
 
@@ -138,9 +167,9 @@ def read_records(
         UserError: A file cannot be read, a line is malformed or has no known key, `check` refuses it, or pairs are
             mixed with other records; the message names file and line, and further bad lines of the file.
     """
-    first: Record | Pair | None = None
+    first: AnyRecord | None = None
 
-    def converted(name: str, value: Any) -> tuple[Record | Pair, T]:
+    def converted(name: str, value: Any) -> tuple[AnyRecord, T]:
         record = _record(name, value, text_field)
         return record, check(record)
 
@@ -169,7 +198,7 @@ def read_records(
             raise unreadable(file.name, error) from error
 
 
-def _record(name: str, value: Any, text_field: str) -> Record | Pair:
+def _record(name: str, value: Any, text_field: str) -> AnyRecord:
     if isinstance(value, UserError):  # the line is not valid JSON
         raise value
     if not isinstance(value, dict):
@@ -178,6 +207,8 @@ def _record(name: str, value: Any, text_field: str) -> Record | Pair:
     _require_supported(name, value)
     if {"chosen", "rejected"} & set(value):
         return _pair(name, value, tools, options)
+    if value.get("completions") is not None:
+        return _group(name, value, tools, options)
     if (messages := _conversation(name, value)) is not None:
         return Record(name=name, messages=messages, tools=tools, template_options=options)
     if {"prompt", "completion"} <= set(value):
@@ -248,8 +279,41 @@ def _answered(name: str, value: Any, key: str, tools: list[Any] | None, options:
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")
     if not answer:
-        raise empty(name, key if key == "completion" else f"{key} answer")
+        raise empty(name, key if key.startswith("completion") else f"{key} answer")
     return Record(name=name, prompt=prompt, text=answer)
+
+
+def _group(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> Group:
+    """Return the answers of `completions` to a line's prompt or conversation."""
+    answers = value["completions"]
+    if not isinstance(answers, list) or not answers:
+        raise wrong(name, "completions", answers, "a list of answers, at least one")
+    others = {"completion", "loss_mask", "instruction", "output"} & {key for key in value if value[key] is not None}
+    if others:
+        raise UserError(
+            f"{name}: the record has completions and {min(others)}\n"
+            "allowed: completions with prompt, messages or conversations; only the completions are learned\n"
+            f"fix: remove {min(others)} from that line, or write a line for each answer"
+        )
+    before = read_conversations(name, value, is_prompt=True)
+    if before is None and isinstance(value.get("prompt"), list):
+        before = read_messages(name, "prompt", value["prompt"])
+    elif before is not None and value.get("prompt") is not None:
+        raise wrong(name, "prompt beside messages", value["prompt"], "one of them")
+    found = []
+    for number, answer in enumerate(answers, 1):
+        key = f"completion {number}"
+        if before is None:
+            if value.get("prompt") is None:
+                raise wrong(name, "prompt", None, "the prompt of the completions, or messages or conversations")
+            found.append(_answered(name, {"prompt": value["prompt"], key: answer}, key, tools, options))
+            continue
+        one = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        turns = one if isinstance(one, list) else [one]
+        messages = before + read_messages(name, key, [read_turn(name, f"{key}: from", turn) for turn in turns])
+        record = Record(name=name, messages=messages, answers_from=len(before), tools=tools, template_options=options)
+        found.append(record)
+    return Group(tuple(found))
 
 
 def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> Pair:

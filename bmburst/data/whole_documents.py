@@ -1,7 +1,8 @@
 """Packs whole records into sequences for fine-tuning: no record is cut, and only answers have a loss."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -67,17 +68,12 @@ class WholeDocuments(PartOfCorpus):
         pack: str = "stream",
     ) -> None:
         super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
-        self._each = 2 if token_file.pairs else 1  # documents of a record
-        sizes = np.diff(token_file.document_offsets[:: self._each])
-        part = np.ones(len(sizes), bool)
+        in_part = np.ones(token_file.document_count, bool)
         if split != "all":
-            held = held_out_documents(token_file, held_out_fraction)[:: self._each]  # a pair's documents have one key
-            part = held if split == "held_out" else ~held
-        self._shared = np.zeros(len(sizes), np.int64)
-        if pack == "trees" and self._each > 1:
-            for record in np.flatnonzero(part):
-                self._shared[record] = _shared(token_file, self._documents_of(int(record)))
-            sizes = sizes - (self._each - 1) * self._shared
+            held = held_out_documents(token_file, held_out_fraction)  # documents of a record have one key
+            in_part = held if split == "held_out" else ~held
+        self._units = _units(token_file, in_part, sequence_length, shares=pack == "trees")
+        sizes, part = self._units.sizes(token_file.document_offsets), in_part[self._units.first]
         taken = np.flatnonzero(part & (sizes <= sequence_length))
         self.left_out = int(part.sum()) - len(taken)
         if not len(taken) and split != "held_out":  # an evaluation may be empty
@@ -94,6 +90,8 @@ class WholeDocuments(PartOfCorpus):
 
     def records(self, index: int) -> Ids:
         """Return the indices in the file of the records of sample `index`, int64 `[records]`.
+
+        Answers to one prompt count as records of their own where they do not share it, or not in one sequence.
 
         Raises:
             IndexError: There is no such sample.
@@ -125,10 +123,8 @@ class WholeDocuments(PartOfCorpus):
         """Return the parent of each document of sample `index`, -1 for none; None if no documents share a prompt."""
         found: list[int] = []
         for record in self.records(index):
-            if self._shared[record]:
-                found += [-1, *[len(found)] * self._each]
-            else:
-                found += [-1] * self._each
+            count = int(self._units.count[record])
+            found += [-1, *[len(found)] * count] if self._units.shared[record] else [-1] * count
         return tuple(found) if max(found) >= 0 else None
 
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
@@ -163,7 +159,7 @@ class WholeDocuments(PartOfCorpus):
         """Return the last `most` tokens before the first answer of a record: the prompt of a generated sample."""
         if not len(self):
             return [self.eos_id]
-        start, stop = self._documents_of(int(self.records(0)[0]))[0]
+        start, stop = self._units.documents(self.token_file, int(self.records(0)[0]))[0]
         first = start + int(np.argmax(self.token_file.answers_in(range(start, stop))))
         return [int(each) for each in self.token_file.tokens[max(start, first - most) : first]]
 
@@ -171,15 +167,77 @@ class WholeDocuments(PartOfCorpus):
         """Return the tokens in the file of each document of a sample, and of each shared prompt before them."""
         found = []
         for record in self.records(index):
-            documents, shared = self._documents_of(int(record)), int(self._shared[record])
+            documents, shared = self._units.documents(self.token_file, record), int(self._units.shared[record])
             if shared:
                 found.append((documents[0][0], documents[0][0] + shared))
             found += [(start + shared, stop) for start, stop in documents]
         return found
 
-    def _documents_of(self, record: int) -> list[tuple[int, int]]:
-        offsets = self.token_file.document_offsets[record * self._each : (record + 1) * self._each + 1].tolist()
-        return list(pairwise(offsets))
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What is packed whole: consecutive documents of the file.
+
+    Attributes:
+        first: The first document of each, int64 `[units]`.
+        count: The number of documents of each.
+        shared: The number of tokens of the prompt that they share; 0: none.
+    """
+
+    first: Ids
+    count: Ids
+    shared: Ids
+
+    def sizes(self, offsets: Ids) -> Ids:
+        """Return the number of tokens of each in a sequence, int64 `[units]`."""
+        found: Ids = offsets[self.first + self.count] - offsets[self.first] - self.shared * (self.count - 1)
+        return found
+
+    def documents(self, file: TokenFile, unit: int) -> list[tuple[int, int]]:
+        """Return the tokens of each document of a unit in the file."""
+        first = int(self.first[unit])
+        return list(pairwise(file.document_offsets[first : first + int(self.count[unit]) + 1].tolist()))
+
+
+def _units(file: TokenFile, in_part: npt.NDArray[np.bool_], length: int, *, shares: bool) -> _Units:
+    """Return what is packed whole: both answers of a pair, answers that share a prompt and fit, or one document.
+
+    Args:
+        file: The file.
+        in_part: Which documents are in the split; the tokens of others are not read.
+        length: Tokens of a sequence.
+        shares: Whether documents of a record share their prompt.
+    """
+    if file.groups and not shares:
+        first = np.arange(file.document_count)
+        return _Units(first, np.ones_like(first), np.zeros_like(first))
+    starts = file.record_starts
+    whole = _Units(starts[:-1], np.diff(starts), np.zeros(len(starts) - 1, np.int64))
+    if not shares or not (file.pairs or file.groups):
+        return whole
+    found: list[tuple[int, int, int]] = []
+    for record, (start, count) in enumerate(zip(whole.first.tolist(), whole.count.tolist(), strict=True)):
+        documents = whole.documents(file, record)
+        shared = _shared(file, documents) if count > 1 and in_part[start] else 0
+        if file.pairs:
+            found.append((start, count, shared))
+        else:
+            found += _that_fit(start, [stop - begin for begin, stop in documents], shared, length)
+    return _Units(*np.array(found, np.int64).reshape(-1, 3).T)
+
+
+def _that_fit(start: int, sizes: Sequence[int], shared: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first document, number of documents and shared tokens of units that fit in a sequence, if possible."""
+    if not shared:
+        yield from ((start + i, 1, 0) for i in range(len(sizes)))
+        return
+    first = used = 0
+    for i, size in enumerate(sizes):
+        if i > first and used + size - shared > length:
+            yield start + first, i - first, shared if i - first > 1 else 0
+            first, used = i, 0
+        used += size - shared if i > first else size
+    yield start + first, len(sizes) - first, shared if len(sizes) - first > 1 else 0
 
 
 def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:

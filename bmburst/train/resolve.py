@@ -353,9 +353,9 @@ def check_data_path(source: str, text_field: str) -> None:
 def set_defaults_of_data(given: dict[str, Any]) -> None:
     """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
 
-    With dpo.beta the default is always pack "trees", so that data without pairs are rejected for that reason and not
-    for their packing; for a model with a sliding window, which has no exact trees, "documents". A token file of text
-    keeps its tokenizer.
+    The default is pack "trees" for records with several answers to a prompt, and always with dpo.beta, so that data
+    without pairs are rejected for that reason and not for their packing; for a model with a sliding window, which has
+    no exact trees, it is "documents". A token file of text keeps its tokenizer.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
         given.setdefault("pack", _pack_of_prompts(given))
@@ -373,8 +373,8 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         return  # the check of the paths raises
     text_field = str(values.get("text_field", "text"))
     have_records = hold_records(str(source), text_field)
-    if have_records:
-        given.setdefault("pack", "documents")
+    if have_records and "pack" not in given:
+        given["pack"] = _pack_of_prompts(given) if any(map(_have_groups, sources)) else "documents"
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
         return
     if (own := _tokenizer_of(folder)) is not None:
@@ -401,6 +401,13 @@ def hold_records(source: str, text_field: str) -> bool:
         return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
     except (OSError, UserError):
         return False  # the check of the paths raises
+
+
+def _have_groups(source: str) -> bool:
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data import have_groups
+
+    return source != STANDARD_LIBRARY and have_groups(source)
 
 
 def _sources(source: str) -> list[str]:
