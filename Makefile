@@ -30,7 +30,7 @@ $(VENV)/installed: setup.py constraints.txt Makefile
 	@echo "2/4 bmburst and what its tests need"
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	@echo "3/4 BMTrain"
-	$(BIN)/python -m bmburst.runtime.install_bmtrain
+	$(BIN)/python -m bmburst.setup.install_bmtrain
 	@echo "4/4 ModelCenter"
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(MODEL_CENTER)
 	touch $@

@@ -102,7 +102,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank is not None:
         return _rank(options.rank, options.types)
-    from bmburst.runtime.launch import LaunchSpec, launch
+    from bmburst.launch.launcher import LaunchSpec, launch
 
     with tempfile.TemporaryDirectory(prefix="bmburst-families-") as folder:
         words = ["--rank", folder, *(["--types", *options.types] if options.types else [])]

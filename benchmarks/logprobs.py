@@ -24,7 +24,7 @@ from benchmarks.engine.machine import publish
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.runtime import start
+from bmburst.launch.start import start
 
 BASE, VOCABULARY, TOKENS = "minicpm-2b", 130_560, 131_072
 POLICY = "block-keep-attention"

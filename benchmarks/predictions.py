@@ -37,10 +37,10 @@ from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import preset
 from bmburst.comm import gather_objects
+from bmburst.launch.launcher import LaunchSpec, launch
+from bmburst.launch.start import start
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.search import predict
-from bmburst.runtime import start
-from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
 from bmburst.schedule.layout import make_layout

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
     from bmburst.inference.generator import Generator
+    from bmburst.launch.start import start
     from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
     from bmburst.mesh import Mesh
-    from bmburst.runtime import start
     from bmburst.schedule.documents import Documents, PrefixLM
     from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
     from bmburst.schedule.parallelism import MeshShape
@@ -97,7 +97,7 @@ _HOMES = {
     "empty_cache": "attention.api",
     "pack_tree": "sequence.packed_tree",
     "shard": "sequence",
-    "start": "runtime",
+    "start": "launch.start",
     "unshard": "sequence",
 }
 

@@ -10,10 +10,12 @@ idle ones sleep: by default they spin on processors that other ranks need, which
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.distributed.launched import START, from_server
 from tests.interpreter import names_replaced_once
 
 if not torch.cuda.is_available():
@@ -29,4 +31,14 @@ def _interpreter() -> Iterator[None]:
         yield
         return
     with names_replaced_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_with_torch() -> Iterator[None]:
+    """Let commands that tests call in their own process start ranks that have imported torch already."""
+    if torch.cuda.is_available():  # ranks that were forked have no CUDA
+        yield
+        return
+    with mock.patch(START, from_server):
         yield

@@ -15,7 +15,7 @@ FILES = sorted(
 )
 PURE = {
     *("torch", "triton", "bmtrain", "model_center_ext", "bmburst_ops.flash", "bmburst_ops.merge"),
-    *(f"bmburst.{part}" for part in ("attention", "comm", "data", "mesh", "runtime", "sequence", "train")),
+    *(f"bmburst.{part}" for part in ("attention", "comm", "data", "mesh", "launch", "host", "sequence", "train")),
 }
 # Where a package's files may not look. Longer prefixes first: the first that fits a file decides.
 FORBIDDEN = {
@@ -34,9 +34,25 @@ FORBIDDEN = {
     "bmburst/train/config.py": {"torch", "bmtrain"},
     "bmburst/data": {"bmtrain", "torch.distributed", "bmburst.comm", "bmburst.mesh", "bmburst.train"},
     "bmburst/comm": {"model_center_ext", "bmburst.attention", "bmburst.blocks", "bmburst.train"},
-    "bmburst/attention": {"model_center_ext", "bmburst.blocks", "bmburst.train", "bmburst.data", "bmburst.runtime"},
-    "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.runtime"},
-    "bmburst/runtime": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
+    "bmburst/attention": {"model_center_ext", "bmburst.blocks", "bmburst.train", "bmburst.data", "bmburst.launch"},
+    "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.launch"},
+    "bmburst/launch": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
+    "bmburst/host": {
+        "model_center_ext",
+        "bmburst.train",
+        "bmburst.data",
+        "bmburst.blocks",
+        "bmburst.attention",
+        "bmburst.launch",
+    },
+    "bmburst/setup": {
+        "model_center_ext",
+        "bmburst.train",
+        "bmburst.data",
+        "bmburst.blocks",
+        "bmburst.attention",
+        "bmburst.launch",
+    },
     "benchmarks/engine": {"model_center_ext", "benchmarks.attention", "benchmarks.training", "benchmarks.inference"},
     "benchmarks/attention/__init__.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
     "benchmarks/attention": {

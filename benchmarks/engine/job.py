@@ -23,8 +23,9 @@ from benchmarks.engine.machine import Gauge, start_ranks
 from benchmarks.engine.report import row_line
 from bmburst.attention.api import empty_cache
 from bmburst.errors import UserError, one_line
-from bmburst.runtime import start, watchdog
-from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.launch import watchdog
+from bmburst.launch.launcher import LaunchSpec, launch
+from bmburst.launch.start import start
 from bmburst_ops.errors import KernelError
 
 REASON_FILE = "reason"  # contains the reason if a rank ended the run

@@ -14,7 +14,7 @@ from threading import Lock
 
 from benchmarks.faults import programs
 from benchmarks.faults.programs import JOB, STEPS, Fault, Program, RunWatch, UndisturbedRun, base_of, wait_for
-from bmburst.runtime.rank import STOPPED
+from bmburst.launch.rank import STOPPED
 
 _DISK_MIB = 64
 LIMIT = 90.0  # seconds until all processes of a killed run are gone; added to the expected time of other runs

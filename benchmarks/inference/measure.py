@@ -25,7 +25,7 @@ from bmburst.inference.prefill import Prefill
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import ResidentWeights
-from bmburst.runtime import watchdog
+from bmburst.launch import watchdog
 from bmburst.schedule.hardware import hardware_of
 
 _SKIPPED = 3  # excluded intervals after the first token: eager, capture of the CUDA graph, first replay

@@ -20,7 +20,7 @@ from benchmarks.training import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
 from bmburst.amounts import whole_number
 from bmburst.errors import UserError
-from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run_rank(
 ) -> None:
     """Evaluate the model by each of the methods on this rank; rank 0 writes their rows."""
     from benchmarks.engine.machine import start_ranks
-    from bmburst.runtime import start
+    from bmburst.launch.start import start
     from bmburst.train.resolve import read_hugging_face_config
 
     runtime = start(seed=0, tensor=tensor)

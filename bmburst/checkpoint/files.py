@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bmburst.checkpoint.checksum import damaged_file, is_sealed
+from bmburst.checksum import damaged_file, is_sealed
 from bmburst.config import parse_json
 from bmburst.errors import UserError
-from bmburst.plan.counts import ITEMSIZE, adam_bytes
-from bmburst.train.config import TrainConfig
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
@@ -138,7 +136,7 @@ def verified_together(given: Path) -> Path:
     import bmtrain as bmt
 
     from bmburst.checkpoint.sharded_files import together
-    from bmburst.runtime.watchdog import beat
+    from bmburst.launch.watchdog import beat
 
     found = together(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
     beat()
@@ -148,29 +146,6 @@ def verified_together(given: Path) -> Path:
 def warn(text: str) -> None:
     """Write a line to standard error."""
     sys.stderr.write(f"{text}\n")
-
-
-def nbytes(config: TrainConfig) -> int:
-    """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only those of the adapters."""
-    itemsize = ITEMSIZE[config.dtype]
-    trained = config.lora.parameters(config.model) if config.lora.is_on else config.model.num_parameters
-    return trained * (itemsize + adam_bytes(itemsize))
-
-
-def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
-    """Return the largest number of bytes by which a run's checkpoints will grow.
-
-    A new checkpoint is written before the oldest is removed, so for a while there is one more than is kept.
-    """
-    every = config.checkpoint_every
-    if every is None:
-        return 0
-    there = [path for path in checkpoints(run_folder) if problem_of(path) is None]
-    begun = max((step_of(path) for path in there), default=0)
-    writes = max(config.steps // every - begun // every, 0) + (config.steps % every > 0) if every else 1
-    if config.steps <= begun:
-        return 0
-    return max(min(writes + len(there), config.keep_checkpoints + 1) - len(there), 1) * nbytes(config)
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
@@ -251,7 +226,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
 
 def _damage(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not complete, or which file has a wrong checksum, or None. Reads all files."""
-    from bmburst.runtime.watchdog import beat
+    from bmburst.launch.watchdog import beat
 
     state = _complete_state(checkpoint)
     return state if isinstance(state, str) else damaged_file(checkpoint, state.get("checksums", {}), beat)

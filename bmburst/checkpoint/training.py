@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import bytes_text
-from bmburst.checkpoint.checksum import sealed, text_of
 from bmburst.checkpoint.files import (
     FOLDER,
     FORMAT,
@@ -30,6 +29,7 @@ from bmburst.checkpoint.files import (
     step_of,
     verified_together,
 )
+from bmburst.checksum import sealed, text_of
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, free_bytes
 

@@ -208,7 +208,7 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     """
     import torch
 
-    from bmburst.runtime.launch.spec import require_devices
+    from bmburst.launch.spec import require_devices
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nproc = devices or fewest if asked is None else asked

@@ -17,9 +17,9 @@ from bmburst.amounts import GIB, finite
 from bmburst.cli import training
 from bmburst.config import build_config, given_options, read_json, read_layer, to_dict
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import check_run, resolve
 

@@ -25,9 +25,9 @@ from bmburst.config import (
     write_json,
 )
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import is_picture, require_file
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import check_sources, hold_records
 

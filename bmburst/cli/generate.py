@@ -17,9 +17,9 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import any_text, ranks_to_start
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from bmburst.inference.generator import Generator
@@ -56,7 +56,7 @@ _SAMPLING = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
+    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
 
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument

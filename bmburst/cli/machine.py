@@ -57,7 +57,7 @@ def configure_doctor(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Print the findings; return 0 if training can run here, else 1."""
-    from bmburst.runtime.doctor import CHECKS, can_train, examine, to_json, to_text
+    from bmburst.setup.doctor import CHECKS, can_train, examine, to_json, to_text
 
     findings = examine()
     print(to_json(CHECKS, findings) if args.json else to_text(CHECKS, findings))
@@ -94,8 +94,8 @@ def run_build(args: argparse.Namespace) -> int:
     Raises:
         UserError: A tool is missing, or an argument cannot work.
     """
-    from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
-    from bmburst.runtime.doctor.bmtrain import capabilities
+    from bmburst.setup.bmtrain import capabilities
+    from bmburst.setup.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
 
     wanted = sorted({parse_architecture(text) for text in args.arch} if args.arch else set(capabilities()))
     if not wanted:
@@ -126,7 +126,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 def configure_launch(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst launch`, and the script to run."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
+    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
 
     parser.usage, parser.epilog = _LAUNCH_USAGE, _LAUNCH_EPILOG
     add = parser.add_argument
@@ -155,7 +155,7 @@ def run_launch(args: argparse.Namespace) -> int:
     Raises:
         UserError: The arguments cannot work on this machine.
     """
-    from bmburst.runtime.launch import LaunchSpec, check_launch, launch
+    from bmburst.launch.launcher import LaunchSpec, check_launch, launch
 
     command = _script_command(args.command)
     spec = LaunchSpec(

@@ -8,9 +8,10 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from bmburst.amounts import bytes_text
-from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, warn
+from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, held, require_space
+from bmburst.plan.counts import ITEMSIZE, adam_bytes
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
 
@@ -61,7 +62,7 @@ def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) ->
     Raises:
         UserError: There is not enough.
     """
-    size, keep = bytes_text(nbytes(config)), config.keep_checkpoints
+    size, keep = bytes_text(checkpoint_bytes(config)), config.keep_checkpoints
     needs = {
         f"checkpoints of {size} (the newest {keep} are kept, and one more while it is written)": (
             folder,
@@ -70,6 +71,29 @@ def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) ->
         "tokens of the text": tokens,
     }
     require_space(needs, "a smaller --keep-checkpoints, or --checkpoint-every never, which writes none")
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only those of the adapters."""
+    itemsize = ITEMSIZE[config.dtype]
+    trained = config.lora.parameters(config.model) if config.lora.is_on else config.model.num_parameters
+    return trained * (itemsize + adam_bytes(itemsize))
+
+
+def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
+    """Return the largest number of bytes by which a run's checkpoints will grow.
+
+    A new checkpoint is written before the oldest is removed, so for a while there is one more than is kept.
+    """
+    every = config.checkpoint_every
+    if every is None:
+        return 0
+    there = [path for path in checkpoints(run_folder) if problem_of(path) is None]
+    begun = max((step_of(path) for path in there), default=0)
+    writes = max(config.steps // every - begun // every, 0) + (config.steps % every > 0) if every else 1
+    if config.steps <= begun:
+        return 0
+    return max(min(writes + len(there), config.keep_checkpoints + 1) - len(there), 1) * checkpoint_bytes(config)
 
 
 @contextlib.contextmanager
@@ -84,7 +108,7 @@ def explaining_write_errors(folder: Path | None, config: TrainConfig | None = No
         if error.errno in FULL:
             fix = "make room" if folder is None else f"make room: {bytes_text(free_bytes(folder))} are free"
             if config is not None and config.checkpoint_every is not None:
-                fix += f", and a checkpoint needs {bytes_text(nbytes(config))}"
+                fix += f", and a checkpoint needs {bytes_text(checkpoint_bytes(config))}"
         raise UserError(
             f"output {folder}: cannot be written: {error.strerror}\n"
             f"fix: {fix}; --resume goes on from the newest checkpoint, if there is one"

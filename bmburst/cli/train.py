@@ -23,10 +23,10 @@ from bmburst.cli.run_folder import (
 )
 from bmburst.config import build_config, read_layer, to_dict
 from bmburst.errors import RunError, UserError
+from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.rank import STOPPED
+from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_folder
-from bmburst.runtime.handover import Request, is_rank, run_joined_rank, run_on_ranks
-from bmburst.runtime.launch.spec import LaunchSpec
-from bmburst.runtime.rank import STOPPED
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import check_run, write_run_config
 

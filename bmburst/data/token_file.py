@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.checkpoint.checksum import file_checksum, is_sealed, text_of
+from bmburst.checksum import file_checksum, is_sealed, text_of
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
@@ -73,7 +73,7 @@ class TokenFile:
         pairs: Whether documents 2 i and 2 i + 1 are a preference pair.
         groups: Whether some records have several documents, and the file holds no pairs.
         mask_checksum: Checksum of the loss mask; None without one.
-        checksum: Checksum of the tokens (`bmburst.checkpoint.checksum.text_of`); None in the earliest files.
+        checksum: Checksum of the tokens (`bmburst.checksum.text_of`); None in the earliest files.
     """
 
     path: Path

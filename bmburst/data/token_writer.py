@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmburst.amounts import bytes_text
-from bmburst.checkpoint.checksum import sealed, text_of
+from bmburst.checksum import sealed, text_of
 from bmburst.data.documents import Document
 from bmburst.data.token_file import (
     GROUPED_VERSION,

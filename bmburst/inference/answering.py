@@ -15,9 +15,9 @@ from bmburst.inference.prompts import Answer, Prompt, TokenLogprob
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
+from bmburst.launch.watchdog import beat
+from bmburst.memory import peak_resident_bytes
 from bmburst.mesh import Mesh
-from bmburst.runtime.watchdog import beat
-from bmburst.train.metrics import peak_resident_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

@@ -24,10 +24,10 @@ from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, r
 from bmburst.inference.sampling import GenerationOptions, generation_options, given_options
 from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
+from bmburst.memory import available_bytes
 from bmburst.mesh import Mesh
 from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, require_tokens, usable
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst.train.machine import available_bytes
 from bmburst_ops.flash import NAMES
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@
 loss. docs/hugging_face.md is the guide.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,7 @@ class Part:
         over ranks, so they compute the gradient of that mean. Logits are computed for some thousand tokens at a time.
         All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
         the model changes its logits after the head. The last case costs one more call of the model the first time.
+        Without any label, the loss is NaN, and the gradient is zero.
 
         Args:
             model: As in `logits`.
@@ -141,7 +143,7 @@ class Part:
         else:
             summed = -(self._label_logps(model, **inputs) * self.counts).sum()
         total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(summed, total, self.mesh.world.size)
+        return global_mean(summed, total, self.mesh.world.size) + _nan_of_none(total)
 
     def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
         """Return on every rank the log-probabilities of the labels of each row of a packed tree.
@@ -406,6 +408,13 @@ def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
 
     (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
     return total
+
+
+def _nan_of_none(labels: Tensor | int) -> Tensor | float:
+    """Return what is added to a mean over labels: 0, or NaN if there is none, as in transformers."""
+    if isinstance(labels, Tensor):
+        return torch.where(labels > 0, 0.0, math.nan)
+    return 0.0 if labels else math.nan
 
 
 def _count(valid: Tensor | int | None) -> Tensor | int | None:

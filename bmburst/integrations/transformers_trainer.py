@@ -5,9 +5,8 @@ the mean over its own labels, and an evaluation has one loss per rank. `share_ba
 `SplitBatches` all three. docs/trainer.md is the guide.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,34 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bmburst.errors import UserError
+from bmburst.integrations.trainer_arguments import require_loss, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.mesh import Mesh
 
 __all__ = ["SplitBatches", "share_batches"]
 
 _PART = "part"  # key of the part in a micro-batch
-_ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "label_smoothing_factor": (0,),
-        "loss_type": ("nll",),  # TRL
-        "train_sampling_strategy": ("random", "sequential", "group_by_length"),  # "batch_rebalance" depends on ranks
-    }
-)
-"""Values of a Trainer's arguments that are exact on split sequences."""
-
-TRAINER_ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: f"read; allowed: {', '.join(map(repr, values))}" for name, values in _ALLOWED.items()},
-        "compute_loss_func": "refused, because the loss is cross entropy",
-        "compute_metrics": "refused, because the logits of a long sequence fit on no rank",
-        "parallelism_config": "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits",
-        "prediction_loss_only": "read; predictions are refused, because logits of a long sequence fit on no rank",
-        "neftune_noise_alpha": "read; the noise is that of the whole sequence",
-        "include_num_input_tokens_seen": "read; counts the tokens of the batches, without the padding of a layout",
-    }
-)
-"""Arguments of a Trainer that mean something else on split sequences, and what is done with each."""
-
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What accelerate sets in a model that it prepares for an evaluation."""
 
@@ -97,12 +75,14 @@ class SplitBatches:
     loss_is_scaled_for_ga = True  # for Trainer: the number of micro-batches must not divide the loss again
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
+        require_loss(type(self))
         super().__init__(*arguments, **options)
         self.split = split
         self._trainer: Any = self  # untyped access to the Trainer's attributes
         self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
         """Labels of the last batch of each sequence group in an evaluation."""
         self._without_labels = 0
+        require_understood(self, [name for name, value in options.items() if value is not None])
         _require_plain(self._trainer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -200,10 +180,9 @@ class SplitBatches:
         mesh, part = self.split.mesh, self._part(batch)
         (labels,) = mesh.sequence.all_reduce(part.label_count).wait()
         (self._labels,) = mesh.data.all_gather(labels).wait()
-        valid = self._labels.sum()
         with torch.no_grad():
-            (total,) = mesh.sequence.all_reduce(part.loss(model, valid)).wait()
-        return total / mesh.sequence.size / (valid > 0)  # the mean of no loss is not a number
+            (total,) = mesh.sequence.all_reduce(part.loss(model, self._labels.sum())).wait()
+        return total / mesh.sequence.size
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -226,10 +205,9 @@ def _still_to_be_prepared(trainer: Any) -> Iterator[None]:
     average gradients; and FSDP2 is prepared with an optimizer only.
     """
     accelerator = trainer.accelerator
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if accelerator._models or (is_sharded and not accelerator.is_fsdp2):
+    if accelerator._models:
         yield
-    elif is_sharded:
+    elif trainer.is_fsdp_enabled:
         trainer.create_optimizer()
         trainer.model, trainer.optimizer = accelerator.prepare(trainer.model, trainer.optimizer)
         trainer.model_wrapped = trainer.model
@@ -263,10 +241,9 @@ def _require_plain(trainer: Any) -> None:
             f"parallelism_config would split batches or matrices a second time: {sizes}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
         )
-    for name, allowed in _ALLOWED.items():
-        value = getattr(trainer.args, name, allowed[0])
-        if value not in allowed:
-            raise UserError(
-                f"{name}={value!r} is not exact on split sequences\n"
-                f"allowed: {', '.join(map(repr, allowed))}\nfix: leave it out"
-            )
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"
+        raise UserError(
+            f"{engine} is not known to average gradients of split sequences exactly\n"
+            "allowed: DistributedDataParallel, FSDP2\nfix: fsdp=True in TrainingArguments is FSDP2"
+        )

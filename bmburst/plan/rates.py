@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
 from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.host_adamw import adamw_

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from bmburst import host
 from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.waits import WaitMeter
 from bmburst.mesh import Mesh
 from bmburst.plan.counts import forward_flops, frozen_flops, hardware_flops, step_flops, table
-from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.config import TrainConfig
 from bmburst_ops import ATTENTION_BACKWARD

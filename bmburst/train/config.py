@@ -10,8 +10,8 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
+from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.recompute.policy import AUTO, Policy, require_end
-from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.train.sections import (
     DataConfig,

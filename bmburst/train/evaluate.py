@@ -19,9 +19,9 @@ from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, sources_of
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError, not_a_number
+from bmburst.launch.start import start
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
-from bmburst.runtime import start
 from bmburst.train.config import EvalConfig
 from bmburst.train.loading import causal_cut
 from bmburst.train.objective import Measurement, measure

@@ -6,11 +6,11 @@ Imports no torch at its top. The launcher does not open a GPU, so each rank chec
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
 from bmburst.errors import UserError
+from bmburst.memory import available_bytes, total_bytes
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
 from bmburst.plan.ways import with_attention_choice
@@ -23,22 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _AMPERE = (8, 0)
-_MEMORY = Path("/proc/meminfo")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
-"""Devices that add memory to a virtual machine on demand: MemTotal then starts at a fraction of the total."""
 _UNDECIDED = "block-keep-attention"
-
-
-def available_bytes() -> int | None:
-    """Return the free bytes of this host, at most its container's limit; None if Linux does not report them."""
-    return _least(_line("MemAvailable:"))  # the container's usage is not subtracted: it includes the page cache
-
-
-def total_bytes() -> int | None:
-    """Return the bytes of this host, at most its container's limit; None if they can grow or Linux reports none."""
-    grows = any(any(Path("/").glob(pattern[1:])) for pattern in _GROWS)
-    return None if grows else _least(_line("MemTotal:"))
 
 
 def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Candidate:
@@ -164,23 +149,6 @@ def _fix(way: Candidate, most: float) -> str:
         out = "--optimizer.offload_weights" if way.offload is Offload.WEIGHTS else "--optimizer.offload"
         return f"fix: leave {out} out, use more hosts, or train a smaller model"
     return "fix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
-
-
-def _line(name: str) -> int | None:
-    try:
-        lines = _MEMORY.read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-    except (OSError, StopIteration):
-        return None
-
-
-def _least(nbytes: int | None) -> int | None:
-    if nbytes is None:
-        return None
-    try:
-        return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no container, or no limit
-        return nbytes
 
 
 def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:

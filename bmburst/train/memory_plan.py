@@ -15,17 +15,17 @@ import torch
 from bmburst.amounts import GIB, bytes_text
 from bmburst.comm import gather_objects
 from bmburst.errors import RunError, UserError
+from bmburst.launch.spec import ALLOCATOR, EXPANDING
+from bmburst.memory import available_bytes, peak_bytes
 from bmburst.mesh import Mesh
 from bmburst.plan.memory import KEPT, Memory, memory_of
 from bmburst.plan.search import choose_recompute
 from bmburst.plan.ways import first_layer_candidates
 from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
-from bmburst.runtime.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
-from bmburst.train.machine import HostBudget, available_bytes, planned
-from bmburst.train.metrics import peak_bytes
+from bmburst.train.machine import HostBudget, planned
 
 _gib = partial(bytes_text, digits=2, in_gib=True)
 

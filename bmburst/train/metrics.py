@@ -170,34 +170,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def peak_bytes() -> tuple[int, int]:
-    """Return the peak allocated and the peak reserved memory of this rank in bytes.
-
-    On a GPU, since `forget_peak`; without CUDA, the peak resident set of the process so far, and 0.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return peak_resident_bytes(), 0
-
-
-def peak_resident_bytes() -> int:
-    """Return the peak resident set of the process so far, in bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes on Linux
-
-
-def forget_peak() -> None:
-    """Reset the GPU's peak memory counters that `peak_bytes` reads."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
 def _open_lines(path: Path, first_step: int) -> TextIO:
     """Open a metrics file for appending, after removing the lines of `first_step` and later."""
     if path.exists():

@@ -8,12 +8,13 @@ import torch
 
 from bmburst.amounts import GIB
 from bmburst.comm import gather_objects
+from bmburst.launch.start import Runtime
+from bmburst.memory import forget_peak, peak_bytes
 from bmburst.mesh import Mesh
-from bmburst.runtime import Runtime
 from bmburst.train.clock import LagWatch, StepClock, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch
-from bmburst.train.metrics import StepMetrics, forget_peak, peak_bytes
+from bmburst.train.metrics import StepMetrics
 from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts, StopRequest, stopped_by
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bmburst.checkpoint.files import verified_together
 from bmburst.data import Samples
+from bmburst.launch.watchdog import beat
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
-from bmburst.runtime.watchdog import beat
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard

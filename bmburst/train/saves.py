@@ -11,10 +11,11 @@ from bmburst.checkpoint.adapter import Base
 from bmburst.checkpoint.background import BackgroundSaves
 from bmburst.checkpoint.files import newest_complete
 from bmburst.errors import UserError
+from bmburst.memory import available_bytes
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.train.config import TrainConfig
-from bmburst.train.machine import available_bytes, planned
+from bmburst.train.machine import planned
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

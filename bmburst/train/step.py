@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bmburst.comm import Communicator
 from bmburst.errors import RunError
-from bmburst.runtime.watchdog import polite
+from bmburst.launch.watchdog import polite
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import ScheduleConfig, TrainConfig
 from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS

@@ -23,8 +23,8 @@ from bmburst.data.tokenizer import GENERATION_CONFIG, tokenizer_files
 from bmburst.data.tokenizer_folder import kept_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
-from bmburst.runtime import Runtime
-from bmburst.runtime.watchdog import beat
+from bmburst.launch.start import Runtime
+from bmburst.launch.watchdog import beat
 from bmburst.train.config import TrainConfig
 
 _PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough

@@ -16,10 +16,10 @@ from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
+from bmburst.launch.start import start
+from bmburst.launch.watchdog import beat
 from bmburst.mesh import Mesh
 from bmburst.outputs import TRAINING_LOCK, held
-from bmburst.runtime import start
-from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps

@@ -18,8 +18,8 @@ from bmburst.checkpoint.adapter import KEYS as ADAPTER
 from bmburst.data.messages import MESSAGE_KEYS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
+from bmburst.integrations.trainer_arguments import ARGUMENTS as TRAINER
 from bmburst.integrations.transformers_batch import BATCH_KEYS
-from bmburst.integrations.transformers_trainer import TRAINER_ARGUMENTS
 
 FOREIGN = "<!-- foreign settings -->"
 UNKNOWN = "unknown: refused"
@@ -108,6 +108,16 @@ def batch_keys() -> set[str]:
     return {key for collate in collators for key in collate(plain if collate is packed else samples)}
 
 
+def trainer_arguments() -> set[str]:
+    """Return the arguments of transformers' Trainer and TRL's SFTTrainer, and the fields of their configurations."""
+    from transformers import Trainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    parameters = {*inspect.signature(Trainer).parameters, *inspect.signature(SFTTrainer).parameters}
+    return parameters | {each.name for each in dataclasses.fields(SFTConfig)}
+
+
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
     """Return what is done with keys, beginning with a verb unless it has no effect."""
     return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
@@ -130,7 +140,7 @@ TABLES = (
     Table("GenerationConfig of generate with a split cache", SPLIT_GENERATE, generation_fields),
     Table("Other arguments of generate with a split cache", SPLIT_ARGUMENTS, generate_arguments),
     Table("Batches of transformers", BATCH_KEYS, batch_keys),
-    Table("Arguments of a Trainer that mean something else on split sequences", TRAINER_ARGUMENTS),
+    Table("Arguments of Trainer, SFTTrainer and their configurations", TRAINER, trainer_arguments),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
 )

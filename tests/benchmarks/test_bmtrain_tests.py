@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bmtrain_tests
 from benchmarks.bmtrain_tests import FAILED, KNOWN, LATE, PASSED, SKIPPED, Outcome, find_files, judge, record, run_file
 from bmburst.errors import UserError
-from bmburst.runtime.install_bmtrain import REQUIREMENT
+from bmburst.setup.install_bmtrain import REQUIREMENT
 from tests.refusals import says
 
 ROOT = Path(__file__).parents[2]

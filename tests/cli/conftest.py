@@ -46,11 +46,11 @@ def launches(monkeypatch, tmp_path):
     calls = Launches()
 
     def launch(spec, command, request=""):
-        assert command[:2] == ["-m", "bmburst.runtime.handover"]
+        assert command[:2] == ["-m", "bmburst.launch.handover"]
         calls.append((spec, command[2], json.loads(request)))
         return 0
 
-    monkeypatch.setattr("bmburst.runtime.launch.launch", launch)
+    monkeypatch.setattr("bmburst.launch.launcher.launch", launch)
     return calls
 
 
@@ -68,9 +68,9 @@ def trained(monkeypatch):
 def as_rank(monkeypatch, launches):
     """Become a rank of our launcher, or of another one, where ranks share a store and nobody watches this process."""
     store = HashStore()
-    monkeypatch.setattr("bmburst.runtime.join", lambda: store)
-    monkeypatch.setattr("bmburst.runtime.launch.joined.watch", lambda *_: None)
-    monkeypatch.setattr("bmburst.runtime.handover._FAREWELL", 0.0)
+    monkeypatch.setattr("bmburst.launch.start.join", lambda: store)
+    monkeypatch.setattr("bmburst.launch.joined.watch", lambda *_: None)
+    monkeypatch.setattr("bmburst.launch.handover._FAREWELL", 0.0)
 
     def enter(rank, size, launched=False):
         for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)):

@@ -209,7 +209,7 @@ def launches(here, monkeypatch):
     calls = Launches()
 
     def launch(spec, command, request):
-        assert command == ["-m", "bmburst.runtime.handover", "bmburst.cli.check"]
+        assert command == ["-m", "bmburst.launch.handover", "bmburst.cli.check"]
         request = json.loads(request)
         config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], ""))
         calls.append((spec.nproc, config, request["steps"]))
@@ -220,7 +220,7 @@ def launches(here, monkeypatch):
             rank.setenv("WORLD_SIZE", str(spec.nproc))
             return run_rank(request) or (calls.status if spec.nproc == 1 else 0)
 
-    monkeypatch.setattr("bmburst.runtime.launch.launch", launch)
+    monkeypatch.setattr("bmburst.launch.launcher.launch", launch)
     return calls
 
 

@@ -1,8 +1,7 @@
 """`bmburst generate`: text and JSON lines, one rank and two, and what it refuses before weights are read."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from bmburst.cli import main
 from bmburst.inference import generator as generating
 from bmburst.inference.weights import ResidentWeights
 from tests.cli.commands import refused
+from tests.distributed.started import run_bmburst
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259,
@@ -133,8 +133,7 @@ def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ra
     lines.append({"messages": [*lines[2]["messages"], {"role": "assistant", "content": "It is"}]})
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     given = ["--prompts", "prompts.jsonl", "--output", "answers.jsonl", "--max-new-tokens", "6", "--nproc", str(ranks)]
-    command = [sys.executable, "-m", "bmburst", "generate", "--checkpoint", str(model), *given]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_bmburst("generate", "--checkpoint", model, *given, cwd=tmp_path, env=os.environ, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "4 answers" in done.stderr

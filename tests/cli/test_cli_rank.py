@@ -17,7 +17,7 @@ from bmburst.cli.train import run_rank
 from bmburst.config import to_dict
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
-from bmburst.runtime.launch import LaunchSpec
+from bmburst.launch.launcher import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started

@@ -200,15 +200,15 @@ def here(tmp_path_factory):
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
+        patch.setattr("bmburst.launch.launcher.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.rates.calibrate", lambda *_: "# Measured")
-        patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
-        patch.setattr("bmburst.runtime.doctor.can_train", lambda *_: True)
-        patch.setattr("bmburst.runtime.doctor.to_text", lambda *_: "")
-        patch.setattr("bmburst.runtime.doctor.to_json", lambda *_: "")
-        patch.setattr("bmburst.runtime.build_bmtrain.check_toolchain", lambda spec: spec)
-        patch.setattr("bmburst.runtime.build_bmtrain.build_wheel", lambda spec, _: spec.output)
+        patch.setattr("bmburst.setup.doctor.examine", lambda: [])
+        patch.setattr("bmburst.setup.doctor.can_train", lambda *_: True)
+        patch.setattr("bmburst.setup.doctor.to_text", lambda *_: "")
+        patch.setattr("bmburst.setup.doctor.to_json", lambda *_: "")
+        patch.setattr("bmburst.setup.build_bmtrain.check_toolchain", lambda spec: spec)
+        patch.setattr("bmburst.setup.build_bmtrain.build_wheel", lambda spec, _: spec.output)
         yield folder
 
 

@@ -131,7 +131,7 @@ def test_bad_input_is_said_once_and_ends_with_2(argv, words, tmp_path, monkeypat
     (tmp_path / "empty.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks are started"))
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks are started"))
     output = () if "--output" in argv else ("--output", tmp_path / "run")
     assert main(["train", *map(str, (*argv, *output))]) == 2
     require_said_once(capfd.readouterr().err, words)

@@ -30,9 +30,9 @@ def launcher(argv, offset, seconds, queue):
         return 0
 
     launched, said = [], io.StringIO()
-    import bmburst.runtime.launch
+    import bmburst.launch.launcher
 
-    bmburst.runtime.launch.launch = launch
+    bmburst.launch.launcher.launch = launch
     time.sleep(offset)
     with contextlib.redirect_stderr(said):
         status = main(argv)

@@ -34,7 +34,7 @@ IMPORTED = [
     "pytest",
     "bmburst.attention.api",
     "bmburst.train.trainer",
-    "bmburst.runtime.launch",
+    "bmburst.launch.launcher",
 ]
 
 

@@ -166,7 +166,7 @@ def _settings() -> dict[str, object]:
 
 def _loggers() -> Iterator[tuple[str, logging.Logger]]:
     yield "", logging.root
-    for name in ("bmburst", "bmburst.runtime", "bmburst.train"):
+    for name in ("bmburst", "bmburst.launch.start", "bmburst.train"):
         yield name, logging.getLogger(name)
 
 

@@ -49,7 +49,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     import bmtrain as bmt
 
     from bmburst import runtime
-    from bmburst.runtime.host.extension import EXTENSION, MARK
+    from bmburst.host.extension import EXTENSION, MARK
 
     nccl: Any = getattr(sys.modules[EXTENSION], MARK)
     nccl.close(_PATIENCE)
@@ -86,7 +86,7 @@ def _start(rank: int, size: int, port: int, tensor: int, *, on_gpus: bool) -> No
     if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    from bmburst.runtime import start
+    from bmburst.launch.start import start
 
     start(seed=0, tensor=tensor)
     torch.set_num_threads(1)  # BMTrain sets it to the processor's cores

@@ -1,5 +1,6 @@
 """`python -m bmburst` as `subprocess` has it: fresh, or forked off the server of the tests' ranks with torch there."""
 
+import contextlib
 import os
 import runpy
 import subprocess
@@ -8,29 +9,34 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 from tests.distributed.forked import as_here, default_interrupt, server
+from tests.distributed.launched import START, from_launcher
 
 
 class Program:
     """`python -m bmburst WORDS`, started: what tests use of a `subprocess.Popen` whose output is text in pipes.
 
     A process of its own, in a folder and an environment of its own, with nothing to read. It has imported torch; what
-    it starts itself has not.
+    it starts itself has not, but for `forked` ranks.
 
     Args:
         words: Arguments of the command.
         cwd: Its working directory.
         env: Its environment.
         first: Python that it runs before.
+        forked: Whether ranks that it launches are forked off it.
     """
 
-    def __init__(self, words: list[str], *, cwd: Path, env: Mapping[str, str], first: str = "") -> None:
+    def __init__(
+        self, words: list[str], *, cwd: Path, env: Mapping[str, str], first: str = "", forked: bool = False
+    ) -> None:
         ends = [os.pipe() for _ in range(2)]
         self.stdout, self.stderr = (os.fdopen(read, "r") for read, _ in ends)
         pipes = [Connection(write, readable=False) for _, write in ends]
         body = as_here(_enter, dict(env))
-        self._process = server().Process(target=body, args=(str(cwd), pipes, words, first))
+        self._process = server().Process(target=body, args=(str(cwd), pipes, words, first, forked))
         self._process.start()
         for pipe in pipes:
             pipe.close()
@@ -83,9 +89,9 @@ def fresh_program(words: list[str], *, cwd: Path, env: Mapping[str, str]) -> sub
 def run_bmburst(
     *words: object, cwd: Path, env: Mapping[str, str], timeout: float, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bmburst WORDS` to its end; `fresh` as a user does."""
+    """Run `python -m bmburst WORDS` to its end; `fresh` as a user does, else it and its ranks have imported torch."""
     texts = [str(word) for word in words]
-    program = fresh_program(texts, cwd=cwd, env=env) if fresh else Program(texts, cwd=cwd, env=env)
+    program = fresh_program(texts, cwd=cwd, env=env) if fresh else Program(texts, cwd=cwd, env=env, forked=True)
     try:
         out, err = program.communicate(timeout)
     finally:
@@ -96,7 +102,7 @@ def run_bmburst(
     return subprocess.CompletedProcess(list(words), program.returncode or 0, out, err)
 
 
-def _enter(cwd: str, pipes: list[Connection], words: list[str], first: str) -> None:
+def _enter(cwd: str, pipes: list[Connection], words: list[str], first: str, forked: bool) -> None:
     os.chdir(cwd)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -105,4 +111,5 @@ def _enter(cwd: str, pipes: list[Connection], words: list[str], first: str) -> N
         pipe.close()
     sys.argv = ["bmburst", *words]
     exec(first, {"__name__": "__main__"})
-    runpy.run_module("bmburst", run_name="__main__", alter_sys=True)
+    with mock.patch(START, from_launcher) if forked else contextlib.nullcontext():
+        runpy.run_module("bmburst", run_name="__main__", alter_sys=True)

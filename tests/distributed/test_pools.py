@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import bmburst
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
-from tests.runtime.launcher import assert_gone, wait_until
+from tests.launch.launcher import assert_gone, wait_until
 
 STARTERS = pytest.mark.parametrize("start", [run_processes, run_program])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from bmburst.cli import CommandParser, find_command, main
-from bmburst.runtime.install_bmtrain import REQUIREMENT
+from bmburst.setup.install_bmtrain import REQUIREMENT
 
 ROOT = Path(__file__).parents[2]
 

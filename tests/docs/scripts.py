@@ -119,7 +119,7 @@ def _enter(rank: int, size: int, port: int, folder: str, words: list[str], host_
     os.chdir(folder)
     torch.set_num_threads(1)
     if host_runtime:
-        from bmburst.runtime import host
+        from bmburst import host
 
         host.install()
     one_thread = mock.patch("torch.set_num_threads")  # BMTrain takes as many as there are cores, which others use too

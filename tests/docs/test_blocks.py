@@ -201,7 +201,7 @@ def test_every_block_is_run_or_checked(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in OURS if any(block.needs for block in OURS[name])])
 def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: 0)
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("bmburst.train.machine.available_bytes", lambda: None)

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from bmburst.cli import COMMANDS, CommandParser, main, training
-from bmburst.runtime.doctor import CHECKS
+from bmburst.setup.doctor import CHECKS
 from tests.docs.blocks import PATHS, read_blocks
 
 ROOT = Path(__file__).parents[2]

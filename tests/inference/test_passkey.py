@@ -4,10 +4,9 @@ The model in tests/inference/passkey was trained by tests/inference/train_passke
 """
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.weights import ResidentWeights
 from bmburst.outputs import is_picture
 from tests.cli.commands import refused
+from tests.distributed.started import run_bmburst
 from tests.refusals import refused as raises
 from tests.refusals import says
 
@@ -113,14 +113,8 @@ def test_other_lengths_are_refused(text: str) -> None:
 
 
 def evaluate(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "bmburst", "eval", "--checkpoint", str(MODEL), "--tokenizer", "bytes"]
-    done = subprocess.run(
-        [*command, "--passkey", "--output", "found.json", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    given = ("--checkpoint", MODEL, "--tokenizer", "bytes", "--passkey", "--output", "found.json", *options)
+    done = run_bmburst("eval", *given, cwd=folder, env=os.environ, timeout=240)
     assert done.returncode == status, done.stderr
     assert is_picture(folder / "found.png")
     return json.loads((folder / "found.json").read_text()), done.stdout
@@ -213,7 +207,7 @@ def test_bad_input_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
     Path("other.json").write_text('{"a": 1}')
     hugging_face(Path("large"), merged=300)
     given = list(options) if "--tokenizer" in options else [*options, "--tokenizer", "bytes"]

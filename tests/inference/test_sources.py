@@ -93,7 +93,7 @@ def _children(pid: int) -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if parent == pid and b"bmburst.runtime.handover" in words:
+            if parent == pid and b"bmburst.launch.handover" in words:
                 found.append(int(entry.name))
     return sorted(found)
 

@@ -1,5 +1,6 @@
 """What a Trainer cannot do exactly on split sequences is refused by name. docs/trainer.md's scripts show the rest."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 from accelerate import Accelerator, ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl import DPOTrainer
 
 from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
+from bmburst.integrations.trainer_arguments import require_understood
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
@@ -31,9 +34,16 @@ def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
     return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
-def _trainer(folder: Path, *, collator: Callable[..., Any] | None = None, args: Any = None, **options: Any) -> Trainer:
+def _trainer(
+    folder: Path,
+    *,
+    collator: Callable[..., Any] | None = None,
+    args: Any = None,
+    given: TrainingArguments | None = None,
+    **options: Any,
+) -> Trainer:
     register()
-    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
+    arguments = given or TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
     return SplitTrainer(
         split=SplitSequences(_mesh()),
         model=tiny.transformers_model(attention="bmburst", use_cache=False),
@@ -51,11 +61,58 @@ def _trainer(folder: Path, *, collator: Callable[..., Any] | None = None, args: 
         ({"compute_loss_func": max}, "compute_loss_func | cross entropy | fix: leave it out"),
         ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor | 0.1 | allowed: 0"),
         ({"args": {"train_sampling_strategy": "batch_rebalance"}}, "'batch_rebalance' | 'group_by_length' | fix: "),
+        (
+            {"args": {"average_tokens_across_devices": False}},
+            "average_tokens_across_devices | all ranks | allowed: True",
+        ),
+        ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size | alone | allowed: False"),
+        ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
     ],
 )
 def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with refused(words):
         _trainer(tmp_path, **options)
+
+
+def _arguments(module: str, folder: Path, **fields: object) -> TrainingArguments:
+    """Return arguments of a class in a module, which has one more field."""
+    new: Any = dataclasses.make_dataclass("New", [("weight_of_loss", float, 1.0)], bases=(TrainingArguments,))
+    new.__module__ = module
+    arguments: TrainingArguments = new(output_dir=str(folder), use_cpu=True, report_to="none", **fields)
+    return arguments
+
+
+def test_an_argument_of_a_later_version(tmp_path: Path) -> None:
+    """It is refused where it is set. A field of the caller's own class is the caller's."""
+    for given in (
+        _arguments("transformers.training_args", tmp_path),
+        _arguments("mine", tmp_path, weight_of_loss=2.0),
+    ):
+        _trainer(tmp_path, given=given)
+    with refused("weight_of_loss of SplitTrainer | docs/foreign_settings.md | fix: leave it out"):
+        _trainer(tmp_path, given=_arguments("trl.sft_config", tmp_path, weight_of_loss=2.0))
+
+
+def test_an_argument_of_a_later_trainer(tmp_path: Path) -> None:
+    class Later(SplitTrainer):
+        def __init__(self, weigh: Any) -> None: ...
+
+    trainer: Any = _trainer(tmp_path)
+    trainer.__class__ = Later
+    require_understood(trainer, ["model", "weigh"])
+    Later.__module__ = "trl.trainer"
+    with refused("weigh of Later | docs/foreign_settings.md | fix: leave it out"):
+        require_understood(trainer, ["model", "weigh"])
+
+
+def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
+    """It is refused before it reads the data."""
+
+    class SplitDPO(SplitBatches, DPOTrainer):  # type: ignore[misc]
+        pass
+
+    with refused("DPOTrainer | loss of its own | allowed: Trainer, SFTTrainer | docs/preference.md"):
+        SplitDPO(split=SplitSequences(_mesh()), model="folder that does not exist")
 
 
 def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

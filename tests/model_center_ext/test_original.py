@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 IMPORT_ALL = """
 from importlib import import_module
 from pkgutil import walk_packages
-from bmburst.runtime import host
+from bmburst import host
 host.install()
 import model_center
 failed = []

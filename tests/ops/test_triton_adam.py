@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst.runtime.host.extension import adam_step
+from bmburst.host.extension import adam_step
 from bmburst_ops.triton_elementwise import adamw_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

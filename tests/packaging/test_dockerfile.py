@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.runtime import build_bmtrain
-from bmburst.runtime.doctor import CHECKS, GpuPackageCheck, bmtrain
+from bmburst.setup import build_bmtrain
+from bmburst.setup.doctor import CHECKS, GpuPackageCheck, bmtrain
 from tests.docs.blocks import DOCS
 from tests.docs.commands import exists
 from tests.packaging.wheel import NEEDED, PACKAGES, ROOT

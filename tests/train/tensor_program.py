@@ -108,8 +108,8 @@ def chunks(folder: Path) -> None:
 def refusals() -> None:
     """What cannot work is said on every rank, before anything waits."""
     from bmburst.blocks.model import Llama
+    from bmburst.launch.start import start
     from bmburst.mesh import Mesh
-    from bmburst.runtime import start
 
     three = replace(run_program.SHAPE, num_heads=3, num_kv_heads=1, head_dim=8)
     wide = replace(run_program.SHAPE, intermediate_size=25)

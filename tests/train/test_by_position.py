@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from bmburst.outputs import is_picture
 from tests.cli.commands import refused
 from tests.distributed.programs import run_program
+from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.train import run_program as program
 
@@ -82,14 +81,8 @@ def _equal_transformers(folder, pack):
 def test_the_command_writes_bins_and_a_picture(tmp_path):
     (tmp_path / "text.txt").write_text("The grass is green. The sky is blue. " * 20)
     given = ["--checkpoint", str(MODEL), "--data", "text.txt", "--sequence-length", "300", "--by-position"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bmburst", "eval", *given, "--nproc", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = run_bmburst("eval", *given, "--nproc", "2", cwd=tmp_path, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "by_position.json").read_text())
     assert sum(each["tokens"] for each in found["bins"]) == found["measured"]["tokens"] == 741

@@ -158,7 +158,7 @@ def test_what_a_folder_leaves_out_is_said_once(tmp_path):
 
 
 def _open(folder):
-    from bmburst.runtime import start
+    from bmburst.launch.start import start
 
     runtime = start()
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -215,7 +215,7 @@ def test_all_ranks_refuse_what_rank_0_alone_reads(tmp_path):
 
 
 def _refuse(text, source):
-    from bmburst.runtime import start
+    from bmburst.launch.start import start
 
     runtime, words = start(), text.tokenizer_name
     given = {"data.source": str(source), "data.tokenizer": words}

@@ -14,9 +14,10 @@ import pytest
 from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.conversion import convert
-from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, require_whole
+from bmburst.checkpoint.files import newest_whole, require_whole
 from bmburst.checkpoint.sharded_files import together
 from bmburst.cli import main
+from bmburst.cli.run_folder import bytes_to_come, checkpoint_bytes
 from bmburst.errors import RunError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
@@ -209,8 +210,8 @@ def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     launched = []
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: launched.append(1) or 0)
-    size = nbytes(TrainConfig())
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: launched.append(1) or 0)
+    size = checkpoint_bytes(TrainConfig())
     (tmp_path / "x.txt").write_text("some text " * 2000)
     argv = ["train", "--output", "run", "--data", "x.txt", "--sequence-length", "64"]
     for free, status, more in (
@@ -233,9 +234,9 @@ def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypat
 
 
 def test_checkpoints_to_come(tmp_path):
-    config, one = TrainConfig(steps=200, checkpoint_every=50), nbytes(TrainConfig())
+    config, one = TrainConfig(steps=200, checkpoint_every=50), checkpoint_bytes(TrainConfig())
     assert one == TrainConfig().model.num_parameters * 12
-    assert nbytes(TrainConfig(dtype="bfloat16")) == TrainConfig().model.num_parameters * 14
+    assert checkpoint_bytes(TrainConfig(dtype="bfloat16")) == TrainConfig().model.num_parameters * 14
     assert bytes_to_come(config, tmp_path) == 3 * one
     assert bytes_to_come(config.replace(checkpoint_every=150), tmp_path) == 2 * one
     assert bytes_to_come(config.replace(checkpoint_every=0), tmp_path) == one

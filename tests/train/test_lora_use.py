@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.adapter import adapter_shapes
-from bmburst.checkpoint.files import nbytes
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
+from bmburst.cli.run_folder import checkpoint_bytes
 from bmburst.train.clock import FlopsMeter
 from bmburst.train.config import EvalConfig, OptimizerConfig, TrainConfig
 from tests import tiny
@@ -117,7 +117,7 @@ def test_the_command_line_takes_adapters(trained, capfd):
 
 
 def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path, monkeypatch):
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
     run, other, base = (str(trained / name) for name in ("run", "other", "base"))
     text = ["--data", str(trained / "text.txt")]
     prompt = ["--prompt", "line 1:", "--nproc", "2"]
@@ -182,7 +182,8 @@ def test_what_a_run_needs_counts_adapters_alone(trained):
     assert LORA.parameters(SHAPE) == count > 0
     files = (trained / "run/checkpoints/step-000004").glob("*.safetensors")
     written = sum(path.stat().st_size for path in files if path.name != "random.safetensors")
-    assert nbytes(config(trained)) == pytest.approx(written, rel=0.5) and nbytes(config(trained)) < written
+    counted = checkpoint_bytes(config(trained))
+    assert counted == pytest.approx(written, rel=0.5) and counted < written
     given = {"model": SHAPE, "recompute": "none", "ranks": 1, "peak": 1e12}
     full, adapted = FlopsMeter(**given).of(100, 0, 1), FlopsMeter(**given, adapters=count).of(100, 0, 1)
     weights = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.hidden_size

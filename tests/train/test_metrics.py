@@ -17,7 +17,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, plot_losses, read_lines, smoothed
+from bmburst.memory import peak_bytes
+from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, plot_losses, read_lines, smoothed
 from bmburst.train.report import ProgressBar
 from tests.refusals import refused
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bmburst import memory
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train import machine, memory_plan
@@ -149,15 +150,15 @@ def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
     files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(machine, name, tmp_path / name)
-    assert machine.available_bytes() == 5 * 1024
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    assert memory.available_bytes() == 5 * 1024
     for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
         (tmp_path / "_LIMIT").write_text(limit)
-        assert machine.available_bytes() == free
+        assert memory.available_bytes() == free
     (tmp_path / "_LIMIT").unlink()
-    assert machine.available_bytes() == 5 * 1024
-    assert machine.total_bytes() == 9 * 1024
-    monkeypatch.setattr(machine, "_GROWS", (f"{tmp_path}/_MEM*",))
-    assert machine.total_bytes() is None  # there may come more
+    assert memory.available_bytes() == 5 * 1024
+    assert memory.total_bytes() == 9 * 1024
+    monkeypatch.setattr(memory, "_GROWS", (f"{tmp_path}/_MEM*",))
+    assert memory.total_bytes() is None  # there may come more
     (tmp_path / "_MEMORY").unlink()
-    assert machine.available_bytes() is None
+    assert memory.available_bytes() is None

@@ -7,12 +7,12 @@ import torch
 
 from bmburst.blocks.presets import preset
 from bmburst.errors import RunError
+from bmburst.memory import peak_bytes
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import DeviceMemory, expected_memory, explain, explained, planned
-from bmburst.train.metrics import peak_bytes
 from tests.refusals import refused
 
 GIB = 2**30

@@ -1,0 +1,153 @@
+"""The arguments of transformers' Trainer and TRL's SFTTrainer, and what each of them does on split sequences.
+
+The lists name what was read in transformers 5.23 and TRL 1.16. An argument of another version is refused if it is set.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from bmburst.errors import UserError
+
+_LOSSES = ("Trainer", "SFTTrainer")
+_SAME = "read by the Trainer; the same on split sequences"
+_NO_LOGITS = "no effect, because predictions are not gathered"
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(repr, values))
+
+
+_ALLOWED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        "auto_find_batch_size": ((False,), "one rank without memory would begin again alone"),
+        "average_tokens_across_devices": ((True,), "the loss is the mean over the labels of all ranks"),
+        "deepspeed": ((None,), "only DDP and FSDP2 were read"),
+        "label_names": ((None, ["labels"], ("labels",)), "the loss is that of the labels"),
+        "label_smoothing_factor": ((0,), "the loss is cross entropy"),
+        "loss_type": (("nll",), "the loss is cross entropy"),
+        "train_sampling_strategy": (
+            ("random", "sequential", "group_by_length"),
+            "the order of samples may not depend on ranks",
+        ),
+        "use_liger_kernel": ((False,), "its loss would take the place of the model's"),
+    }
+)
+"""Values that are exact on split sequences, and why no other is."""
+
+_READ: Mapping[str, str] = MappingProxyType(
+    {
+        _SAME: """
+            output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps
+            learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm
+            optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon
+            bf16 fp16 bf16_full_eval fp16_full_eval tf32 torch_compile torch_compile_backend torch_compile_mode
+            activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
+            gradient_checkpointing_kwargs use_cache torch_empty_cache_steps
+            logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
+            log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+            trackio_static_space_id
+            eval_strategy eval_steps eval_delay per_device_eval_batch_size eval_on_start
+            save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
+            push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+            load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+            restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism seed data_seed use_cpu
+            dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+            dataloader_multiprocessing_context dataloader_in_order dataloader_drop_last remove_unused_columns
+            length_column_name
+            ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
+            ddp_timeout debug skip_memory_metrics do_train do_eval do_predict local_rank
+            model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
+            eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
+            pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss activation_offloading
+            model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers
+            optimizer_cls_and_kwargs quantization_config peft_config formatting_func
+            """,
+        _NO_LOGITS: """
+            eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
+            batch_eval_metrics preprocess_logits_for_metrics
+            """,
+        "no effect, because Liger-Kernel is refused": "liger_kernel_config",
+        "read; DistributedDataParallel and FSDP2 average the gradients, other kinds are refused": "fsdp fsdp_config",
+        "read; `dispatch_batches` and `split_batches` are refused, because ranks of a sequence read the same batches": (
+            "accelerator_config"
+        ),
+        "read; predictions are refused, because logits of a long sequence fit on no rank": "prediction_loss_only",
+        "read; the noise is that of the whole sequence": "neftune_noise_alpha",
+        "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
+        "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",
+        "read; a model with a router's loss is refused": "router_aux_loss_coef",
+        "refused, because the loss is cross entropy": "compute_loss_func",
+        "refused, because the logits of a long sequence fit on no rank": "compute_metrics",
+    }
+)
+
+ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {name: does for does, names in _READ.items() for name in names.split()}
+    | {name: f"read; allowed: {_listed(values)}, because {why}" for name, (values, why) in _ALLOWED.items()}
+)
+"""What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
+
+
+def require_loss(trainer: type) -> None:
+    """Check that no class of transformers or TRL, of which a trainer is derived, has a loss of its own.
+
+    Raises:
+        UserError: One has.
+    """
+    for each in trainer.__mro__:
+        if _is_library(each) and "compute_loss" in vars(each) and each.__name__ not in _LOSSES:
+            raise UserError(
+                f"{each.__name__} has a loss of its own, which is not computed on split sequences\n"
+                f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
+                "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/preference.md)"
+            )
+
+
+def require_understood(trainer: Any, options: Iterable[str]) -> None:
+    """Check that a Trainer is asked for nothing that means another thing on split sequences.
+
+    Fields and parameters that are defined outside of transformers and TRL are the caller's own.
+
+    Args:
+        trainer: The Trainer, made.
+        options: Names of its arguments that are set.
+
+    Raises:
+        UserError: A value is not exact on split sequences, or an argument of transformers or TRL is set that is not in
+            `ARGUMENTS`.
+    """
+    for name, (allowed, why) in _ALLOWED.items():
+        value = getattr(trainer.args, name, allowed[0])
+        if value not in allowed:
+            raise UserError(
+                f"{name}={value!r} is not exact on split sequences: {why}\n"
+                f"allowed: {_listed(allowed)}\nfix: leave it out"
+            )
+    parameters = {
+        name for each in type(trainer).__mro__ if _is_library(each) for name in inspect.signature(each).parameters
+    }
+    unknown = sorted(({*options} & parameters) - {*ARGUMENTS}) + _changed_fields(trainer.args)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} of {type(trainer).__name__} is not known, so it may mean another thing on split sequences\n"
+            "allowed: the arguments that docs/foreign_settings.md lists\nfix: leave it out"
+        )
+
+
+def _changed_fields(arguments: Any) -> list[str]:
+    """Return the fields of transformers and TRL that are not in `ARGUMENTS` and do not have their default."""
+    found = []
+    for owner in filter(_is_library, type(arguments).__mro__):
+        unknown = {*vars(owner).get("__annotations__", {})} - {*ARGUMENTS}
+        fields = [each.name for each in dataclasses.fields(arguments) if each.name in unknown]
+        if fields:  # what a field is by default is known after __post_init__ only
+            plain = owner(output_dir=arguments.output_dir, use_cpu=arguments.use_cpu, report_to="none")
+            found += [name for name in fields if getattr(arguments, name) != getattr(plain, name)]
+    return found
+
+
+def _is_library(owner: type) -> bool:
+    return owner.__module__.split(".")[0] in ("transformers", "trl")

@@ -1,0 +1,115 @@
+"""Hands one request to all ranks: resolved and checked once, above, and trusted by the ranks.
+
+A command resolves its options to a request, a dictionary of JSON types. `run_on_ranks` starts ranks on this machine,
+each of which calls `run_rank(request)` of a module. If torchrun started this process as one of its ranks,
+`run_joined_rank` does the same: rank 0 resolves the request, and the other ranks get it through the ranks' store.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from bmburst.errors import UserError
+from bmburst.launch.rank import FOLDER, REQUEST, limit_teardown
+from bmburst.launch.spec import LaunchSpec
+
+Request = Mapping[str, Any]
+_KEY, _READERS = "request", "ranks that have read it"
+_BAD_INPUT = 2
+_FAREWELL = 60.0  # seconds that rank 0 waits for ranks that are still starting
+
+
+def is_rank() -> bool:
+    """Return whether this process is a rank: a launcher has set RANK."""
+    return "RANK" in os.environ
+
+
+def run_on_ranks(module: str, request: Request, spec: LaunchSpec) -> int:
+    """Start ranks on this machine that call `run_rank(request)` of a module, and return the exit status.
+
+    Args:
+        module: Name of the module. Its `run_rank` returns the exit status of a rank.
+        request: What all ranks get, of JSON types.
+        spec: How many ranks, and how they are watched.
+    """
+    from bmburst.launch.launcher import launch
+
+    return launch(spec, ["-m", "bmburst.launch.handover", module], json.dumps(request))
+
+
+def run_joined_rank(
+    module: str, settle: Callable[[int], AbstractContextManager[tuple[Request | None, LaunchSpec]]]
+) -> int:
+    """Run this process, which another launcher started, as a rank. Returns its exit status.
+
+    Args:
+        module: See `run_on_ranks`.
+        settle: For rank 0: a context of the request (None: there is nothing to do) and the limits of time; gets the
+            number of ranks.
+
+    Raises:
+        UserError: On rank 0, if `settle` or the work raises it. The other ranks return 2: rank 0 prints the message.
+    """
+    from bmburst.launch.start import join
+
+    store, world = join(), int(os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] != "0":
+        told = json.loads(store.get(_KEY).decode())
+        store.add(_READERS, 1)
+        if isinstance(told, int):
+            return told
+        try:
+            return _watched(module, **told)
+        except UserError:
+            return _BAD_INPUT
+    with contextlib.ExitStack() as stack:
+        try:
+            request, spec = stack.enter_context(settle(world))
+        except BaseException:
+            _tell(store, _BAD_INPUT, world)
+            raise
+        if request is None:
+            return _tell(store, 0, world)
+        limits = {"hang_timeout": spec.hang_timeout, "start_timeout": spec.start_timeout}
+        told = {"request": request, "limits": limits, "token": secrets.token_hex(8)}
+        store.set(_KEY, json.dumps(told))
+        return _watched(module, **told)
+
+
+def _tell(store: Any, status: int, world: int) -> int:
+    """Let the other ranks end with a status. Waits until they know it: the store may end with this process."""
+    store.set(_KEY, json.dumps(status))
+    until = time.monotonic() + _FAREWELL
+    while store.add(_READERS, 0) < world - 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    return status
+
+
+def _watched(module: str, request: Request, limits: Mapping[str, Any], token: str) -> int:
+    from bmburst.launch.joined import watch
+
+    folder = Path(tempfile.gettempdir()) / f"bmburst-ranks-{token}"
+    watch(LaunchSpec(nproc=int(os.environ["LOCAL_WORLD_SIZE"]), **limits), folder)
+    try:
+        return _call(module, request)
+    except BaseException:
+        limit_teardown(folder)
+        raise
+
+
+def _call(module: str, request: Request) -> int:
+    status: int = importlib.import_module(module).run_rank(request)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(_call(sys.argv[1], json.loads((Path(os.environ[FOLDER]) / REQUEST).read_text(encoding="utf-8"))))

@@ -1,0 +1,65 @@
+"""Memory of this host, and of this process and its GPU."""
+
+import sys
+from pathlib import Path
+
+_MEMORY = Path("/proc/meminfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
+"""Devices that add memory to a virtual machine on demand: MemTotal then starts at a fraction of the total."""
+
+
+def available_bytes() -> int | None:
+    """Return the free bytes of this host, at most its container's limit; None if Linux does not report them."""
+    return _least(_line("MemAvailable:"))  # the container's usage is not subtracted: it includes the page cache
+
+
+def total_bytes() -> int | None:
+    """Return the bytes of this host, at most its container's limit; None if they can grow or Linux reports none."""
+    grows = any(any(Path("/").glob(pattern[1:])) for pattern in _GROWS)
+    return None if grows else _least(_line("MemTotal:"))
+
+
+def peak_bytes() -> tuple[int, int]:
+    """Return the peak allocated and the peak reserved memory of this rank in bytes.
+
+    On a GPU, since `forget_peak`; without CUDA, the peak resident set of the process so far, and 0.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return peak_resident_bytes(), 0
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak resident set of the process so far, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes on Linux
+
+
+def forget_peak() -> None:
+    """Reset the GPU's peak memory counters that `peak_bytes` reads."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _line(name: str) -> int | None:
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+    except (OSError, StopIteration):
+        return None
+
+
+def _least(nbytes: int | None) -> int | None:
+    if nbytes is None:
+        return None
+    try:
+        return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no container, or no limit
+        return nbytes

@@ -1,0 +1,1 @@
+"""Checks an installation, and builds BMTrain for a machine: `bmburst doctor` and `bmburst build-bmtrain`."""
