@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from bmburst.data import open_corpus
+from bmburst.data import LengthReport, open_corpus
 from bmburst.data.token_file import TokenFile
+from bmburst.data.token_writer import Masked
 from bmburst.data.whole_documents import LEAST_SHARED, pack_sequences
 from bmburst.train.resolve import resolve
 from bmburst_ops import IGNORE_INDEX
@@ -67,6 +68,17 @@ def test_files_without_several_answers_are_written_as_before(tmp_path):
     plain, one = ({"prompt": PROMPT, "completion": "x"}, {"prompt": PROMPT, "completions": ["x"]})
     files = [corpus(tmp_path, line, {"text": "y"}, name=name) for line, name in ((plain, "a"), (one, "b"))]
     assert files[0].path.read_bytes() == files[1].path.read_bytes() and not files[1].groups
+
+
+def test_records_are_left_out_by_their_longest_answer():
+    report = LengthReport(10)
+    sizes = [((4, 1), (9, 1), (10, 1)), ((4, 1), (11, 1)), ((4, 1),) * 3]
+    records = [
+        Masked(np.zeros(sum(n for n, _ in each), np.int64), np.ones(sum(n for n, _ in each), bool), 1, 0, each)
+        for each in sizes
+    ]
+    assert [report.keep(record) for record in records] == [True, False, True]
+    assert "2 records, 35 of 35 tokens" in report.text()
 
 
 def labels_of(packed):
