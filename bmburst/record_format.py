@@ -13,7 +13,18 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
 COLUMNS = (
-    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"),
+    *(
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "completions",
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "system",
+    ),
     *("chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
 )
 """Columns of a record that have a meaning."""
@@ -101,12 +112,14 @@ class RecordFormat:
         ours = {mine: value[name] for mine, name in theirs.items() if value.get(name) is not None}
         left = {key: each for key, each in value.items() if key not in theirs and key not in theirs.values()}
         made = {**left, **ours}
-        for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
-            if isinstance(made.get(key), list):
-                made[key] = [self._message(each) for each in made[key]]
-            elif isinstance(made.get(key), dict):
-                made[key] = self._message(made[key])
+        for key in ("messages", "conversations", "prompt", "completion", "completions", "chosen", "rejected"):
+            if key in made:
+                made[key] = self._messages(made[key])
         return made
+
+    def _messages(self, value: Any) -> Any:
+        """Return messages with our fields: one, a list of them, or a list of such lists."""
+        return [self._messages(each) for each in value] if isinstance(value, list) else self._message(value)
 
     def _message(self, message: Any) -> Any:
         """Return a message with our fields: from and value if it has the name of a speaker, else role and content."""

@@ -196,9 +196,9 @@ class LlamaConfig:
         Raises:
             UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
         """
-        if pack == "documents" and self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
+        if pack != "stream" and self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
             raise UserError(
-                "pack documents does not support model.rope_scaling.kind dynamic, which depends on the document's "
+                f"pack {pack} does not support model.rope_scaling.kind dynamic, which depends on the document's "
                 "length\nallowed: linear, yarn, llama3, or none\n"
                 "fix: --pack stream, or another --model.rope_scaling.kind"
             )

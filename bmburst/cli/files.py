@@ -149,15 +149,16 @@ def _show(text: "Text", count: int) -> None:
             ids = np.append(text.tokenizer.encode(made), text.tokenizer.eos_id)
             print(sample(name, ids, np.ones(len(ids), bool), text.tokenizer, marks))
             continue
-        halves: list[tuple[str, slice]] = [(name, slice(None))]
-        if made.chosen is not None:
-            halves = [
-                (f"{name}, chosen", slice(made.chosen[0])),
-                (f"{name}, rejected", slice(made.chosen[0], None)),
-            ]
-        for each, part in halves:
-            title = each if made.weight == 1 else f"{each}, weight {made.weight:g}"
+        at, whole = 0, [(len(made.ids), 0)]
+        for number, (length, _) in enumerate(made.documents or whole):
+            title = name
+            if made.documents:
+                title += f", {('chosen', 'rejected')[number] if made.is_pair else f'answer {number + 1}'}"
+            if made.weight != 1:
+                title += f", weight {made.weight:g}"
+            part = slice(at, at + length)
             print(sample(title, made.ids[part], made.answers[part], text.tokenizer, marks))
+            at += length
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:

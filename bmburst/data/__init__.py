@@ -18,7 +18,7 @@ from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
 from bmburst.data.packing import PackedSequences
-from bmburst.data.records import DEFAULT, Reading, hold_records, read_records
+from bmburst.data.records import DEFAULT, Reading, hold_groups, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
@@ -93,6 +93,16 @@ def are_records(source: str | Path, text_field: str, form: RecordFormat = DEFAUL
         if is_token_file(Path(source)):
             return TokenFile.open(source).loss_mask is not None
         return hold_records(find_sources([source]), text_field, form)
+    except (OSError, UserError):
+        return False
+
+
+def have_groups(source: str | Path, form: RecordFormat = DEFAULT) -> bool:
+    """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
+    try:
+        if is_token_file(Path(source)):
+            return TokenFile.open(source).groups
+        return hold_groups(find_sources([source]), form)
     except (OSError, UserError):
         return False
 

@@ -43,6 +43,9 @@ class Sequences(Protocol):
     def documents(self, index: int) -> tuple[int, ...] | None:
         """Return the number of inputs of each document of a sample; None if a sample is one text."""
 
+    def parents(self, index: int) -> tuple[int, ...] | None:
+        """Return the parent of each of these documents, -1 for none; None if no documents share a prompt."""
+
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
         """Return inputs and labels of a sample at positions before the padding, each int64 `[len(places)]`."""
 
@@ -100,6 +103,11 @@ class Samples:
         if self.sequences.pack == "stream":
             return None
         return tuple((1,) if row is None else self.sequences.documents(row) or () for row in self.rows)
+
+    @property
+    def parents(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each row the parents of its documents as in `bmburst.Tree`; None if no documents share a prompt."""
+        return tuple(None if row is None else self.sequences.parents(row) for row in self.rows)
 
     def read(self, row: int, places: range) -> tuple[Ids, Ids]:
         """Return inputs and labels of a row at given positions, each int64 `[len(places)]`; only these are read.

@@ -20,7 +20,7 @@ from bmburst.data.messages import (
     unread,
     written_as_data,
 )
-from bmburst.data.records import Pair, Record, template_text
+from bmburst.data.records import AnyRecord, Pair, Record, template_text
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line
@@ -189,8 +189,8 @@ class RecordEncoder:
         parts += [sorted(self._learned_roles)] if self._learned_roles != {"assistant"} else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "replace")).hexdigest()
 
-    def encode(self, record: Record | Pair) -> Masked:
-        """Return a record's ids and the mask of its answers; for a pair, the chosen answer, then the rejected one.
+    def encode(self, record: AnyRecord) -> Masked:
+        """Return a record's ids and the mask of its answers; for several answers, those of the prompt with each.
 
         Prompt and completion are tokenized together, like a prompt of `bmburst generate`, and followed by an
         end-of-document id. A text is enclosed by two end-of-document ids, as in files of text. Segments are tokenized
@@ -200,14 +200,20 @@ class RecordEncoder:
             UserError: There is no chat template, it rejects the messages, or no answer is found; the message names
                 file and line.
         """
-        if isinstance(record, Pair):
-            chosen, rejected = self.encode(record.chosen), self.encode(record.rejected)
+        if not isinstance(record, Record):
+            is_pair = isinstance(record, Pair)
+            records = (record.chosen, record.rejected) if isinstance(record, Pair) else record.records
+            each = [self.encode(one) for one in records]
+            if len(each) == 1:
+                return each[0]
             return Masked(
-                np.concatenate([chosen.ids, rejected.ids]),
-                np.concatenate([chosen.answers, rejected.answers]),
-                chosen.answer_bytes + rejected.answer_bytes,
-                _key(f"{chosen.key} {rejected.key}"),
-                (len(chosen.ids), chosen.answer_bytes),
+                np.concatenate([one.ids for one in each]),
+                np.concatenate([one.answers for one in each]),
+                sum(one.answer_bytes for one in each),
+                _key(" ".join(str(one.key) for one in each)),
+                tuple((len(one.ids), one.answer_bytes) for one in each),
+                is_pair,
+                record.weight,
             )
         if record.messages is not None:
             ids, answers, size = self._conversation(record)

@@ -18,6 +18,7 @@ from bmburst.errors import UserError
 
 KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
+    '{"prompt": "...", "completions": ["...", "..."]}, '
     '{"instruction": "...", "output": "..."} or {"text": "..."}'
 )
 SHAPES = (

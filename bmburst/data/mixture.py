@@ -242,6 +242,11 @@ class Mixture:
         part, own = self._find(index)
         return part.documents(own)
 
+    def parents(self, index: int) -> tuple[int, ...] | None:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.parents(own)
+
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
         """See `Sequences`."""
         part, own = self._find(index)

@@ -113,8 +113,10 @@ def _joined(starts: Spans, stops: Spans) -> Spans:
 
 
 SPLITS = ("train", "held_out", "all")
-PACKS = ("stream", "documents")
-"""Whether tokens attend to the whole sequence ("stream"), or only to their own document ("documents")."""
+PACKS = ("stream", "documents", "trees")
+"""Whether tokens attend to the whole sequence ("stream"), or only to their own document ("documents", "trees").
+
+In "trees", documents of one record share their prompt, which is in the sequence once."""
 HELD_OUT_FRACTION = 0.05
 
 
@@ -145,6 +147,11 @@ class PartOfCorpus(ABC):
     def eos_id(self) -> int:
         """The end-of-document id, also used for padding."""
         return self.token_file.eos_id
+
+    def parents(self, index: int) -> tuple[int, ...] | None:
+        """Return the parent of each document of sample `index`, -1 for none; None if no documents share a prompt."""
+        del index
+        return None
 
     @property
     def fingerprint(self) -> str:
@@ -186,7 +193,7 @@ class PackedSequences(PartOfCorpus):
         split: "train", "held_out" or "all".
         sequence_length: S, tokens per sequence.
         held_out_fraction: Fraction of the corpus's tokens that is never trained on, in [0, 1); "all" ignores it.
-        pack: "stream": each sample is one text; "documents": attention is separate for each document.
+        pack: "stream": each sample is one text; "documents" and "trees": attention is separate for each document.
 
     Attributes:
         label_count: Number of labels, equal to the number of tokens of the split.

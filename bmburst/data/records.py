@@ -25,7 +25,7 @@ from bmburst.record_format import RecordFormat
 
 T = TypeVar("T")
 _KEYS = (
-    *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
+    *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"prompt", "completions"}, {"instruction", "output"}),
     *({"chosen"}, {"rejected"}, {"segments"}),
 )
 """Keys that distinguish a record from a line of text."""
@@ -36,6 +36,7 @@ PAIRS = (
 RECORD_KEYS = {
     **dict.fromkeys(("messages", "conversations"), "the conversation"),
     **dict.fromkeys(("prompt", "completion"), "a prompt and the answer to learn"),
+    "completions": "several answers to learn, to the prompt, or to the conversation of messages",
     **dict.fromkeys(("instruction", "input", "output", "history"), "a conversation"),
     **dict.fromkeys(("chosen", "rejected"), "the answers of a preference pair"),
     "segments": "a list of label and text: the texts after one another, and whether each is learned",
@@ -139,7 +140,31 @@ class Reading:
         return {key: value for key, value in found.items() if value}
 
 
-def _as_it_is(record: Record | Pair) -> Any:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several answers to one prompt, all to be learned.
+
+    Attributes:
+        records: The prompt with each answer, one or more.
+    """
+
+    records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        """Its origin for error messages, "chats.jsonl:3"."""
+        return self.records[0].name
+
+    @property
+    def weight(self) -> float:
+        """Factor of the losses of the answers' tokens."""
+        return self.records[0].weight
+
+
+AnyRecord = Record | Pair | Group
+
+
+def _as_it_is(record: AnyRecord) -> Any:
     return record
 
 
@@ -152,15 +177,24 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text", form: Re
         UserError: That line is not valid JSON.
         OSError: The file cannot be read.
     """
+    keys = _first_keys(files, form)
+    return text_field not in keys and any(known <= keys for known in _KEYS)
+
+
+def hold_groups(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> bool:
+    """Return whether files contain records with several answers, judged and refused as in `hold_records`."""
+    return "completions" in _first_keys(files, form)
+
+
+def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:
     for file in files:
         if file.kind == "text":
             continue
         for _, value in first_row(file):
             if isinstance(value, UserError):
                 raise value
-            keys = set(form.row(value)) if isinstance(value, dict) else set()
-            return text_field not in keys and any(known <= keys for known in _KEYS)
-    return False
+            return set(form.row(value)) if isinstance(value, dict) else set()
+    return set()
 
 
 def read_records(
@@ -169,7 +203,7 @@ def read_records(
     text_field: str = "text",
     form: RecordFormat = DEFAULT,
     on_read: Callable[[int], object] = lambda _: None,
-    check: Callable[[Record | Pair], T] = _as_it_is,
+    check: Callable[[AnyRecord], T] = _as_it_is,
     reading: Reading | None = None,
 ) -> Iterator[T]:
     """Yield the records of files in order, one line in memory at a time; either all are preference pairs, or none is.
@@ -187,11 +221,11 @@ def read_records(
             mixed with other records; the message names file and line, and further bad lines of the file. Or no line has
             a column that `form` names.
     """
-    first: Record | Pair | None = None
+    first: AnyRecord | None = None
     reading = reading or Reading()
     missing = set(form.theirs.values())
 
-    def converted(name: str, value: Any) -> tuple[Record | Pair, T]:
+    def converted(name: str, value: Any) -> tuple[AnyRecord, T]:
         if isinstance(value, dict):
             missing.difference_update(value)
             replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
@@ -244,7 +278,7 @@ def _renamed(name: str, value: dict[str, Any], form: RecordFormat) -> dict[str, 
     return made
 
 
-def _record(name: str, value: Any, text_field: str, reading: Reading) -> Record | Pair:
+def _record(name: str, value: Any, text_field: str, reading: Reading) -> AnyRecord:
     if isinstance(value, UserError):  # the line is not valid JSON
         raise value
     if not isinstance(value, dict):
@@ -258,6 +292,10 @@ def _record(name: str, value: Any, text_field: str, reading: Reading) -> Record 
         pair, used = _pair(name, value, tools, options)
         _note(reading, value, used)
         return pair
+    if value.get("completions") is not None:
+        group, used = _group(name, value, tools, options, weight)
+        _note(reading, value, used)
+        return group
     if (found := _conversation(name, value)) is not None:
         messages, kind = found
         record = Record(name=name, messages=messages, tools=tools, template_options=options, weight=weight)
@@ -365,8 +403,53 @@ def _answered(
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")
     if not answer:
-        raise empty(name, key if key == "completion" else f"{key} answer")
+        raise empty(name, key if key.startswith("completion") else f"{key} answer")
     return Record(name=name, prompt=prompt, text=answer, weight=weight)
+
+
+def _group(
+    name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any], weight: float
+) -> tuple[Group, Set[str]]:
+    """Return the answers of `completions` to a line's prompt or conversation, and the keys that have an effect."""
+    answers = value["completions"]
+    if not isinstance(answers, list) or not answers:
+        raise wrong(name, "completions", answers, "a list of answers, at least one")
+    others = {"completion", "loss_mask", "instruction", "output"} & {key for key in value if value[key] is not None}
+    if others:
+        raise UserError(
+            f"{name}: the record has completions and {min(others)}\n"
+            "allowed: completions with prompt, messages or conversations; only the completions are learned\n"
+            f"fix: remove {min(others)} from that line, or write a line for each answer"
+        )
+    before = read_conversations(name, value, is_prompt=True)
+    used = _TALK | {"messages", "conversations"}
+    if before is None and isinstance(value.get("prompt"), list):
+        before, used = read_messages(name, "prompt", value["prompt"]), _READ["lists"]
+    elif before is not None and value.get("prompt") is not None:
+        raise wrong(name, "prompt beside messages", value["prompt"], "one of them")
+    found = []
+    for number, answer in enumerate(answers, 1):
+        key = f"completion {number}"
+        if before is None:
+            if value.get("prompt") is None:
+                raise wrong(name, "prompt", None, "the prompt of the completions, or messages or conversations")
+            one_text = {"prompt": value["prompt"], key: answer}
+            found.append(_answered(name, one_text, key, tools, options, weight))
+            used = _READ["prompt"]
+            continue
+        one = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        turns = one if isinstance(one, list) else [one]
+        messages = before + read_messages(name, key, [read_turn(name, f"{key}: from", turn) for turn in turns])
+        record = Record(
+            name=name,
+            messages=messages,
+            answers_from=len(before),
+            tools=tools,
+            template_options=options,
+            weight=weight,
+        )
+        found.append(record)
+    return Group(tuple(found)), used | {"completions"}
 
 
 def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> tuple[Pair, Set[str]]:

@@ -38,8 +38,9 @@ class LengthReport:
         self._tokens = self._answers = self._shortest = self._longest = 0
 
     def keep(self, record: Masked) -> bool:
-        """Count a record, and return whether it has at most `most` tokens."""
-        length = len(record.ids)
+        """Count a record, and return whether it has at most `most` tokens; of several answers, whether each has."""
+        is_group = record.documents and not record.is_pair
+        length = max(tokens for tokens, _ in record.documents) if is_group else len(record.ids)
         self._shortest = min(self._shortest or length, length)
         if self._most is not None and length > self._most:
             self._left_out[length.bit_length()] += 1
@@ -47,7 +48,7 @@ class LengthReport:
             return False
         self._kept[length.bit_length()] += 1
         self._longest = max(self._longest, length)
-        self._tokens += length
+        self._tokens += len(record.ids)
         self._answers += int(record.answers.sum())
         return True
 

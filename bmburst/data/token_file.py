@@ -9,6 +9,7 @@ Layout, little-endian:
     bytes      int64 [documents + 1]: bytes of UTF-8 text before each document, and in total
     keys       uint64 [documents]: hash of each document's text
     loss mask  versions 2 to 4: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
+               version 4 with groups: after these, one bit per document: whether it continues the record before it;
                zeros up to a multiple of 8 bytes
     weights    version 4: float64 [documents]: factor of the losses of each document's tokens
     JSON       counts, types, the tokenizer, a fingerprint of tokens and documents; CRC-32 of the tokens with their
@@ -17,8 +18,9 @@ Layout, little-endian:
 Version 1 holds text, with loss on all tokens; its earliest files have no checksums and are not verified. Version 2
 holds records (`bmburst.data.records`): documents have no added end-of-document id, and `bytes` counts only the text of
 answers. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i,
-each with its prompt, and have the same key. Version 4 is version 2 with a weight of each record. An older bmburst
-rejects a later version by its number.
+each with its prompt, and have the same key. Version 4 is version 2 with weights of the records, or with groups, or with
+both, as its JSON says: in a group, each of several answers to a prompt is a document with the prompt, and the documents
+have the same key. An older bmburst rejects a later version by its number.
 """
 
 import shlex
@@ -36,8 +38,8 @@ from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
-VERSION, MASKED_VERSION, PAIRED_VERSION, WEIGHTED_VERSION = 1, 2, 3, 4
-_VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION, WEIGHTED_VERSION
+VERSION, MASKED_VERSION, PAIRED_VERSION, RECORDS_VERSION = 1, 2, 3, 4
+_VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION, RECORDS_VERSION
 CACHED = "corpus-"
 """Prefix of file names in the cache of `open_corpus`, which writes missing files again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
@@ -68,8 +70,9 @@ class TokenFile:
         byte_offsets: int64 `[documents + 1]`, memory-mapped: bytes of text before document d.
         document_keys: uint64 `[documents]`, memory-mapped: equal for documents of equal text.
         loss_mask: uint8 `[ceil(tokens / 8)]`, memory-mapped: one bit per token, set if it is part of an answer; None in
-            a file of text, where all tokens have a loss.
+            a file of text, where all tokens have a loss. With groups, bits of the documents follow.
         pairs: Whether documents 2 i and 2 i + 1 are a preference pair.
+        groups: Whether some records have several documents, and the file holds no pairs.
         mask_checksum: Checksum of the loss mask and the weights; None without a mask.
         weights: float64 `[documents]`, memory-mapped: factor of the losses of each document's tokens; None: 1.
         notes: What was found while the text was read: "columns", the names of those without effect, and "left_out", the
@@ -93,6 +96,7 @@ class TokenFile:
     loss_mask: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     mask_checksum: str | None = field(default=None, repr=False)
     pairs: bool = False
+    groups: bool = False
     weights: npt.NDArray[np.float64] | None = field(default=None, repr=False)
     notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -109,10 +113,11 @@ class TokenFile:
             dtype, tokens, documents = header["dtype"], _count(header["tokens"]), _count(header["documents"])
             tables_at = PREAMBLE.size + aligned_size(tokens * np.dtype(dtype).itemsize)
             mask_at = tables_at + 8 * (3 * documents + 2)
-            mask_bytes = -(-tokens // 8) if header["version"] != VERSION else 0
-            pairs = header["version"] == PAIRED_VERSION
+            pairs, has_parts = (header["version"] == version for version in (PAIRED_VERSION, RECORDS_VERSION))
+            groups = has_parts and header["groups"] is True
+            weights = documents if has_parts and header["weights"] is True else 0
+            mask_bytes = -(-(tokens + groups * documents) // 8) if header["version"] != VERSION else 0
             weights_at = mask_at + aligned_size(mask_bytes)
-            weights = documents if header["version"] == WEIGHTED_VERSION else 0
             if (
                 dtype not in DTYPES
                 or tokens < 1
@@ -145,6 +150,7 @@ class TokenFile:
                 loss_mask=table("uint8", mask_at, mask_bytes) if mask_bytes else None,
                 mask_checksum=str(checksums["mask"]) if mask_bytes else None,
                 pairs=pairs,
+                groups=groups,
                 weights=table("float64", weights_at, weights) if weights else None,
                 notes=dict(header.get("notes", {})),
             )
@@ -190,6 +196,15 @@ class TokenFile:
     def document_count(self) -> int:
         """Number of documents in the file."""
         return len(self.document_keys)
+
+    @property
+    def record_starts(self) -> npt.NDArray[np.int64]:
+        """Index of the first document of each record, and the number of documents, int64 `[records + 1]`."""
+        count = self.document_count
+        if not self.groups:
+            return np.arange(0, count + 1, 1 + self.pairs)
+        continues = self.answers_in(range(self.token_count, self.token_count + count))
+        return np.append(np.flatnonzero(~continues), count)
 
     def answers_in(self, places: range) -> npt.NDArray[np.bool_]:
         """Return whether tokens have a loss, bool `[len(places)]`; only these bits are read.

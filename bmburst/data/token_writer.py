@@ -20,8 +20,8 @@ from bmburst.data.token_file import (
     MASKED_VERSION,
     PAIRED_VERSION,
     PREAMBLE,
+    RECORDS_VERSION,
     VERSION,
-    WEIGHTED_VERSION,
     TokenFile,
     aligned_size,
 )
@@ -46,8 +46,9 @@ class Masked:
         answers: bool `[tokens]`: whether a token is part of an answer and has a loss.
         answer_bytes: Bytes of UTF-8 text in the answers.
         key: 64-bit hash, equal for documents of equal text.
-        chosen: For a preference pair, the number of tokens and of answer bytes of its chosen answer, which comes first;
-            the rest is the rejected answer, written as a separate document. None if it is not a pair.
+        documents: For a record of several documents, the number of tokens and of answer bytes of each; they follow one
+            another in `ids`. Empty for one document.
+        is_pair: Whether the documents are the chosen and the rejected answer of a preference pair.
         weight: Factor of the losses of its tokens, above 0.
     """
 
@@ -55,7 +56,8 @@ class Masked:
     answers: npt.NDArray[np.bool_]
     answer_bytes: int
     key: int
-    chosen: tuple[int, int] | None = None
+    documents: tuple[tuple[int, int], ...] = ()
+    is_pair: bool = False
     weight: float = 1.0
 
 
@@ -132,6 +134,7 @@ class _Writer:
         self._digest = hashlib.blake2b(digest_size=16)
         self._tokens = self._documents = self._bytes = self._max_id = 0
         self._pairs = self._weighted = False
+        self._continues = bytearray()  # whether each document continues the record of the one before it
         self._checksums = {"tokens": 0, "tables": 0} | ({} if mask is None else {"mask": 0})
 
     def write(self, documents: Iterable[Document]) -> None:
@@ -152,18 +155,25 @@ class _Writer:
         assert self._mask is not None
         self._file.write(bytes(PREAMBLE.size))
         for document in documents:
-            if self._documents and self._pairs != (document.chosen is not None):
+            if self._documents and self._pairs != document.is_pair:
                 raise ValueError("some documents are pairs and some are not")
-            self._pairs = document.chosen is not None
-            tokens, size = document.chosen or (0, 0)
-            if document.chosen is not None:
-                self._put_masked(document.ids[:tokens], document.answers[:tokens], size, document.key)
-            rest = document.answer_bytes - size
-            self._put_masked(document.ids[tokens:], document.answers[tokens:], rest, document.key, document.weight)
+            self._pairs = document.is_pair
+            at = 0
+            for tokens, size in document.documents or ((len(document.ids), document.answer_bytes),):
+                self._continues.append(at > 0)
+                own = slice(at, at + tokens)
+                self._put_masked(document.ids[own], document.answers[own], size, document.key, document.weight)
+                at += tokens
         if not self._documents:
             raise UserError("the data are empty: no record is left\nfix: give files with records")
+        if self._has_groups:
+            self._bits = np.append(self._bits, np.frombuffer(self._continues, bool))
         self._put_bits(self._bits)
         self._finish()
+
+    @property
+    def _has_groups(self) -> bool:
+        return not self._pairs and any(self._continues)
 
     def _put_masked(
         self,
@@ -246,13 +256,16 @@ class _Writer:
     def _version(self) -> int:
         if self._mask is None:
             return VERSION
-        return PAIRED_VERSION if self._pairs else WEIGHTED_VERSION if self._weighted else MASKED_VERSION
+        if self._pairs:
+            return PAIRED_VERSION
+        return RECORDS_VERSION if self._has_groups or self._weighted else MASKED_VERSION
 
     def _header(self) -> dict[str, Any]:
-        tokenizer = self._tokenizer
+        tokenizer, version = self._tokenizer, self._version()
         self._digest.update(f"{self._dtype.name} {tokenizer.identity}".encode())
         return {
-            "version": self._version(),
+            "version": version,
+            **({"groups": self._has_groups, "weights": self._weighted} if version == RECORDS_VERSION else {}),
             "dtype": self._dtype.name,
             "tokens": self._tokens,
             "documents": self._documents,

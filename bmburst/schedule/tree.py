@@ -80,6 +80,16 @@ class Tree(Mask):
         return tuple((edges_of(self.lengths)[:-1] - first_positions(self)).tolist())
 
     @property
+    def leaves(self) -> tuple[int, ...]:
+        """The nodes without children, ascending: each is the end of a row."""
+        return tuple(sorted(set(range(len(self.parents))) - set(self.parents)))
+
+    @property
+    def tokens_below_ancestors(self) -> int:
+        """Number of visible pairs of a query and a key in an ancestor of its node."""
+        return int(np.dot(self.lengths, first_positions(self)))
+
+    @property
     def needs(self) -> frozenset[Need]:
         """See `Mask.needs`."""
         return frozenset({"segments"})

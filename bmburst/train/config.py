@@ -52,9 +52,9 @@ class TrainConfig:
         f"Named model shape, which model.* options override: {', '.join(PRESETS)}.", default="llama-tiny"
     )
     sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
-    pack: Literal["stream", "documents"] = field(
+    pack: Literal["stream", "documents", "trees"] = field(
         "What tokens attend to; stream: all text before them in the sequence; documents: only their own document, "
-        "where positions and labels restart.",
+        "where positions and labels restart; trees: likewise, and the answers to one prompt share it.",
         default="stream",
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
@@ -218,10 +218,10 @@ class TrainConfig:
                 "allowed: without one only checkpoint_every never, to try speed and memory with random weights\n"
                 "fix: --init-from DIR"
             )
-        if self.dpo.is_on and self.pack != "documents":
+        if self.dpo.is_on and self.pack == "stream":
             raise UserError(
                 f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
-                "allowed: pack documents, the default for preference pairs\nfix: --pack documents"
+                "allowed: pack trees, the default for preference pairs, and documents\nfix: --pack trees"
             )
         self.lora.require_model(self.model)
         self._require_plain_pairs()
@@ -234,9 +234,14 @@ class TrainConfig:
         self.model.require_packing(self.pack)
         if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
-        if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
+        if self.pack == "trees" and self.model.sliding_window is not None:
             raise UserError(
-                f"micro_batch_size {self.micro_batch_size} is not possible with pack documents and layout balanced\n"
+                f"pack trees with model.sliding_window {self.model.sliding_window}, in which an answer would not see "
+                "the right tokens of its prompt\nallowed: pack documents\nfix: --pack documents"
+            )
+        if self.pack != "stream" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
+            raise UserError(
+                f"micro_batch_size {self.micro_batch_size} is not possible with pack {self.pack} and layout balanced\n"
                 "allowed: 1\nfix: --micro-batch-size 1, or --parallel.layout zigzag"
             )
         if self.model.sliding_window is not None and self.parallel.layout == "balanced":

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import causal_pairs
 from bmburst.schedule.documents import Documents
+from bmburst.schedule.tree import Tree
 from bmburst.sequence import Ids, SequenceShard
 from bmburst_ops.dropout import keys as dropout_keys
 
@@ -37,6 +39,10 @@ class SequenceSource(Protocol):
     def documents(self) -> tuple[tuple[int, ...], ...] | None:
         """Number of tokens of each document of each row, without padding; None: a row is one text."""
 
+    @property
+    def parents(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each row the parents of its documents as in `bmburst.Tree`; None if no documents share a prompt."""
+
     def __len__(self) -> int:
         """Return the number of rows."""
 
@@ -51,7 +57,7 @@ class LocalBatch:
     Attributes:
         ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which start at 0 in each document.
         length: Tokens of each whole sequence, without padding.
-        masks: Document mask of each row; None: each row is one text.
+        masks: Mask of each row, documents or trees of them; None: each row is one text.
         weights: float64 `[rows, local_tokens]`: factors of the losses of the labels; None: 1.
         numbers: Numbers of this rank's tokens in the step, int64 `[rows, local_tokens]`: the row in the whole batch
             times the tokens of a sequence, plus the place in the sequence. None: they are not needed.
@@ -60,7 +66,7 @@ class LocalBatch:
 
     ids: Tensor
     length: int
-    masks: tuple[Documents, ...] | None
+    masks: tuple[Documents | Tree, ...] | None
     weights: Tensor | None = None
     numbers: Tensor | None = None
     dropout_seed: str | None = None
@@ -78,7 +84,7 @@ class LocalBatch:
             UserError: The documents do not fit the sequences.
         """
         documents = rows.documents
-        masks = None if documents is None else tuple(map(Documents, documents))
+        masks = None if documents is None else tuple(map(_mask, documents, rows.parents))
         of_rows = masks or (None,) * len(rows)
         parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
         numbers = None
@@ -93,10 +99,12 @@ class LocalBatch:
         """This rank's labels, `[rows, local_tokens]`; `IGNORE_INDEX` where there is no loss."""
         return self.ids[1]
 
-    @property
-    def texts(self) -> list[tuple[int, ...]]:
-        """Number of tokens of each text of each row."""
-        return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
+    def query_key_pairs(self, window: int | None) -> float:
+        """Return the number of query-key pairs of all rows in one head and layer; `window` as in `causal_pairs`."""
+        if self.masks is None:
+            return len(self.labels) * causal_pairs([self.length], window)
+        below = (mask.tokens_below_ancestors for mask in self.masks if isinstance(mask, Tree))
+        return sum(causal_pairs(mask.lengths, window) for mask in self.masks) + sum(below)
 
     def to(self, device: torch.device, *, pinned: bool = False) -> "LocalBatch":
         """Return a copy on a device; with `pinned`, through pinned host memory, without waiting for it."""
@@ -129,7 +137,7 @@ class LocalBatch:
             yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
 
 
-def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | None]) -> Tensor:
+def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | Tree | None]) -> Tensor:
     """Return the weights of this rank's labels, read to the places of the labels: their bits take the place of ids."""
 
     def bits(row: int, places: range) -> tuple[Ids, Ids]:
@@ -138,6 +146,10 @@ def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | None]
 
     found = [cut.read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
     return torch.from_numpy(np.stack(found))
+
+
+def _mask(lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Documents | Tree:
+    return Documents(lengths) if parents is None else Tree(parents, lengths)
 
 
 def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) -> Tensor:

@@ -217,7 +217,7 @@ def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
     from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
 
     name, deterministic = config.parallel.kernel, config.parallel.deterministic
-    segments: frozenset[Need] = frozenset({"segments"} if config.pack == "documents" else ())
+    segments: frozenset[Need] = frozenset({"segments"} if config.pack != "stream" else ())
     window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
     q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
     try:

@@ -12,7 +12,6 @@ from bmburst.comm import gather_objects
 from bmburst.launch.start import Runtime
 from bmburst.memory import forget_peak, peak_bytes
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import causal_pairs
 from bmburst.train.clock import LagWatch, StepClock, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch
@@ -64,7 +63,7 @@ class StepMonitor:
         memory, reserved = peak_bytes()
         forget_peak()
         return HostFacts(
-            query_key_pairs=sum(causal_pairs(texts, self._config.model.sliding_window) for texts in batch.texts),
+            query_key_pairs=batch.query_key_pairs(self._config.model.sliding_window),
             memory=memory,
             reserved=reserved,
             stop=self.stop.signum,

@@ -1,7 +1,7 @@
 """Training objectives and their value on held-out data: the mean loss over tokens, or the preference loss (DPO)."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +15,8 @@ from bmburst.data import Samples
 from bmburst.launch.watchdog import beat
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch, token_losses
@@ -228,10 +230,10 @@ class PairLosses(NamedTuple):
 class PairObjective:
     """DPO (arXiv:2305.18290): the mean over pairs of `-log sigmoid(margin)`.
 
-    An answer is a document of a packed sequence, and its tokens can be on any ranks: each rank sums the
-    log-probabilities of its own tokens, and an all-reduce sums them per document over the ranks that share the
-    sequence. The gradient with respect to a token's log-probability equals that of its document's sum, so the backward
-    of each rank needs only its own tokens.
+    An answer is a document of a packed sequence, without the prompt if both share it. Its tokens can be on any
+    ranks: each rank sums the log-probabilities of its own tokens, and an all-reduce sums them per document over the
+    ranks that share the sequence. The gradient with respect to a token's log-probability equals that of its document's
+    sum, so the backward of each rank needs only its own tokens.
 
     Attributes:
         model: The trained model.
@@ -322,7 +324,15 @@ class _PairStep:
 
 def pairs_of(batch: LocalBatch) -> int:
     """Return the number of pairs in the whole sequences of a batch; a row of padding has one document, so no pair."""
-    return sum(len(lengths) // 2 for lengths in batch.texts)
+    return sum(len(_answers(mask)) // 2 for mask in batch.masks or ())
+
+
+def _answers(mask: Documents | Tree) -> Sequence[int]:
+    """Return the numbers of the documents that are answers of pairs, not prompts: the chosen and the rejected in turn.
+
+    Both answers of a pair are neighbours. No label of a shared prompt counts, so it adds nothing to its answers.
+    """
+    return mask.leaves if isinstance(mask, Tree) else range(len(mask.lengths))
 
 
 class _Pieces:
@@ -344,7 +354,8 @@ class _Pieces:
             places, starts = objective.cut.under(mask).positions(), torch.tensor(mask.starts)
             at = torch.searchsorted(starts, places, right=True) - 1 + first
             numbers.append(own(at[None], pad_value=first + len(starts) - 1))  # padding has no label, so it adds zero
-            self.chosen += range(first, first + len(starts) - 1, 2)
+            answers = _answers(mask)
+            self.chosen += (first + answers[i] for i in range(0, len(answers) - 1, 2))
             first += len(starts)
         self._numbers = torch.cat(numbers)
         self._documents = first

@@ -431,11 +431,12 @@ def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -
 def set_defaults_of_data(given: dict[str, Any]) -> None:
     """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
 
-    With dpo.beta the default is always pack "documents", so that data without pairs are rejected for that reason and
-    not for their packing. A token file of text keeps its tokenizer.
+    The default is pack "trees" for records with several answers to a prompt, and always with dpo.beta, so that data
+    without pairs are rejected for that reason and not for their packing; for a model with a sliding window, which has
+    no exact trees, it is "documents". A token file of text keeps its tokenizer.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
-        given.setdefault("pack", "documents")
+        given.setdefault("pack", _pack_of_prompts(given))
     values = given.get("data") or {}
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
@@ -454,12 +455,18 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     except UserError:
         return  # the check of the fields raises
     have_records = hold_records(str(source), text_field, form)
-    if have_records:
-        given.setdefault("pack", "documents")
+    if have_records and "pack" not in given:
+        given["pack"] = _pack_of_prompts(given) if any(_have_groups(each, form) for each in sources) else "documents"
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
         return
     if (own := _tokenizer_of(folder)) is not None:
         given["data"] = {**values, "tokenizer": own}
+
+
+def _pack_of_prompts(given: Mapping[str, Any]) -> str:
+    """Return the packing of records with several answers to a prompt."""
+    model = overlay(_base_model(given), given.get("model") or {})
+    return "trees" if model.get("sliding_window") is None else "documents"
 
 
 def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
@@ -480,6 +487,13 @@ def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
         return any(map(holds, _sources(source)))
     except (OSError, UserError):
         return False  # the check of the paths raises
+
+
+def _have_groups(source: "Source", form: RecordFormat) -> bool:
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data import have_groups
+
+    return source.path != STANDARD_LIBRARY and have_groups(source.path, source.form(form))
 
 
 def _sources(source: str) -> "tuple[Source, ...]":

@@ -460,7 +460,7 @@ def _compile_ahead(config: TrainConfig, mesh: Mesh, *, on_host: bool) -> Callabl
     if on_host:
         return lambda: None
     dtype = getattr(torch, config.dtype)
-    return compile_ahead(config.model, dtype, _attention(config, mesh)(), packed=config.pack == "documents").join
+    return compile_ahead(config.model, dtype, _attention(config, mesh)(), packed=config.pack != "stream").join
 
 
 def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callable[..., "Llama"]:

@@ -5,11 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import logsigmoid
 
 import bmburst
 from bmburst import Tree, pack_tree
 from tests.attention.oracle import attention
+from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
@@ -95,6 +97,9 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
         ([[[1, 2]]], {}, ["row 0", "[1, 2]"]),
         ([[1, 2]], {"least_saved": 0}, ["least_saved", "at least 1"]),
         ([[1, 2]], {"max_depth": 0}, ["max_depth", "at least 1"]),
+        ([[1, 2]], {"labels": []}, ["labels of 0 rows", "1 rows"]),
+        ([[1, 2], [1, 3, 4]], {"labels": [[1, 2], [1, 3]]}, ["row 1", "3 tokens", "[2]", "-100"]),
+        ([[1, 2], [1, 3, 4]], {"labels": [[1, 2], [3, 4, -100]]}, ["label 1 of row 1", "is 4", "3", "not shifted"]),
     ],
 )
 def test_bad_rows_are_refused(rows, options, words):
@@ -142,21 +147,22 @@ def _alone(q, k, v):
 def over_ranks(comm, layout, strategy, model, expected):
     rows, loss, gradients = expected
     packed = pack_tree(ROWS, least_saved=3)
-    cut = {"layout": layout, "mask": packed.mask, "group": comm}
-    tokens, labels, positions = (
-        bmburst.shard(t[None], **cut) for t in (packed.tokens, packed.labels, packed.positions)
-    )
+    options = {"layout": layout, "mask": packed.mask, "group": comm}
+    cut = bmburst.SequenceShard.cut(packed.length, **options)
+    part = cut.tree(packed)
 
     def attend(q, k, v):
-        return bmburst.burst_attention(q, k, v, length=packed.length, strategy=strategy, **cut)
+        return bmburst.burst_attention(q, k, v, length=packed.length, strategy=strategy, **options)
 
-    logps = model(tokens, labels, positions, attend)
-    whole = bmburst.unshard(logps, length=packed.length, **cut)
-    for mine, wanted in zip(packed.rows(whole[0]), rows, strict=True):
+    logps = model(part.tokens, part.labels.clamp(min=0), part.positions.clamp(max=31), attend)
+    found = cut.rows(packed, logps)
+    for mine, wanted in zip(found, rows, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-12)
-    found = objective(packed.rows(whole[0]))
+    (mean,) = comm.all_reduce((logps.detach() * part.weights).sum()).wait()
+    torch.testing.assert_close(mean, torch.cat(rows).detach().mean(), rtol=1e-6, atol=0)  # weights are in fp32
+    found = objective(found)
     torch.testing.assert_close(found, loss, rtol=1e-11, atol=1e-12)
-    # Every rank computes the loss, and `unshard` sums the gradients of all of them.
+    # Every rank computes the loss, and `rows` sums the gradients of all of them.
     mine = torch.autograd.grad(found / comm.size, list(model.parameters()))
     for gradient, wanted in zip(mine, gradients, strict=True):
         (total,) = comm.all_reduce(gradient.contiguous()).wait()
@@ -169,3 +175,31 @@ def test_a_model_on_a_tree_equals_the_model_on_each_row(size, layout, strategy):
     torch.manual_seed(0)
     model = Model()
     run_ranks(size, over_ranks, layout, strategy, model, single_rows(model))
+
+
+def test_labels_count_by_row():
+    rows = [[1, 2, 3], [1, 2, 4, 5], [1, 2, 3]]
+    packed = pack_tree(rows, [[1, 2, -100], [1, -100, 4, 5], [-100, -100, 3]], least_saved=1)
+    assert sorted(packed.labels.tolist()) == [2, 3, 4, 5] and packed.counts.tolist() == [1] * 4
+    assert [row.tolist() for row in packed.counted_rows(packed.labels)] == [[2, 0], [0, 4, 5], [0, 3]]
+    once = pack_tree(rows, [[-100] * 3, [-100, -100, 4, -100], [-100] * 3], least_saved=1)
+    assert [row.tolist() for row in once.rows(once.labels)] == [[-100, -100], [-100, 4, -100], [-100, -100]]
+    assert pack_tree(rows, least_saved=1).counts.tolist() == [3, 1, 1, 2]
+
+
+def _different_rows():
+    rows = [[1, 2, 3], [1, 2, 4, 5]]
+    packed = pack_tree(rows[:: -1 if dist.get_rank() else 1], least_saved=1)
+    cut = bmburst.SequenceShard.cut(packed.length, layout="zigzag", size=2, rank=dist.get_rank())
+    with refused("rank 1"):
+        cut.tree(packed)
+    same = pack_tree(rows, least_saved=1)
+    with refused("[1, 3]", "[1, 2]"):
+        cut.rows(same, torch.zeros(1, 3))
+    with refused("tree", "list", "pack_tree"):
+        cut.tree(rows)
+    assert [len(row) for row in cut.rows(same, torch.ones(1, 2))] == [2, 3]
+
+
+def test_ranks_with_other_rows_are_refused():
+    run_processes(2, _different_rows)

@@ -206,7 +206,7 @@ def test_pairs_of_llama_factory_have_their_prompts(tmp_path, line, prompt):
         {"chosen": yes, "rejected": no, **line},
         {"prompt": prompt, **{k: chat.conversation("", v)[1:] for k, v in (("chosen", yes), ("rejected", no))}},
     )
-    assert (found.ids.tolist(), found.chosen) == (wanted.ids.tolist(), wanted.chosen)
+    assert (found.ids.tolist(), found.documents) == (wanted.ids.tolist(), wanted.documents)
     assert found.answers.tolist() == wanted.answers.tolist() and found.answers.sum() == 2 * len("It is 3") + 2
 
 

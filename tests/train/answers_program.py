@@ -22,6 +22,12 @@ class Case(NamedTuple):
     sequence: int
     layout: str
     micro: int
+    pack: str = "documents"
+
+    @property
+    def source(self) -> str:
+        """The data: with trees, several answers to each prompt."""
+        return "groups.jsonl" if self.pack == "trees" else "chats.jsonl"
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -36,8 +42,10 @@ CASES = [
     Case(2, 1, "contiguous", 1),
     Case(1, 2, "zigzag", 2),
     Case(1, 3, "contiguous", 1),  # the first rank of a sequence may have no answer, and the last only padding
+    Case(1, 1, "zigzag", 2, "trees"),
+    Case(1, 2, "balanced", 1, "trees"),
 ]
-MORE = [Case(1, 1, "zigzag", 1), Case(1, 3, "striped", 4)]
+MORE = [Case(1, 1, "zigzag", 1), Case(1, 3, "striped", 4), Case(1, 3, "zigzag", 4, "trees")]
 
 
 def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
@@ -47,12 +55,12 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
         f"run-{case}",
         model=SHAPE,
         sequence_length=TOKENS,
-        pack="documents",
+        pack=case.pack,
         batch_size=4,
         micro_batch_size=case.micro,
         init_from=folder / "model",
         optimizer=OptimizerConfig(clip_norm=None),
-        data=DataConfig(source=str(folder / "chats.jsonl"), tokenizer=str(folder / "model"), held_out_fraction=0.2),
+        data=DataConfig(source=str(folder / case.source), tokenizer=str(folder / "model"), held_out_fraction=0.2),
         parallel=ParallelConfig(data_parallel=case.data, sequence_parallel=case.sequence, layout=case.layout),
         **changes,
     )

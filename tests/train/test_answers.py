@@ -36,22 +36,39 @@ def folder(request, tmp_path_factory):
         if len(record["messages"]) > 2:
             record["messages"][1]["weight"] = 0
     chat.write(folder / "chats.jsonl", *records)
+    chat.write(folder / "groups.jsonl", *groups())
     cases = selected(request, "case")
     for size in sorted({case.ranks for case in cases}):
         run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
     return folder
 
 
-def conversations(folder, numbers):
-    """Return ids, labels and weights of records of the file, as transformers has them."""
+def groups():
+    """Return conversations with 1 to 5 answers, some twice or one the beginning of another, and some without group."""
+    found = []
+    for n in range(25):
+        asked = [{"role": "user", "content": f"{n}: " + "one two " * (n % 4)}]
+        if n % 3 == 0:  # an earlier answer, which is not learned again
+            asked = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, *asked]
+        answers = ["one", "one two", "one", "two" * 3, "x"][n % 2 : n % 2 + 1 + n % 5]
+        found.append({"messages": asked, "completions": answers, "weight": 1 + n % 3})
+    return found
+
+
+def conversations(folder, numbers, source="chats.jsonl"):
+    """Return ids, labels and weights of documents of the file, as transformers has them."""
     peer = PreTrainedTokenizerFast.from_pretrained(folder / "peer")
-    lines = (folder / "chats.jsonl").read_text().splitlines()
+    alone = []
+    for line in map(json.loads, (folder / source).read_text().splitlines()):
+        before = [{**each, "weight": 0} if "completions" in line else each for each in line["messages"]]
+        answers = [[{"role": "assistant", "content": text}] for text in line.get("completions", ())]
+        alone += [(before + answer, line["weight"]) for answer in answers or [[]]]
     for number in numbers:
-        record = json.loads(lines[number])
-        messages = [{**each, "out": each.get("weight") == 0} for each in record["messages"]]
+        messages, weight = alone[number]
+        messages = [{**each, "out": each.get("weight") == 0} for each in messages]
         found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
-        yield ids, ids.masked_fill(mask == 0, -100), record["weight"]
+        yield ids, ids.masked_fill(mask == 0, -100), weight
 
 
 def summed(model, found, *, weighted=True):
@@ -66,15 +83,25 @@ def summed(model, found, *, weighted=True):
 
 
 @pytest.fixture(scope="module")
-def reference(folder):
-    model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
-    corpus = open_corpus(folder / "chats.jsonl", str(folder / "model"), folder)
-    options = {"sequence_length": program.TOKENS, "held_out_fraction": 0.2, "pack": "documents"}
+def references(folder):
+    return {case.pack: reference_of(folder, case) for case in program.CASES[::-1]}
+
+
+def reference_of(folder, case):
+    model, config = tiny.load(folder / "model"), program.config(folder, case)
+    corpus = open_corpus(folder / case.source, str(folder / "model"), folder)
+    options = {"sequence_length": program.TOKENS, "held_out_fraction": 0.2, "pack": case.pack}
     sequences = pack_sequences(corpus, split="train", **options)
     held = pack_sequences(corpus, split="held_out", **options)
+
+    def summed_of(packed, taken, **options):
+        units = [int(n) for index in taken for n in packed.records(index)]
+        starts, counts = packed._units.first, packed._units.count
+        numbers = [int(starts[n]) + i for n in units for i in range(counts[n])]
+        return summed(model, conversations(folder, numbers, case.source), **options)
+
     with torch.no_grad():
-        numbers = (n for i in range(len(held)) for n in held.records(i))
-        total, _, count = summed(model, conversations(folder, numbers), weighted=False)
+        total, _, count = summed_of(held, range(len(held)), weighted=False)
     found = {"evaluated": total.item() / count, "losses": [], "tokens": []}
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     rates = config.optimizer
@@ -86,8 +113,8 @@ def reference(folder):
     batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
     for step in range(program.STEPS):
         taken = next(batches).taken
-        numbers = (n for index in taken for n in sequences.records(index))
-        total, weights, count = summed(model, conversations(folder, numbers))
+        assert any(map(sequences.parents, taken)) == (case.pack == "trees")
+        total, weights, count = summed_of(sequences, taken)
         loss = total / weights
         loss.backward()
         if step == 0:
@@ -102,8 +129,8 @@ def reference(folder):
 
 
 @CASES
-def test_equals_transformers_on_each_conversation(folder, reference, case):
-    ours = program.result(folder, case)
+def test_equals_transformers_on_each_conversation(folder, references, case):
+    ours, reference = program.result(folder, case), references[case.pack]
     assert ours["tokens"] == reference["tokens"]
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
     assert ours["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-6)

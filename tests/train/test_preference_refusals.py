@@ -6,7 +6,7 @@ import pytest
 
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.train.machine import planned
-from bmburst.train.resolve import check_paths, resolve
+from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.text import check_text
 from tests import chat, tiny
 from tests.refusals import refused
@@ -41,7 +41,7 @@ def options(folder, data="pairs.jsonl", **more):
 
 def test_pairs_have_defaults_of_records(folder):
     config = resolve(options=options(folder))
-    assert config.pack == "documents"
+    assert config.pack == "trees"
     assert config.data.tokenizer == str(folder / "model")
     assert config.reference == folder / "model"
     adapted = resolve(options=options(folder) | {"lora.rank": "2"})
@@ -54,6 +54,16 @@ def test_pairs_have_defaults_of_records(folder):
     assert config.optimizer.lr == pytest.approx(plain.optimizer.lr / 20, rel=0.05)
 
 
+def test_a_run_that_did_not_share_prompts_resumes_as_it_began(folder, tmp_path):
+    began = resolve(options=options(folder, pack="documents"))
+    file = write_run_config(began, tmp_path)
+    now = resolve((file,), options(folder))
+    assert now.pack == "documents"
+    check_resumable(began, now, tmp_path)
+    with refused("pack trees", "documents", "leave pack out"):
+        check_resumable(began, resolve((file,), options(folder, pack="trees")), tmp_path)
+
+
 @pytest.mark.parametrize("beta", ["0", "-0.1", "nan"])
 def test_beta_is_positive(folder, beta):
     with refused("dpo.beta", beta, "above 0"):
@@ -64,7 +74,7 @@ def test_beta_is_positive(folder, beta):
     ("more", "words"),
     [
         ({"dpo.beta": None, "dpo.reference": "x"}, "dpo.reference x | no effect | --dpo.beta"),
-        ({"pack": "stream"}, "pack stream | pack documents | fix: "),
+        ({"pack": "stream"}, "pack stream | pack trees | documents | fix: "),
         ({"init_from": None}, "without a reference | lora.rank | --init-from"),
     ],
     ids=str,
