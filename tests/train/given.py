@@ -16,7 +16,7 @@ class Given(NamedTuple):
     documents: tuple[tuple[int, ...], ...] | None = None
 
     @property
-    def parents(self):
+    def parents(self) -> tuple[None, ...]:
         """No documents share a prompt."""
         return (None,) * len(self)
 
