@@ -15,6 +15,11 @@ class Given(NamedTuple):
     labels: Tensor
     documents: tuple[tuple[int, ...], ...] | None = None
 
+    @property
+    def parents(self) -> tuple[None, ...]:
+        """No documents share a prompt."""
+        return (None,) * len(self)
+
     def __len__(self) -> int:
         return len(self.inputs)
 
