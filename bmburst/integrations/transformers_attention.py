@@ -225,7 +225,7 @@ class SequenceMask:
 
     @property
     def _length(self) -> int | None:
-        has_own = isinstance(self.mask, tuple) or (self.mask is not None and self.mask.length is not None)
+        has_own = isinstance(self.mask, tuple) or (isinstance(self.mask, Mask) and self.mask.length is not None)
         return None if has_own else self.length  # documents include their length
 
     def _options(self, scale: float | None, softcap: float | None) -> AttentionOptions:

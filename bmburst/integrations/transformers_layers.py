@@ -56,7 +56,7 @@ def changed_attention(model: torch.nn.Module) -> str | None:
 def attach_attention(model_class: type) -> None:
     """Change the attention layers of a model's module, if it is in `_FORWARD`. Further calls have no effect."""
     for path in _paths(model_class):
-        module = sys.modules[path]
+        module: Any = sys.modules[path]
         if getattr(module, _MARK, False):
             continue
         setattr(module, _MARK, True)
@@ -127,7 +127,7 @@ def _falcon(
     query, key, value = self._split_heads(self.query_key_value(hidden_states))
     step = key.shape[2] // self.num_kv_heads  # the new architecture repeats keys and values for all heads
     query, key, value = (t.transpose(1, 2) for t in (query, key[:, :, ::step], value[:, :, ::step]))
-    rotate = sys.modules[_FALCON].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    rotate = sys.modules[_FALCON].apply_rotary_pos_emb
     query, key = rotate(query, key, *position_embeddings)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)

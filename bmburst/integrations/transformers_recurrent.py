@@ -86,7 +86,7 @@ class _Scope:
         """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
         if self.state is None or not self.state.has_previous_state[0]:
             return None
-        return self.state.conv_states[0][..., 1:].mT
+        return cast(Tensor, self.state.conv_states[0][..., 1:].mT)
 
     def recurrent(self) -> Tensor | None:
         """Return the recurrent state before the first token; None: zeros."""

@@ -25,7 +25,7 @@ ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), si
 IDS = torch.arange(3, 14)[None]
 Found = dict[str, Any]
 LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5}
-"""Largest distance in fp32. That of the named type is as large on one rank, without a split; why was not measured."""
+"""Largest distance. Norms and gates inside of the models are in fp32: with these in fp64 it is below 1e-13."""
 
 
 def distances(ours: Found, theirs: Found, limit: float) -> dict[str, float]:
