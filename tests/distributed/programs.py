@@ -48,8 +48,8 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     yield
     import bmtrain as bmt
 
-    from bmburst import runtime
     from bmburst.host.extension import EXTENSION, MARK
+    from bmburst.launch import start
 
     nccl: Any = getattr(sys.modules[EXTENSION], MARK)
     nccl.close(_PATIENCE)
@@ -58,7 +58,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     bmt.config.clear()
     bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
     bmt.debug.DEBUG_VARS.clear()
-    runtime._store = None
+    start._store = None
 
 
 def _enter(
