@@ -12,6 +12,7 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.recompute.policy import AUTO, Policy, require_end
+from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
@@ -57,6 +58,14 @@ class TrainConfig:
         default="stream",
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
+    epochs: float | None = field(
+        "Passes over the training sequences, in place of steps, also on resume. The last step has what is left.",
+        default=None,
+        default_text="as many as the steps are",
+        unit="epochs",
+        above=0,
+        maximum=1e6,
+    )
     batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
@@ -115,6 +124,13 @@ class TrainConfig:
     sample_tokens: int = field(
         "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
     )
+    context_report: bool | None = field(
+        "Whether the run ends with losses of held-out text by position and by document length, and pass keys at three "
+        "depths, in context.json and a picture.",
+        default=None,
+        none_text="auto",
+        default_text="true for sequences of 4096 tokens or more",
+    )
     hang_timeout: float = field(
         "Time after which a step without progress ends the run; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,
@@ -142,6 +158,9 @@ class TrainConfig:
         default=None,
     )
     wandb: str | None = field("Weights & Biases project that also receives the metrics.", default=None)
+    wandb_entity: str | None = field("Team or user of the project.", default=None, default_text="the user's own")
+    wandb_name: str | None = field("Name of the W&B run.", default=None, default_text="that of the run folder")
+    wandb_tags: tuple[str, ...] = field("Tags of the W&B run.", default=())
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
@@ -213,7 +232,7 @@ class TrainConfig:
                 "fix: --init-from DIR"
             )
         self.model.require_packing(self.pack)
-        if profiled_steps(self.profile).stop > self.steps + 1:
+        if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
@@ -328,7 +347,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(RecordFormat):
     """An evaluation of one checkpoint on one held-out text."""
 
     checkpoint: Path = field(  # noqa: RUF009
@@ -382,9 +401,9 @@ class EvalConfig:
         default=False,
     )
     output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
+        "JSON file for --by-position, --passkey or --tasks; the picture has the same path with suffix .png.",
         default=None,
-        default_text="by_position.json or passkey.json",
+        default_text="by_position.json, passkey.json or tasks.json",
     )
     nproc: int | None = field(
         "Number of ranks to start on this machine; all of them share each sequence.",
@@ -393,9 +412,6 @@ class EvalConfig:
         unit="processes",
         minimum=1,
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def profiled_steps(text: str | None) -> range:

@@ -1,7 +1,7 @@
 """Loads this rank's part of each batch, and prefetches the batch of the next step."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +52,7 @@ class LocalBatch:
         ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which start at 0 in each document.
         length: Tokens of each whole sequence, without padding.
         masks: Document mask of each row; None: each row is one text.
+        weights: float64 `[rows, local_tokens]`: factors of the losses of the labels; None: 1.
         numbers: Numbers of this rank's tokens in the step, int64 `[rows, local_tokens]`: the row in the whole batch
             times the tokens of a sequence, plus the place in the sequence. None: they are not needed.
         dropout_seed: What dropout depends on beside the numbers; None: no dropout.
@@ -60,6 +61,7 @@ class LocalBatch:
     ids: Tensor
     length: int
     masks: tuple[Documents, ...] | None
+    weights: Tensor | None = None
     numbers: Tensor | None = None
     dropout_seed: str | None = None
 
@@ -83,7 +85,8 @@ class LocalBatch:
         if first_row is not None:
             places = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
             numbers = torch.stack([place + (first_row + row) * cut.length for row, place in enumerate(places)])
-        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, numbers)
+        weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
+        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights, numbers)
 
     @property
     def labels(self) -> Tensor:
@@ -95,10 +98,19 @@ class LocalBatch:
         """Number of tokens of each text of each row."""
         return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
 
-    def to(self, device: torch.device) -> "LocalBatch":
-        """Return a copy on a device."""
-        numbers = None if self.numbers is None else self.numbers.to(device)
-        return replace(self, ids=self.ids.to(device), numbers=numbers)
+    def to(self, device: torch.device, *, pinned: bool = False) -> "LocalBatch":
+        """Return a copy on a device; with `pinned`, through pinned host memory, without waiting for it."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+
+        weights = None if self.weights is None else move(self.weights)
+        numbers = None if self.numbers is None else move(self.numbers)
+        return replace(self, ids=move(self.ids), weights=weights, numbers=numbers)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        return tuple(each for each in (self.ids, self.weights, self.numbers) if each is not None)
 
     @property
     def dropout_keys(self) -> Tensor | None:
@@ -111,8 +123,21 @@ class LocalBatch:
         """Yield `size` rows at a time."""
         for first in range(0, self.ids.shape[1], size):
             rows = slice(first, first + size)
+            weights = None if self.weights is None else self.weights[rows]
             numbers = None if self.numbers is None else self.numbers[rows]
-            yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows], numbers=numbers)
+            masks = self.masks and self.masks[rows]
+            yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
+
+
+def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | None]) -> Tensor:
+    """Return the weights of this rank's labels, read to the places of the labels: their bits take the place of ids."""
+
+    def bits(row: int, places: range) -> tuple[Ids, Ids]:
+        found: Ids = samples.weights(row, places).astype(np.float64).view(np.int64)
+        return found, found
+
+    found = [cut.read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
+    return torch.from_numpy(np.stack(found))
 
 
 def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) -> Tensor:
@@ -222,9 +247,8 @@ class Loader:
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            batch.ids.record_stream(current)
-            if batch.numbers is not None:
-                batch.numbers.record_stream(current)
+            for tensor in batch.tensors():
+                tensor.record_stream(current)
         return batch
 
     def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
@@ -234,8 +258,5 @@ class Loader:
             return batch.to(self._device), None
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0
             # torch's pinned allocator does not reuse the memory before the copy is done.
-            pinned, numbers = batch.ids.pin_memory(), batch.numbers
-            ids: Tensor = pinned.to(self._device, non_blocking=True)
-            if numbers is not None:
-                numbers = numbers.pin_memory().to(self._device, non_blocking=True)
-            return replace(batch, ids=ids, numbers=numbers), self._stream.record_event()
+            batch = batch.to(self._device, pinned=True)
+            return batch, self._stream.record_event()

@@ -14,10 +14,13 @@ from bmburst.amounts import finite
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.outputs import blank_picture, replacing, save_picture
+from bmburst.train.sections import HELD_OUT
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
 PLOT_FILE = "loss.png"
-_TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
+_TRAIN, _EVALUATED = "#1f77b4", ("#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+_TITLED = 2  # evaluations whose losses are in the title of the picture
+_NO_SCALARS = ("step", "data")
 _NOT_ALWAYS = ("reward_", "loss_scale")
 
 
@@ -74,10 +77,11 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalMetrics:
-    """One evaluation on held-out text: a line of evals.jsonl.
+    """One evaluation on held-out text or on a validation file: a line of evals.jsonl.
 
     Attributes:
         step: Number of optimizer steps before the evaluation.
+        data: "held_out", or the name of the validation file.
         loss: Mean over the tokens, in nats per token; in preference training over the pairs, in nats.
         bits_per_byte: The loss in bits per byte of text; None in preference training.
         perplexity: exp(loss); None in preference training.
@@ -91,6 +95,7 @@ class EvalMetrics:
     bits_per_byte: float | None
     perplexity: float | None
     tokens: int
+    data: str = HELD_OUT
     reward_margin: float | None = None
     reward_accuracy: float | None = None
 
@@ -120,7 +125,7 @@ class MetricsWriter:
 
     def write_eval(self, metrics: EvalMetrics) -> None:
         """Add an evaluation."""
-        self._add(self._evals, "held_out", metrics)
+        self._add(self._evals, metrics.data, metrics)
 
     def close(self) -> None:
         """Close the files. A second call has no effect."""
@@ -144,7 +149,7 @@ class MetricsWriter:
         # NaN is not valid JSON, but a diverged run must still leave a readable file.
         file.write(json.dumps(finite(values), allow_nan=False) + "\n")
         file.flush()
-        scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k != "step" and v is not None}
+        scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k not in _NO_SCALARS and v is not None}
         if self._events is not None:
             for name, value in scalars.items():
                 self._events.add_scalar(name, value, step)
@@ -251,10 +256,13 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
     recent = bits[-width:]
     title = f"Loss after {numbers[-1]:,} steps: training {sum(recent) / len(recent):.3f}"
-    if evals:
-        points = [line["step"] for line in evals], [line["bits_per_byte"] for line in evals]
-        axes.plot(*points, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.2, label="held-out text")
-        title += f", held-out {points[1][-1]:.3f}"
+    names = list(dict.fromkeys(line.get("data", HELD_OUT) for line in evals))
+    for number, name in enumerate(names):
+        mine = [line for line in evals if line.get("data", HELD_OUT) == name]
+        points = [line["step"] for line in mine], [line["bits_per_byte"] for line in mine]
+        color, label = _EVALUATED[number % len(_EVALUATED)], "held-out text" if name == HELD_OUT else name
+        axes.plot(*points, color=color, marker="o", markersize=5, linewidth=1.2, label=label)
+        title += f", {'held-out' if name == HELD_OUT else name} {points[1][-1]:.3f}" if number < _TITLED else ""
     axes.set_ylabel("loss (bits per byte)")
     ratio = _nats_per_token(steps)
     if ratio is not None:
@@ -290,15 +298,34 @@ class Wandb:
 
     Args:
         project: Name of the project.
-        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
+        folder: The run folder. Its name is the id of the W&B run; the package writes its own files there.
         config: All fields of the configuration, for the page of the run.
+        entity: Team or user; None: the user's own.
+        name: Name of the W&B run; None: that of the folder.
+        tags: Tags of the W&B run.
     """
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        project: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        entity: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = folder.resolve().name
+        own = folder.resolve().name
         self._run = wandb.init(
-            project=project, name=name, id=name, dir=str(folder), config=dict(config), resume="allow"
+            project=project,
+            entity=entity,
+            name=name or own,
+            id=own,
+            tags=list(tags),
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -181,7 +181,8 @@ class ProgressBar:
         rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
         unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
         numbers = ", ".join(_quality(metrics))
-        self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+        name = metrics.data.replace("_", "-")
+        self.note(f"step {metrics.step}: {name} loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:
@@ -308,7 +309,10 @@ class RunReport(contextlib.ExitStack):
         self._writer: MetricsWriter | None = None
         self._bar: ProgressBar | None = None
         if is_main:
-            online = None if config.wandb is None else Wandb(config.wandb, self._folder, to_dict(config))
+            online = None
+            if config.wandb is not None:
+                names: dict[str, Any] = {"entity": config.wandb_entity, "name": config.wandb_name}
+                online = Wandb(config.wandb, self._folder, to_dict(config), tags=config.wandb_tags, **names)
             self._writer = self.enter_context(MetricsWriter(self._folder, first_step, online))
             self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 

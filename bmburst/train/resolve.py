@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
@@ -20,11 +20,17 @@ from bmburst.config import (
     write_json,
 )
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
 
+if TYPE_CHECKING:
+    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+
 CONFIG_FILE = "config.json"
+_PLAIN = RecordFormat()
+_RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
 PLACEHOLDER = "PATH/TO/"
 """Prefix of paths in recipes that the user must replace."""
 # Not part of a run's config.json, so that it can start another run.
@@ -34,13 +40,19 @@ _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype",
 # Another tokenizer gives other tokens, which the state of a checkpoint refuses.
 # Rates of adapters may change, as other rates.
 _MAY_MOVE = (
-    *("data.cache", "data.verify", "data.tokenizer", "dpo.reference"),
+    *("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference"),
     *("lora.init_from", "lora.dropout", "lora.loraplus_lr_ratio"),
 )
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
-def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
+def resolve(
+    files: tuple[Path, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    steps: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """Return the configuration of files and options. Later files override earlier ones, options override files.
 
     Fields of the model that are not given come from the directory `init_from`, else from `preset`.
@@ -48,13 +60,15 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     Args:
         files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
         options: Maps dotted names to values, or to text as on the command line.
+        steps: Number of steps of the given epochs, once the data are known.
+        defaults: Maps dotted names to values in place of the defaults of `TrainConfig`.
 
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
     """
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
-    given = overlay(below, above)
+    given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
     _follow_adapter(given)
     has_two_models = "preset" in above and _names_whole_model(below)
     if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
@@ -62,11 +76,34 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
             f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
+    if "epochs" in above and "steps" in above and above["epochs"] is not None:
+        raise UserError(
+            f"steps {above['steps']} and epochs {above['epochs']} are both given\nallowed: one of them\n"
+            "fix: leave --steps or --epochs out"
+        )
+    if "steps" in above:  # in place of the epochs of a file
+        given["epochs"] = None
+    if steps is not None:
+        given["steps"] = steps
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
     _follow_model(given, below, above)
     set_defaults_of_data(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
+
+
+def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
+
+    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from names(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key
+
+    layers = [read_layer(TrainConfig, _read_file(path), str(path)) for path in files]
+    return set(names(overlay(*layers, read_layer(TrainConfig, options, ""))))
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
@@ -96,7 +133,12 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
-    check_sources(config.data.source, config.data.text_field)
+    for name in ("wandb_entity", "wandb_name", "wandb_tags"):
+        if config.wandb is None and getattr(config, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
+    for source in (config.data.source, *config.data.validation_files.values()):
+        check_sources(source, config.data.text_field, config.data)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
@@ -334,18 +376,19 @@ def require_filled(name: str, value: object, option: str) -> None:
         )
 
 
-def check_sources(source: str, text_field: str) -> None:
+def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in _sources(source):
-        check_data_path(each, text_field)
+        check_data_path(each.path, each.text_field(text_field), each.form(form))
 
 
-def check_data_path(source: str, text_field: str) -> None:
+def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
 
     Raises:
         UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
@@ -381,7 +424,7 @@ def check_data_path(source: str, text_field: str) -> None:
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
         check_beginnings(files, text_field=text_field)
 
 
@@ -402,11 +445,15 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
 
     try:
         sources = _sources(str(source))
-        are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
+        are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
     text_field = str(values.get("text_field", "text"))
-    have_records = hold_records(str(source), text_field)
+    try:
+        form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
+    except UserError:
+        return  # the check of the fields raises
+    have_records = hold_records(str(source), text_field, form)
     if have_records:
         given.setdefault("pack", "documents")
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
@@ -415,25 +462,29 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         given["data"] = {**values, "tokenizer": own}
 
 
-def hold_records(source: str, text_field: str) -> bool:
+def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
     """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import are_records
 
+    def holds(each: "Source") -> bool:
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+
     try:
-        return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
+        return any(map(holds, _sources(source)))
     except (OSError, UserError):
         return False  # the check of the paths raises
 
 
-def _sources(source: str) -> list[str]:
+def _sources(source: str) -> "tuple[Source, ...]":
     """Return the sources of a mixture, or the single source."""
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import sources_of
 
-    return [each.path for each in sources_of(source)]
+    return sources_of(source)

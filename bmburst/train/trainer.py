@@ -15,6 +15,7 @@ from bmburst.blocks.kinds import apart
 from bmburst.checkpoint.training import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
+from bmburst.data.batches import Sequences
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
 from bmburst.launch.start import start
@@ -24,6 +25,7 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.sequence import SequenceShard
 from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
+from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
 from bmburst.train.machine import require_dtype
@@ -35,8 +37,16 @@ from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
 from bmburst.train.schedule import learning_rate
+from bmburst.train.sections import HELD_OUT
 from bmburst.train.step import StepFacts, exchange
-from bmburst.train.text import kept_by_rank_0, open_text, sequences_of
+from bmburst.train.text import (
+    kept_by_rank_0,
+    open_text,
+    open_validation,
+    reports_of,
+    sequences_of,
+    sequences_of_epochs,
+)
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -111,14 +121,21 @@ class Trainer:
         if not self.runtime.on_host:
             memory.prepare(offloaded_pieces(config, self.runtime.world_size))
         self.corpus = open_text(config, self.folder, self.runtime)
+        self._validation = open_validation(config, self.folder, self.runtime, self.corpus)
         tokenizer = kept_by_rank_0(self.corpus, config, self.runtime)
-        self._held_out = sequences_of(self.corpus, config, "held_out")
+        self._evaluated: dict[str, Sequences] = {}
+        if config.data.held_out_fraction:
+            self._evaluated[HELD_OUT] = sequences_of(self.corpus, config, "held_out")
+        for name, each in self._validation.items():
+            self._evaluated[name] = sequences_of(each, config, "all")
+        sequences = sequences_of(self.corpus, config, "train")
         self.batches = data.Batches(
-            sequences_of(self.corpus, config, "train"),
+            sequences,
             batch_size=config.batch_size,
             seed=config.seed,
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
+            total=None if config.epochs is None else sequences_of_epochs(config, sequences),
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         rows = config.batch_size // self.mesh.shape.data
@@ -271,6 +288,7 @@ class Trainer:
             Why the run was stopped before its last step; empty if it was not.
         """
         config, monitor, first = self.config, self._monitor, self.steps_done + 1
+        self._require_steps()
         with contextlib.ExitStack() as stack:
             stack.enter_context(monitor.stop.listening())
             if self.is_main:
@@ -301,16 +319,23 @@ class Trainer:
             report.note(monitor.stopped)
             if config.sample_tokens and not monitor.stopped:
                 self._show_sample(report)
+            if self._wants_context and not monitor.stopped:
+                self._show_context(report)
             report.finish()
         return monitor.stopped
 
-    def evaluate(self) -> EvalMetrics:
-        """Measure the model on held-out text."""
+    def evaluate(self, name: str | None = None) -> EvalMetrics:
+        """Measure the model on held-out text or on a validation file.
+
+        Args:
+            name: "held_out", or the name of a validation file; None: the first of them.
+        """
+        name = next(iter(self._evaluated)) if name is None else name
         data_ranks = self.mesh.shape.data
         part = {"data_rank": self.mesh.data_rank, "data_parallel": data_ranks}
         limit = self.config.eval_sequences
-        batches = data.evaluation_batches(self._held_out, batch_size=data_ranks, limit=limit, **part)
-        return EvalMetrics(step=self.steps_done, **asdict(self._objective.measure(batches)))
+        batches = data.evaluation_batches(self._evaluated[name], batch_size=data_ranks, limit=limit, **part)
+        return EvalMetrics(step=self.steps_done, data=name, **asdict(self._objective.measure(batches)))
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of this step to the run folder and return its path.
@@ -329,17 +354,35 @@ class Trainer:
         Args:
             show: Called with each piece of text as soon as it is generated.
         """
-        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), self._held_out.prompt(_PROMPT_TOKENS)
+        first = next(iter(self._evaluated.values()))
+        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), first.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
         made = generate(self.model, self.mesh, prompt, self.config.sample_tokens, tokenizer, self.config.seed, show)
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
+
+    def _require_steps(self) -> None:
+        """Check that the configured steps are those of the epochs.
+
+        Raises:
+            UserError: They are not.
+        """
+        if (total := self.batches.total) is None:
+            return
+        steps = self.steps_done + max(-(-(total - self.batches.samples) // self.config.batch_size), 0)
+        if steps != self.config.steps:
+            raise UserError(
+                f"epochs {self.config.epochs:g} of {len(self.batches.sequences):,} sequences are {steps:,} steps, and "
+                f"steps is {self.config.steps:,}\nallowed: steps {steps}\nfix: TrainConfig(epochs=..., steps={steps})"
+            )
 
     def _introduce(self, report: RunReport) -> None:
         import bmtrain as bmt
 
         if self.is_main:
             memory = expected_memory(self.config, self.runtime.world_size, bmt.config["local_size"])
-            counts = len(self.batches.sequences), len(self._held_out)
+            counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
+            for text in reports_of(self.config, self.corpus, self._validation):
+                report.note(text)
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
         report.note(self._monitor.no_peak)
 
@@ -356,8 +399,9 @@ class Trainer:
         if stopped and saves:  # before an evaluation, because there may be little time left
             self._save(report)
         if is_last or _is_due(config.eval_every, done):
-            with report.doing("measuring the loss of held-out text"):
-                report.held_out(self.evaluate())
+            for name in self._evaluated:
+                with report.doing(f"measuring the loss of {name.replace('_', '-')} text"):
+                    report.held_out(self.evaluate(name))
         if not stopped and saves and (is_last or _is_due(config.checkpoint_every, done)):
             self._save(report)
 
@@ -371,6 +415,27 @@ class Trainer:
         report.piece("\n\n")
         if self.is_main:
             (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
+
+    @property
+    def _wants_context(self) -> bool:
+        """Whether the run ends with the report on its context. Losses of pairs are not losses of tokens."""
+        config = self.config
+        asked = config.sequence_length >= LONG if config.context_report is None else config.context_report
+        return asked and config.dpo.beta is None
+
+    def _show_context(self, report: RunReport) -> None:
+        found = measure_context(
+            self.model,
+            self.mesh,
+            self.cut,
+            next(iter(self._evaluated.values())),
+            data.load_tokenizer(self.corpus.tokenizer_name),
+            device=self.runtime.device,
+            limit=self.config.eval_sequences,
+        )
+        if self.is_main:
+            found.write(self.folder)
+        report.note(found.sentence())
 
 
 def _attention(config: TrainConfig, mesh: Mesh) -> Callable[[], Any]:
