@@ -48,7 +48,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     yield
     import bmtrain as bmt
 
-    from bmburst import runtime
+    from bmburst.launch import start as launched
     from bmburst.host.extension import EXTENSION, MARK
 
     nccl: Any = getattr(sys.modules[EXTENSION], MARK)
@@ -58,7 +58,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     bmt.config.clear()
     bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
     bmt.debug.DEBUG_VARS.clear()
-    runtime._store = None
+    launched._store = None
 
 
 def _enter(
