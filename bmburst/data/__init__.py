@@ -6,10 +6,10 @@ This module opens a corpus as a token file: it tokenizes and caches text if need
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,14 @@ from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
 from bmburst.data.packing import PackedSequences
-from bmburst.data.records import hold_records, read_records
+from bmburst.data.records import DEFAULT, Reading, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, Tokenizer, load_tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import require_folder
+from bmburst.record_format import RecordFormat
 
 __all__ = [
     "Batches",
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 _LONG = 4 << 20  # bytes of text that take a second or more
-_BAR = 40  # characters of a histogram's longest bar
 
 
 class Text(NamedTuple):
@@ -51,6 +51,8 @@ class Text(NamedTuple):
     """Encoder of records; None if the files are text."""
     text_field: str = "text"
     """Key of the text in a line of JSONL."""
+    form: RecordFormat = DEFAULT
+    """Names of the columns, fields and roles of records."""
 
 
 def find_corpus(
@@ -58,6 +60,7 @@ def find_corpus(
     tokenizer: str | None,
     *,
     text_field: str = "text",
+    form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
 ) -> TokenFile | Text:
     """Return the token file of a source, or its text or records if it still must be tokenized.
@@ -66,6 +69,7 @@ def find_corpus(
         source: As in `open_corpus`.
         tokenizer: As in `open_corpus`.
         text_field: As in `open_corpus`.
+        form: As in `open_corpus`.
         chat_template: As in `open_corpus`.
 
     Raises:
@@ -77,16 +81,18 @@ def find_corpus(
         source = [source]
     files = find_sources(source)
     found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
-    encoder = RecordEncoder(found, chat_template) if hold_records(files, text_field) else None
-    return Text(found, files, encoder, text_field)
+    form = form.record_format
+    if not hold_records(files, text_field, form):
+        return Text(found, files, None, text_field)
+    return Text(found, files, RecordEncoder(found, chat_template, form.learned_roles), text_field, form)
 
 
-def are_records(source: str | Path, text_field: str) -> bool:
+def are_records(source: str | Path, text_field: str, form: RecordFormat = DEFAULT) -> bool:
     """Return whether a source contains records or is a token file of records; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
             return TokenFile.open(source).loss_mask is not None
-        return hold_records(find_sources([source]), text_field)
+        return hold_records(find_sources([source]), text_field, form)
     except (OSError, UserError):
         return False
 
@@ -121,6 +127,7 @@ def open_corpus(
     cache_dir: str | Path,
     *,
     text_field: str = "text",
+    form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
     progress: bool = False,
     on_skip: Callable[[str], object] | None = None,
@@ -137,6 +144,7 @@ def open_corpus(
         cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
             text, and the tokenizer, are the same.
         text_field: Key of the text in a line of JSONL.
+        form: Names of the columns, fields and roles of records, and the roles that are learned.
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
         on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
@@ -149,7 +157,7 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
     """
-    found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
+    found = find_corpus(source, tokenizer, text_field=text_field, form=form, chat_template=chat_template)
     if isinstance(found, TokenFile):
         return found
     if on_skip is not None:  # listing a large folder again takes time, on every rank
@@ -202,12 +210,41 @@ def tokenize(
     Raises:
         UserError: There is no text, or a file cannot be read or written.
     """
+    reading = Reading()
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
-            encoded = read_records(text.files, text_field=text.text_field, on_read=on_read, check=text.encoder.encode)
-            return write_masked_file(output, filter(keep, encoded), text.tokenizer)
-        documents = read_documents(text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip)
-        return write_token_file(output, documents, text.tokenizer)
+            encoded = read_records(
+                text.files,
+                text_field=text.text_field,
+                form=text.form,
+                on_read=on_read,
+                check=text.encoder.encode,
+                reading=reading,
+            )
+            return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
+        documents = read_documents(
+            text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip, on_columns=reading.columns.update
+        )
+        return write_token_file(output, documents, text.tokenizer, reading.notes)
+
+
+def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
+    """Yield the name of each document or record of a text, and its text, or its ids and answers if it is a record.
+
+    Raises:
+        UserError: As `tokenize`.
+    """
+    if text.encoder is None:
+        for document in read_documents(text.files, text_field=text.text_field):
+            yield document.name, "".join(islice(document.pieces, 1))
+        return
+    encoder = text.encoder
+    yield from read_records(
+        text.files,
+        text_field=text.text_field,
+        form=text.form,
+        check=lambda record: (record.name, encoder.encode(record)),
+    )
 
 
 def _cached(cache_dir: str | Path, text: Text) -> Path:
@@ -219,6 +256,7 @@ def _cached(cache_dir: str | Path, text: Text) -> Path:
             status = path.stat()
             texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
     masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
+    masked += [repr(text.form)] if text.form.renames else []
     key = json.dumps([VERSION, text.tokenizer.identity, text.text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
@@ -233,67 +271,3 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
         sys.stderr.write(f"tokenizing {bytes_text(total)} of text, once\n")
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update
-
-
-class LengthReport:
-    """Counts the lengths of records by powers of two.
-
-    Args:
-        most: Maximum tokens of a record; None: no limit.
-
-    Raises:
-        UserError: `most` is less than 2, so that no record could have an answer.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        if most is not None and most < 2:
-            raise UserError(f"--max-tokens {most}\nallowed: at least 2 tokens\nfix: for example --max-tokens 4096")
-        self._most = most
-        self._kept: Counter[int] = Counter()
-        self._left_out: Counter[int] = Counter()
-        self._tokens = self._answers = self._shortest = self._longest = 0
-
-    def keep(self, record: Masked) -> bool:
-        """Count a record, and return whether it has at most `most` tokens."""
-        length = len(record.ids)
-        self._shortest = min(self._shortest or length, length)
-        if self._most is not None and length > self._most:
-            self._left_out[length.bit_length()] += 1
-            self._longest = max(self._longest, length)
-            return False
-        self._kept[length.bit_length()] += 1
-        self._longest = max(self._longest, length)
-        self._tokens += length
-        self._answers += int(record.answers.sum())
-        return True
-
-    def require(self) -> None:
-        """Check that a record is left.
-
-        Raises:
-            UserError: All records are too long.
-        """
-        if not self._kept and self._left_out:
-            raise UserError(
-                f"no record is left: all {self._left_out.total():,} have more than --max-tokens {self._most} tokens\n"
-                f"allowed: at least {self._shortest}, the length of the shortest\n"
-                f"fix: --max-tokens {self._longest}, the length of the longest, keeps all"
-            )
-
-    def text(self) -> str:
-        """Return the report: a line of totals and a histogram with a line per range of lengths, at most 80 columns."""
-        kept, dropped = self._kept.total(), self._left_out.total()
-        lines = [f"{kept:,} records, {self._answers:,} of {self._tokens:,} tokens are answers"]
-        if dropped:
-            lines.append(f"left out: {dropped:,} records of more than {self._most:,} tokens")
-        both = self._kept + self._left_out
-        top = max(both.values(), default=1)
-        lines.append(f"{'tokens':>17} {'records':>9}")
-        for bits in range(min(both, default=1), max(both, default=0) + 1):
-            full = -(-_BAR * self._kept[bits] // top)
-            empty = -(-_BAR * both[bits] // top) - full
-            span = f"{1 << bits - 1:,}-{(1 << bits) - 1:,}"
-            lines.append(f"{span:>17} {both[bits]:>9,} {'#' * full}{'.' * empty}".rstrip())
-        if dropped:
-            lines.append(f"{'.':>27} left out")
-        return "\n".join(lines)

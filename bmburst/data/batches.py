@@ -46,6 +46,13 @@ class Sequences(Protocol):
     def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
         """Return inputs and labels of a sample at positions before the padding, each int64 `[len(places)]`."""
 
+    @property
+    def weighted(self) -> bool:
+        """Whether labels have weights other than 1."""
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of a sample's labels at positions before the padding, `[len(places)]`."""
+
     def drawn(self, position: int, seed: int) -> int:
         """Return the index of the sample at a position of the infinite training order."""
 
@@ -113,6 +120,20 @@ class Samples:
             inputs[: len(real)], labels[: len(real)] = self.sequences.pairs(index, real)
         return inputs, labels
 
+    @property
+    def weighted(self) -> bool:
+        """Whether labels have weights, equal on all data ranks."""
+        return self.sequences.weighted
+
+    def weights(self, row: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of a row's labels at given positions, `[len(places)]`; 0 in padding. See `read`."""
+        index, found = self.rows[row], np.zeros(len(places))
+        if index is not None:
+            stop = min(places.stop, self.sequences.labels_in(index))
+            if real := range(places.start, stop, places.step):
+                found[: len(real)] = self.sequences.weights(index, real)
+        return found
+
     def whole(self) -> tuple[Ids, Ids]:
         """Return inputs and labels of all rows, each int64 `[rows, sequence_length]`."""
         places = range(self.sequences.sequence_length)
@@ -136,6 +157,8 @@ class Batches:
         seed: Seed of the order.
         data_rank: Index of this rank's data group, in [0, data_parallel).
         data_parallel: Number of data groups.
+        total: Number of samples after which there are no more; the last step has what is left, and its other rows are
+            padding. None: no end.
 
     Attributes:
         sequences: As above.
@@ -154,8 +177,10 @@ class Batches:
         seed: int,
         data_rank: int = 0,
         data_parallel: int = 1,
+        total: int | None = None,
     ) -> None:
         self._local = local_batch_size(batch_size, data_rank, data_parallel)
+        self.total = total
         self.sequences = sequences
         self._batch_size = batch_size
         self._seed = seed
@@ -170,15 +195,18 @@ class Batches:
     def __next__(self) -> Samples:
         """Return this rank's samples of the next step, and advance by one step."""
         samples = self.coming()
-        self.samples += self._batch_size
+        self.samples += len(samples.taken)
         self.text_bytes = samples.text_bytes
         return samples
 
     def coming(self, steps: int = 0) -> Samples:
         """Return the samples that `next` would return after `steps` further steps, without advancing."""
         first = self.samples + steps * self._batch_size
-        taken = tuple(self.sequences.drawn(first + i, self._seed) for i in range(self._batch_size))
-        return Samples(self.sequences, taken, taken[self._first : self._first + self._local])
+        stop = first + self._batch_size
+        stop = stop if self.total is None else max(min(stop, self.total), first)
+        taken = tuple(self.sequences.drawn(at, self._seed) for at in range(first, stop))
+        mine = taken[self._first : self._first + self._local]
+        return Samples(self.sequences, taken, mine + (None,) * (self._local - len(mine)))
 
     @property
     def epoch(self) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bmburst.data.records import Pair, Record, template_text
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line
+from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
 ANSWERS_VERSION = 3
@@ -159,13 +161,21 @@ class RecordEncoder:
     Args:
         tokenizer: Tokenizer of the model.
         chat_template: A file whose template replaces that of the tokenizer.
+        learned_roles: Roles whose messages have a loss. A message of another role than the assistant is found by
+            rendering the conversation with and without it, and is learned from its text on.
 
     Raises:
         UserError: The file cannot be read.
     """
 
-    def __init__(self, tokenizer: PromptTokenizer, chat_template: Path | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        chat_template: Path | None = None,
+        learned_roles: Sequence[str] = RecordFormat().learned_roles,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._learned_roles = frozenset(learned_roles)
         self._file = chat_template
         self._loaded: ChatTemplate | None = None
         if chat_template is not None:
@@ -176,13 +186,15 @@ class RecordEncoder:
         """Equal for two encoders only if they return the same ids and answers, with the same transformers version."""
         template = self._file.read_text("utf-8") if self._file else getattr(self.tokenizer, "chat_template", None)
         parts = [self.tokenizer.identity, template, getattr(self.tokenizer, "special_tokens", None)]
+        parts += [sorted(self._learned_roles)] if self._learned_roles != {"assistant"} else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "replace")).hexdigest()
 
     def encode(self, record: Record | Pair) -> Masked:
         """Return a record's ids and the mask of its answers; for a pair, the chosen answer, then the rejected one.
 
         Prompt and completion are tokenized together, like a prompt of `bmburst generate`, and followed by an
-        end-of-document id. A text is enclosed by two end-of-document ids, as in files of text.
+        end-of-document id. A text is enclosed by two end-of-document ids, as in files of text. Segments are tokenized
+        one by one, special tokens in them parsed and none added, as in axolotl.
 
         Raises:
             UserError: There is no chat template, it rejects the messages, or no answer is found; the message names
@@ -200,6 +212,12 @@ class RecordEncoder:
         if record.messages is not None:
             ids, answers, size = self._conversation(record)
             text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True)
+        elif record.segments is not None:
+            parts = [self.tokenizer.encode_prompt(each, add_special_tokens=False) for _, each in record.segments]
+            labels = [label for label, _ in record.segments]
+            ids, answers = np.concatenate(parts), np.repeat(labels, [len(part) for part in parts])
+            size = sum(len(each.encode("utf-8", "replace")) for label, each in record.segments if label)
+            text = json.dumps(record.segments)
         else:
             assert record.text is not None
             eos, text = [self.tokenizer.eos_id], record.text
@@ -215,10 +233,10 @@ class RecordEncoder:
         if not answers.any():
             raise UserError(
                 f"{record.name}: the record has no answer to learn\n"
-                "allowed: a message of the assistant that no mark leaves out, or a completion\n"
+                "allowed: a message of a learned role that no mark leaves out, or a completion\n"
                 "fix: correct that line, or remove it"
             )
-        return Masked(ids, answers, size, _key(text))
+        return Masked(ids, answers, size, _key(text), weight=record.weight)
 
     def _completion(self, prompt: str, completion: str) -> tuple[TokenIds, Mask]:
         ids, ends = self.tokenizer.encode_with_ends(prompt + completion)
@@ -248,20 +266,23 @@ class RecordEncoder:
         chosen = template.source(record.name, messages, record.tools)
         options = {**record.template_options, "tools": record.tools}
         if _MARKER.search(chosen) is None:
-            text, spans = self._by_prefixes(template, record, options)
+            text, spans = self._by_prefixes(template, record, options, self._learned_roles)
             out = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            answers = np.zeros(len(out["input_ids"]), bool)
-            starts, ends = np.array(out["offset_mapping"], np.int64).reshape(-1, 2).T
-            for begin, end in spans:  # some tokenizers give white space the empty span at its end
-                answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
+            answers = _covered(out, spans)
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
-        template.rendered(record.name, messages, **options)  # for its errors
+        text = template.rendered(record.name, messages, **options)
         ids, answers = self._marked(template, record.name, messages, options)
+        if "assistant" not in self._learned_roles:
+            answers[:] = False
         if record.answers_from:
             answers[: len(self._marked(template, record.name, messages[: record.answers_from], options)[0])] = False
         if not all(map(is_learned, messages)):
             answers &= self._learned(template, record, options)
+        if others := self._learned_roles - {"assistant"}:
+            _, spans = self._by_prefixes(template, record, options, others)
+            out = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            answers |= _covered(out, spans)
         return ids, answers, len(template.tokenizer.decode(ids[answers]).encode("utf-8", "replace"))
 
     def _marked(
@@ -299,11 +320,12 @@ class RecordEncoder:
         return ~left_out
 
     def _by_prefixes(
-        self, template: ChatTemplate, record: Record, options: dict[str, Any]
+        self, template: ChatTemplate, record: Record, options: dict[str, Any], roles: Set[str]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the (start, end) characters of its answers.
+        """Return the text of a conversation, and the (start, end) characters of its messages of some roles.
 
-        Renders the messages up to each answer, with and without the answer, and compares the texts.
+        Renders the messages up to each one, with and without it, and compares the texts. An answer of the assistant is
+        what follows the generation prompt. Another message is learned from its text on, without its header.
         """
         messages = record.messages or ()
 
@@ -313,14 +335,16 @@ class RecordEncoder:
         whole, spans = rendered(len(messages), asks=False), []
         special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < record.answers_from or not is_learned(message):
+            role = message["role"]
+            if role not in roles or index < record.answers_from or not is_learned(message):
                 continue
-            if not index:
+            if not index and role == "assistant":
                 raise UserError(
                     f"{record.name}: the conversation begins with an answer, and the chat template marks none\n"
                     f"fix: begin with another role, or {_MARK}"
                 )
-            before, through = rendered(index, asks=True), rendered(index + 1, asks=False)
+            before = rendered(index, asks=role == "assistant") if index else ""
+            through = rendered(index + 1, asks=False)
             if not (whole.startswith(through) and through.startswith(before)):
                 raise UserError(
                     f"{record.name}: the chat template writes earlier messages differently when later ones follow, so "
@@ -328,9 +352,21 @@ class RecordEncoder:
                 )
             end = through.rstrip()
             end = end if end.endswith(special) and len(end) > len(before) else through
-            if len(end) > len(before):
-                spans.append((len(before), len(end)))
+            begin, content = len(before), message.get("content")
+            if role != "assistant" and isinstance(content, str) and content.strip():
+                begin = max(begin, through.find(content.strip(), begin))
+            if len(end) > begin:
+                spans.append((begin, len(end)))
         return whole, spans
+
+
+def _covered(encoding: Any, spans: list[tuple[int, int]]) -> Mask:
+    """Return which tokens of a text lie in spans of (start, end) characters."""
+    answers = np.zeros(len(encoding["input_ids"]), bool)
+    starts, ends = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+    for begin, end in spans:  # some tokenizers give white space the empty span at its end
+        answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
+    return answers
 
 
 def _starts(mask: Mask) -> Mask:

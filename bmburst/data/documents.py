@@ -12,7 +12,9 @@ from typing import Any
 
 from bmburst.config import parse_json
 from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
-from bmburst.errors import UserError, first_line
+from bmburst.data.streams import opened
+from bmburst.data.tables import dataset_rows, parquet_rows
+from bmburst.errors import UserError
 
 KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
@@ -29,11 +31,8 @@ _WORD = re.compile(r"[^ \t\r\n]")
 _SHOWN = 5  # bad lines that a message names
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
-    b"\x1f\x8b": ("compressed with gzip", "gunzip it"),
-    b"\xfd7zXZ\0": ("compressed with xz", "unxz it"),
-    b"(\xb5/\xfd": ("compressed with zstd", "unzstd it"),
     b"PK\x03\x04": ("a zip archive", "unzip it"),
-    b"PAR1": ("a Parquet file", "save its rows as JSONL: datasets.load_dataset('parquet', data_files=FILE)"),
+    b'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
 }
 
 
@@ -51,6 +50,7 @@ def read_documents(
     text_field: str = "text",
     on_read: Callable[[int], object] = lambda _: None,
     on_skip: Callable[[str], object] = lambda _: None,
+    on_columns: Callable[[Iterable[str]], object] = lambda _: None,
 ) -> Iterator[Document]:
     """Yield the documents of `files` in order. Consume a document's pieces before requesting the next document.
 
@@ -59,6 +59,7 @@ def read_documents(
         text_field: Key of the text in a line of JSONL.
         on_read: Called with the number of bytes of each read.
         on_skip: Called with a line about each skipped file.
+        on_columns: Called with the keys of each line of JSONL that are not the text.
 
     Raises:
         UserError: A named file cannot be read or is not text, or a line of JSONL is malformed.
@@ -66,7 +67,8 @@ def read_documents(
     for file in files:
         try:
             if file.kind != "text":
-                yield from _texts(text_field, rows(file, on_read), may_be_text=file.kind == "json")
+                may_be_text = file.kind == "json"
+                yield from _texts(text_field, rows(file, on_read), on_columns, may_be_text=may_be_text)
             elif problem := _why_not_text(file.path):
                 raise _not_text(file, problem)
             else:
@@ -110,7 +112,7 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
     The value of a line that is not valid JSON is its UserError, so that the lines after it can be read too.
 
     Args:
-        file: A file of kind "jsonl", "json" or "dataset".
+        file: A file of kind "jsonl", "json", "parquet" or "dataset".
         on_read: Called with the number of bytes of each read; not for a data set.
 
     Raises:
@@ -118,7 +120,9 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
         OSError: A JSON or JSONL file cannot be read.
     """
     if file.kind == "dataset":
-        return _dataset_rows(file)
+        return dataset_rows(file)
+    if file.kind == "parquet":
+        return parquet_rows(file, on_read)
     return _json_values(file, on_read) if file.kind == "json" else _json_lines(file, on_read)
 
 
@@ -167,7 +171,8 @@ def first_row(file: SourceFile) -> Iterator[tuple[str, Any]]:
     """
     found = _first_element(file) if file.kind == "json" else None
     if found is None:
-        yield from islice(rows(file, lambda _: None), 1)
+        few = parquet_rows(file, lambda _: None, 1) if file.kind == "parquet" else rows(file, lambda _: None)
+        yield from islice(few, 1)
     else:
         yield _element(file, 1), found
 
@@ -187,8 +192,8 @@ def check_arrays(files: Iterable[SourceFile]) -> None:
 
 
 def _not_text(file: SourceFile, problem: str) -> UserError:
-    with file.path.open("rb") as opened:
-        begin = opened.read(8)
+    with file.path.open("rb") as source:
+        begin = source.read(8)
     for magic, (kind, fix) in _PACKED.items():
         if begin.startswith(magic):
             return UserError(
@@ -209,7 +214,7 @@ def _why_not_text(path: Path, most: float = math.inf) -> str | None:
         most: Number of bytes to check, rounded up to blocks.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as file:
+    with opened(path) as file:
         done = 0
         while True:
             block = file.read(PIECE_BYTES)
@@ -229,9 +234,8 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
     """Yield the text of a file in pieces, cut after a line end if possible; a file of at most one piece is not cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held = ""
-    with path.open("rb") as file:
+    with opened(path, on_read) as file:
         while block := file.read(PIECE_BYTES):
-            on_read(len(block))
             cut = held.rfind("\n") + 1
             if cut or len(held) >= 2 * PIECE_BYTES:
                 cut = cut or len(held)
@@ -242,7 +246,13 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
         yield held
 
 
-def _texts(text_field: str, values: Iterable[tuple[str, Any]], *, may_be_text: bool) -> Iterator[Document]:
+def _texts(
+    text_field: str,
+    values: Iterable[tuple[str, Any]],
+    on_columns: Callable[[Iterable[str]], object] = lambda _: None,
+    *,
+    may_be_text: bool,
+) -> Iterator[Document]:
     def text_of(name: str, value: Any) -> str:
         return value if may_be_text and isinstance(value, str) else _text(text_field, name, value)
 
@@ -252,6 +262,8 @@ def _texts(text_field: str, values: Iterable[tuple[str, Any]], *, may_be_text: b
             text = text_of(name, value)
         except UserError as error:
             raise with_others(error, lines, text_of) from error
+        if isinstance(value, dict):
+            on_columns(key for key in value if key != text_field)
         # "\ud800" is valid JSON, but an unpaired surrogate, which UTF-8 cannot encode.
         yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 
@@ -287,9 +299,8 @@ def _short(value: object) -> str:
 
 def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a JSONL file, each with its name "file:line". Empty lines are skipped; see `rows`."""
-    with file.path.open("rb") as lines:
+    with opened(file.path, on_read) as lines:
         for number, line in enumerate(lines, 1):
-            on_read(len(line))
             if line.strip():
                 yield (name := f"{file.name}:{number}"), _line(name, line, is_first=number == 1)
 
@@ -308,8 +319,8 @@ def _line(name: str, line: bytes, *, is_first: bool) -> Any:
 
 def _json_values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a file that ends in .json, of one of `SHAPES`, each with its name."""
-    data = file.path.read_bytes()
-    on_read(len(data))
+    with opened(file.path, on_read) as source:
+        data = source.read()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -364,9 +375,9 @@ def _not_json(file: SourceFile, reason: str) -> UserError:
 def _first_element(file: SourceFile) -> Any:
     """Return the first object of an array of objects by reading only the beginning of the file; else None."""
     decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
-    with file.path.open("rb") as opened:
+    with opened(file.path) as source:
         # Each read is as long as all before it: a long element is tried a few times, not once a block.
-        while block := opened.read(max(PIECE_BYTES, len(text))):
+        while block := source.read(max(PIECE_BYTES, len(text))):
             try:
                 text += decoder.decode(block)
                 if (begin := _ARRAY.match(text)) is None:
@@ -382,43 +393,6 @@ def _first_element(file: SourceFile) -> Any:
 
 def _element(file: SourceFile, number: int) -> str:
     return f"{file.name}: element {number}"
-
-
-def _dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a data set, each with its name; if there are several splits, those of "train".
-
-    Raises:
-        UserError: The package datasets is not installed or cannot read the folder, or there is no split "train".
-    """
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise UserError(
-            f"'{folder.name}' is a data set of the package datasets, and importing it failed\n"
-            "fix: pip install datasets, or save the rows as JSONL: dataset.to_json('rows.jsonl')"
-        ) from error
-    try:
-        rows = load_from_disk(str(folder.path))  # memory-mapped
-    except Exception as error:  # errors of Arrow, JSON or the package
-        raise UserError(
-            f"cannot read data set '{folder.name}': {first_line(error)}\nfix: write it again with save_to_disk"
-        ) from error
-    if isinstance(rows, dict):
-        if "train" not in rows:
-            raise UserError(
-                f"data set '{folder.name}' has no split 'train'\nallowed: {', '.join(rows)}\n"
-                f"fix: give one of them by its folder: {folder.path / next(iter(rows), 'train')}"
-            )
-        rows = rows["train"]
-    for number, row in enumerate(rows, 1):
-        yield f"{folder.name}:{number}", _without_nulls(dict(row))
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a row without keys of null: Arrow gives each object of a column all keys that any of them has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _reason(error: ValueError) -> str:

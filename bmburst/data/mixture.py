@@ -3,23 +3,38 @@
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from bmburst.config import read_config_file
+from bmburst.config import field as setting
+from bmburst.config import read_config_file, read_layer
 from bmburst.data.batches import Ids, Sequences
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 
 SUFFIXES = (".yaml", ".yml")
 _MOST_TURN = 1 << 16
 _ALLOWED = "sources: [{path: chats.jsonl, weight: 3}, {path: books, weight: 1}]"
+_BY_SIZE = "temperature: 2, sources: [{path: chats.jsonl}, {path: books}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names(RecordFormat):
+    """Settings of a run that a source may have of its own."""
+
+    text_field: str = setting("Field of a JSONL line that holds the text.", default="text")
+
+
+_NAMES = frozenset(each.name for each in fields(_Names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +43,35 @@ class Source:
 
     Attributes:
         path: A source in the form of `bmburst train --data`.
-        weight: Its share of the sequences, relative to the weights of the other sources.
+        weight: Its share of the sequences, relative to the weights of the other sources; None: by its size.
+        temperature: With no weight, the share is `size ** (1 / temperature)`.
+        names: Fields of `RecordFormat` and `text_field` that this source has in place of those of the run.
     """
 
     path: str
-    weight: float
+    weight: float | None
+    temperature: float = 1.0
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    def text_field(self, of_run: str) -> str:
+        """Return the key of the text in a line."""
+        return str(self.names.get("text_field", of_run))
+
+    def form(self, of_run: RecordFormat) -> RecordFormat:
+        """Return the names of columns, fields and roles."""
+        given = {key: value for key, value in self.names.items() if key != "text_field"}
+        return replace(of_run.record_format, **given)
+
+
+def shares_of(sources: Sequence[Source], files: Sequence[TokenFile]) -> tuple[float, ...]:
+    """Return the weights of sources: as given, or by their sizes in tokens and the temperature of the mixture."""
+    total = sum(file.token_count for file in files)
+    return tuple(
+        float(f"{(file.token_count / total) ** (1 / source.temperature):.6g}")
+        if source.weight is None
+        else source.weight
+        for source, file in zip(sources, files, strict=True)
+    )
 
 
 def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
@@ -41,7 +80,8 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
     Paths in it are relative to its folder.
 
     Raises:
-        UserError: The file has the key `sources`, but not a list of sources with positive weights.
+        UserError: The file has the key `sources`, but not a list of sources with positive weights, or a temperature and
+            no weights.
     """
     file = Path(source)
     if file.suffix.lower() not in SUFFIXES or not file.is_file():
@@ -52,20 +92,46 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
         return None  # a text file
     if "sources" not in values:
         return None
-    found = []
+    if rest := sorted(map(str, set(values) - {"sources", "temperature"})):
+        raise UserError(f"{file}: unknown key {rest[0]}\nallowed: sources, temperature\nfix: remove it")
+    found, temperature = [], _temperature(file, values.get("temperature"))
+    keys = {"path"} if "temperature" in values else {"path", "weight"}
     for number, value in enumerate(values["sources"] if isinstance(values["sources"], list) else [None], 1):
-        if not isinstance(value, dict) or set(value) != {"path", "weight"} or not isinstance(value["path"], str):
-            raise UserError(f"{file}: source {number} is {value!r:.60}\nallowed: {_ALLOWED}\nfix: give path and weight")
+        named = isinstance(value, dict) and keys <= set(value) <= keys | _NAMES and isinstance(value["path"], str)
+        if not isinstance(value, dict) or not named:
+            allowed, fix = _ALLOWED, "give path and weight"
+            if "temperature" in values:
+                allowed, fix = _BY_SIZE, "give the path alone: with a temperature, shares are by size"
+            raise UserError(
+                f"{file}: source {number} is {value!r:.60}\n"
+                f"allowed: {allowed}; also {', '.join(sorted(_NAMES))}\nfix: {fix}"
+            )
+        path, names = str(file.parent / value["path"]), {key: value[key] for key in value if key in _NAMES}
+        names = read_layer(_Names, names, str(file))
+        if "temperature" in values:
+            found.append(Source(path, None, temperature, names))
+            continue
         weight = value["weight"]
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise UserError(
                 f"{file}: source {number}, {value['path']}, has the weight {weight!r:.40}\nallowed: above 0\n"
                 "fix: a positive weight, or remove the source"
             )
-        found.append(Source(str(file.parent / value["path"]), float(weight)))
+        found.append(Source(path, float(weight), names=names))
     if not found:
         raise UserError(f"{file}: there are no sources\nallowed: {_ALLOWED}\nfix: name at least one")
     return tuple(found)
+
+
+def _temperature(file: Path, value: Any) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(
+            f"{file}: the temperature is {value!r:.40}\nallowed: above 0; 1: shares by size, more: more equal shares\n"
+            "fix: for example temperature: 2"
+        )
+    return float(value)
 
 
 def sources_of(source: str) -> tuple[Source, ...]:
@@ -127,13 +193,13 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
-        self._parts, self._weights = tuple(parts), tuple(weights)
+        self._parts, self._shares = tuple(parts), tuple(weights)
         self.sequence_length = parts[0].sequence_length
         self.held_out_fraction = parts[0].held_out_fraction
         self.pack = parts[0].pack
         # Sample indices: all samples of the first part, including its partial sample, then those of the second, ...
         self._ends = list(accumulate(len(part.evaluated()) for part in parts))
-        self._turn = _turn(self._weights)
+        self._turn = _turn(self._shares)
         counts = [0] * len(self._parts)
         places = []
         for part in self._turn:
@@ -149,7 +215,7 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Equal only for the same sources with the same weights."""
-        text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._weights, strict=True)])
+        text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._shares, strict=True)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -181,6 +247,16 @@ class Mixture:
         part, own = self._find(index)
         return part.pairs(own, places)
 
+    @property
+    def weighted(self) -> bool:
+        """See `Sequences`."""
+        return any(part.weighted for part in self._parts)
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.weights(own, places)
+
     def drawn(self, position: int, seed: int) -> int:
         """See `Sequences`."""
         turn, place = divmod(position, len(self._turn))
@@ -191,7 +267,7 @@ class Mixture:
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return every sample once, at most `count`: interleaved by weight until a source is used up."""
         owns = [part.evaluated(count) for part in self._parts]
-        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._weights, strict=True)])
+        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._shares, strict=True)])
         numbers = np.concatenate([np.array(own, np.int64) + self._first(i) for i, own in enumerate(owns)])
         found: list[int] = numbers[np.argsort(times, kind="stable")][:count].tolist()
         return found

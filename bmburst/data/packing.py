@@ -151,6 +151,15 @@ class PartOfCorpus(ABC):
         """Equal for two corpora only if they have the same tokens and answers in the same documents."""
         return self.token_file.fingerprint
 
+    @property
+    def weighted(self) -> bool:
+        """Whether documents have weights: not in text."""
+        return False
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:  # noqa: ARG002
+        """Return the weights of the labels of sample `index` at positions without padding, `[len(places)]`: 1."""
+        return np.ones(len(places))
+
     def drawn(self, position: int, seed: int) -> int:
         """Return the index of the sample at `position` of the infinite training order."""
         epoch, place = divmod(position, len(self))
@@ -176,7 +185,7 @@ class PackedSequences(PartOfCorpus):
         token_file: The corpus.
         split: "train", "held_out" or "all".
         sequence_length: S, tokens per sequence.
-        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in [0, 1); "all" ignores it.
         pack: "stream": each sample is one text; "documents": attention is separate for each document.
 
     Attributes:
@@ -197,7 +206,7 @@ class PackedSequences(PartOfCorpus):
         pack: str = "stream",
     ) -> None:
         super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
-        if split == "all":
+        if split == "all" or (split == "train" and not held_out_fraction):
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:
             parts = split_documents(token_file, held_out_fraction)

@@ -1,6 +1,8 @@
-"""Reads fine-tuning records: conversations, prompts with completions, preference pairs, texts."""
+"""Reads fine-tuning records: conversations, prompts with completions, preference pairs, segments, texts."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +21,12 @@ from bmburst.data.messages import (
 )
 from bmburst.data.sources import SourceFile, unreadable
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 
 T = TypeVar("T")
 _KEYS = (
     *({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}),
-    *({"chosen"}, {"rejected"}),
+    *({"chosen"}, {"rejected"}, {"segments"}),
 )
 """Keys that distinguish a record from a line of text."""
 PAIRS = (
@@ -35,13 +38,27 @@ RECORD_KEYS = {
     **dict.fromkeys(("prompt", "completion"), "a prompt and the answer to learn"),
     **dict.fromkeys(("instruction", "input", "output", "history"), "a conversation"),
     **dict.fromkeys(("chosen", "rejected"), "the answers of a preference pair"),
+    "segments": "a list of label and text: the texts after one another, and whether each is learned",
     "system": "the first message of conversations, messages and instructions",
     "text": "a text to learn; --data.text_field names another key",
     **dict.fromkeys(("tools", "chat_template_kwargs"), "variables of the chat template"),
     "loss_mask": "an entry for each message: 0 or false leaves an answer out of the loss",
+    "weight": "the factor of the losses of the record's tokens; 0: the record is left out",
 }
-"""Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect."""
+"""Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect, and named."""
+_TALK = frozenset({"system", "tools", "chat_template_kwargs"})
+_READ: Mapping[str, frozenset[str]] = {
+    "messages": _TALK | {"messages", "loss_mask"},
+    "conversations": _TALK | {"conversations", "loss_mask"},
+    "instruction": _TALK | {"instruction", "input", "output", "history"},
+    "lists": frozenset({"prompt", "completion", "tools", "chat_template_kwargs"}),
+    "prompt": frozenset({"prompt", "completion"}),
+    "segments": frozenset({"segments"}),
+}
+"""Keys that have an effect in a record of a kind, beside `weight`."""
 _OTHER_PROMPTS = ("question", "query", "input", "system")  # without them, a pair's prompt would be another one
+DEFAULT = RecordFormat()
+_MOST_COLUMNS = 1000  # a row may name its columns by its own values
 _MOST_CHECKED = 20_000  # lines to render after a bad one: half a minute
 _ONLY_TEXT = "only text is read: remove the record, or the column"
 UNSUPPORTED = {
@@ -49,7 +66,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("label", "kto_tag"), "a record with a good or a bad answer: keep the good ones, without the key"),
     **dict.fromkeys(("functions", "function_call"), "the older format of tools: write them as tools and tool_calls"),
     "documents": 'write them as "chat_template_kwargs": {"documents": [...]}',
-    **dict.fromkeys(("weight", "train", "loss"), "a record counts as it is: mark its messages, or give a mixture"),
+    **dict.fromkeys(("train", "loss"), "mark its messages, or give the record a weight; a column of notes: rename it"),
 }
 """Keys of a record that change the training of other libraries and have no equal here: what to do. They are refused."""
 
@@ -66,6 +83,8 @@ class Record:
         text: The completion or the text; None for a conversation.
         tools: Variable `tools` of the chat template.
         template_options: Further variables of the chat template.
+        segments: Texts after one another, and whether each is learned; None for other records.
+        weight: Factor of the losses of its tokens, at least 0.
     """
 
     name: str
@@ -75,6 +94,8 @@ class Record:
     text: str | None = None
     tools: list[Any] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[tuple[bool, str], ...] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +115,35 @@ class Pair:
         """Its origin for error messages, "pairs.jsonl:3"."""
         return self.chosen.name
 
+    @property
+    def weight(self) -> float:
+        """Factor of its loss: 1."""
+        return 1.0
+
+
+class Reading:
+    """What was found beside the records that are used, while they are read.
+
+    Attributes:
+        columns: Number of records with each column that has no effect.
+        left_out: Number of records that are left out, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.columns: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+
+    def notes(self) -> dict[str, Any]:
+        """Return both as plain values, without what is empty."""
+        found = {"columns": sorted(self.columns)[:_MOST_COLUMNS], "left_out": dict(self.left_out)}
+        return {key: value for key, value in found.items() if value}
+
 
 def _as_it_is(record: Record | Pair) -> Any:
     return record
 
 
-def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
+def hold_records(files: Sequence[SourceFile], text_field: str = "text", form: RecordFormat = DEFAULT) -> bool:
     """Return whether files contain records, judged by the keys of the first line of the first file that is not text.
 
     Lines with the text field are text.
@@ -114,7 +158,7 @@ def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
         for _, value in first_row(file):
             if isinstance(value, UserError):
                 raise value
-            keys = set(value) if isinstance(value, dict) else set()
+            keys = set(form.row(value)) if isinstance(value, dict) else set()
             return text_field not in keys and any(known <= keys for known in _KEYS)
     return False
 
@@ -123,25 +167,37 @@ def read_records(
     files: Sequence[SourceFile],
     *,
     text_field: str = "text",
+    form: RecordFormat = DEFAULT,
     on_read: Callable[[int], object] = lambda _: None,
     check: Callable[[Record | Pair], T] = _as_it_is,
+    reading: Reading | None = None,
 ) -> Iterator[T]:
     """Yield the records of files in order, one line in memory at a time; either all are preference pairs, or none is.
 
     Args:
         files: From `find_sources`; none is plain text.
         text_field: Key of the text in a line.
+        form: Names of the user's columns, fields and roles.
         on_read: Called with the number of bytes of each read.
         check: Converts a record, and raises a UserError for one that cannot be used.
+        reading: Gets columns without effect, and the number of records of weight 0, which are left out.
 
     Raises:
         UserError: A file cannot be read, a line is malformed or has no known key, `check` refuses it, or pairs are
-            mixed with other records; the message names file and line, and further bad lines of the file.
+            mixed with other records; the message names file and line, and further bad lines of the file. Or no line has
+            a column that `form` names.
     """
     first: Record | Pair | None = None
+    reading = reading or Reading()
+    missing = set(form.theirs.values())
 
     def converted(name: str, value: Any) -> tuple[Record | Pair, T]:
-        record = _record(name, value, text_field)
+        if isinstance(value, dict):
+            missing.difference_update(value)
+            replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
+            reading.columns.update(key for key in replaced if value[key] is not None)
+            value = _renamed(name, value, form)
+        record = _record(name, value, text_field, reading)
         return record, check(record)
 
     for file in files:
@@ -164,36 +220,93 @@ def read_records(
                         f"{name}: the line is {is_pair} preference pair, and {first.name} is {other}\n"
                         "allowed: only pairs, or none, in the files of one source\nfix: keep them in files of their own"
                     )
-                yield found
+                if record.weight:
+                    yield found
+                else:
+                    reading.left_out["weight 0"] += 1
         except OSError as error:
             raise unreadable(file.name, error) from error
+    if missing:
+        raise UserError(
+            f"no record has the column {', '.join(map(repr, sorted(missing)))}, which the options name\n"
+            "allowed: columns of the data\nfix: correct --data.columns or --data.messages_field"
+        )
 
 
-def _record(name: str, value: Any, text_field: str) -> Record | Pair:
+def _renamed(name: str, value: dict[str, Any], form: RecordFormat) -> dict[str, Any]:
+    made = form.row(value)
+    if form.messages_field is not None and "messages" not in made:
+        keys = ", ".join(map(repr, list(value)[:10])) or "none"
+        raise UserError(
+            f"{name}: no messages in '{form.messages_field}', the line has {keys}\nallowed: a list of messages\n"
+            "fix: correct that line, or --data.messages_field"
+        )
+    return made
+
+
+def _record(name: str, value: Any, text_field: str, reading: Reading) -> Record | Pair:
     if isinstance(value, UserError):  # the line is not valid JSON
         raise value
     if not isinstance(value, dict):
         raise UserError(f"{name}: the line is not a JSON object: {short(value)}\nallowed: {KINDS}\nfix: correct it")
     tools, options = template_variables(name, value)
     _require_supported(name, value)
+    weight = _weight(name, value.get("weight"))
     if {"chosen", "rejected"} & set(value):
-        return _pair(name, value, tools, options)
-    if (messages := _conversation(name, value)) is not None:
-        return Record(name=name, messages=messages, tools=tools, template_options=options)
-    if {"prompt", "completion"} <= set(value):
-        return _answered(name, value, "completion", tools, options)
-    if text_field in value:
-        text = value[text_field]
+        if weight != 1:
+            raise wrong(name, "weight of a preference pair", weight, "1, or no weight: pairs count alike")
+        pair, used = _pair(name, value, tools, options)
+        _note(reading, value, used)
+        return pair
+    if (found := _conversation(name, value)) is not None:
+        messages, kind = found
+        record = Record(name=name, messages=messages, tools=tools, template_options=options, weight=weight)
+    elif {"prompt", "completion"} <= set(value):
+        record = _answered(name, value, "completion", tools, options, weight)
+        kind = "prompt" if record.messages is None else "lists"
+    elif "segments" in value:
+        record, kind = Record(name=name, segments=_segments(name, value["segments"]), weight=weight), "segments"
+    elif text_field in value:
+        text, kind = value[text_field], text_field
         if not isinstance(text, str):
             raise wrong(name, text_field, text, "text")
         if not text:
             raise empty(name, text_field)
-        return Record(name=name, text=text)
-    keys = ", ".join(map(repr, list(value)[:10])) or "none"
-    raise UserError(
-        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
-        "fix: rename the keys of that line"
+        record = Record(name=name, text=text, weight=weight)
+    else:
+        keys = ", ".join(map(repr, list(value)[:10])) or "none"
+        raise UserError(
+            f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+            "fix: rename the keys of that line, or name them: --data.columns prompt=question,completion=answer"
+        )
+    _note(reading, value, _READ.get(kind, {kind}))
+    return record
+
+
+def _note(reading: Reading, value: dict[str, Any], used: Set[str]) -> None:
+    """Count the columns that have no effect in a record."""
+    reading.columns.update(
+        key for key, each in value.items() if key not in used and key != "weight" and each not in (None, "", [], {})
     )
+
+
+def _weight(name: str, value: Any) -> float:
+    if value is None:
+        return 1.0
+    if not isinstance(value, bool | int | float) or not 0 <= value < math.inf:
+        raise wrong(name, "weight", value, "a number at least 0; 0: the record is left out")
+    return float(value)
+
+
+def _segments(name: str, value: Any) -> tuple[tuple[bool, str], ...]:
+    """Return the segments of axolotl's input_output: whether each is learned, and its text."""
+    is_list = isinstance(value, list) and value
+    for each in value if is_list else [value]:
+        if not isinstance(each, dict) or not isinstance(each.get("text"), str) or each.get("label") not in (0, 1):
+            raise wrong(name, "segments", each, 'a list of {"label": true, "text": "..."}, at least one')
+        if rest := set(each) - {"label", "text"}:
+            raise wrong(name, "key of a segment", sorted(rest)[0], "label and text")
+    return tuple((bool(each["label"]), each["text"]) for each in value)
 
 
 def _require_supported(name: str, value: dict[str, Any]) -> None:
@@ -207,15 +320,15 @@ def _require_supported(name: str, value: dict[str, Any]) -> None:
             )
 
 
-def _conversation(name: str, value: dict[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    """Return the messages of a line with `messages` or the keys of ShareGPT or Alpaca; None if it has none of them."""
+def _conversation(name: str, value: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], str] | None:
+    """Return the messages of a line and their key: `messages`, or those of ShareGPT or Alpaca; None if it has none."""
     if {"messages", "conversations"} & set(value):
         if (messages := read_conversations(name, value)) is not None:
-            return messages
+            return messages, "messages" if value.get("messages") is not None else "conversations"
         if not {"instruction", "output"} <= set(value):
             raise wrong(name, "messages" if "messages" in value else "conversations", None, "a list of messages")
     if {"instruction", "output"} <= set(value):
-        return system_message(name, value) + _instructed(name, value)
+        return system_message(name, value) + _instructed(name, value), "instruction"
     return None
 
 
@@ -237,22 +350,27 @@ def _instructed(name: str, value: dict[str, Any], answer: str = "output") -> tup
     )
 
 
-def _answered(name: str, value: Any, key: str, tools: list[Any] | None, options: dict[str, Any]) -> Record:
+def _answered(
+    name: str, value: Any, key: str, tools: list[Any] | None, options: dict[str, Any], weight: float = 1.0
+) -> Record:
     """Return a record of the line's prompt and the answer of `key`: both text, or both lists of messages."""
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, list) and isinstance(answer, list):
         before = read_messages(name, "prompt", prompt)
         both = before + read_messages(name, key, answer)
-        return Record(name=name, messages=both, answers_from=len(before), tools=tools, template_options=options)
+        return Record(
+            name=name, messages=both, answers_from=len(before), tools=tools, template_options=options, weight=weight
+        )
     for each, text in (("prompt", prompt), (key, answer)):
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")
     if not answer:
         raise empty(name, key if key == "completion" else f"{key} answer")
-    return Record(name=name, prompt=prompt, text=answer)
+    return Record(name=name, prompt=prompt, text=answer, weight=weight)
 
 
-def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> Pair:
+def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> tuple[Pair, Set[str]]:
+    """Return the pair of a line, and the keys that have an effect in it."""
     for key in ("chosen", "rejected"):
         if key not in value:
             raise UserError(f"{name}: the preference pair has no {key}\nallowed: {PAIRS}\nfix: add it to that line")
@@ -262,7 +380,9 @@ def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: di
             "allowed: two different answers\nfix: correct that line, or remove it"
         )
     if "prompt" not in value and {"instruction", "conversations", "messages"} & set(value):
-        return Pair(*(_asked(name, value, key, tools, options) for key in ("chosen", "rejected")))
+        made = Pair(*(_asked(name, value, key, tools, options) for key in ("chosen", "rejected")))
+        kind = next(key for key in ("instruction", "messages", "conversations") if value.get(key) is not None)
+        return made, _READ[kind] - {"output"} | {"chosen", "rejected"}
     prompt, are_lists = value.get("prompt"), all(isinstance(value[key], list) for key in ("chosen", "rejected"))
     # Some data sets repeat the question as text beside conversations that contain it.
     if prompt is None or (isinstance(prompt, str) and are_lists):
@@ -272,7 +392,8 @@ def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: di
                 f"allowed: {PAIRS}\nfix: rename the key to prompt, or write the prompt as a list of messages"
             )
         value = _split(name, value["chosen"], value["rejected"])
-    return Pair(*(_answered(name, value, key, tools, options) for key in ("chosen", "rejected")))
+    made = Pair(*(_answered(name, value, key, tools, options) for key in ("chosen", "rejected")))
+    return made, {"chosen", "rejected", "prompt"} | (_READ["lists"] if made.chosen.messages is not None else set())
 
 
 def _asked(name: str, value: dict[str, Any], key: str, tools: list[Any] | None, options: dict[str, Any]) -> Record:

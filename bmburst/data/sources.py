@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.config import parse_json
+from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
 from bmburst.errors import UserError
 
 STANDARD_LIBRARY = "stdlib"
@@ -22,7 +23,10 @@ TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
 )
-_PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # the suffix before them says what was packed
+PARQUET_SUFFIX = ".parquet"
+_PARQUET = b"PAR1"
+_READ_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
+_OTHER_PACKED = (*PACKED_SUFFIXES, ".lz4")  # in messages
 _MOST_KINDS, _MOST_LETTERS = 8, 16  # in a message: kinds of files, characters of a suffix
 
 
@@ -34,14 +38,15 @@ class SourceFile:
         path: Path of the file.
         name: Its name in messages.
         kind: "text": one document; "jsonl": one document per line; "json": one of `documents.SHAPES`, one document per
-            element; "dataset": a folder written by the package datasets, one document per row.
+            element; "parquet": a Parquet file, "dataset": a folder written by the package datasets, both one document
+            per row. All but the last two may be compressed.
         named: Whether the user named this file. If it is unreadable, that is an error; an unreadable file found in a
             directory is skipped and reported.
     """
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl", "json", "dataset"]
+    kind: Literal["text", "jsonl", "json", "parquet", "dataset"]
     named: bool
 
 
@@ -49,8 +54,8 @@ def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
     """Return all files of `inputs`, in an order that depends only on names.
 
     Args:
-        inputs: Files, directories (searched recursively for `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, without hidden
-            files), or "stdlib" for the sources of the running Python.
+        inputs: Files, directories (searched recursively for `TEXT_SUFFIXES`, `JSONL_SUFFIXES`, also compressed, and
+            Parquet files, without hidden files), or "stdlib" for the sources of the running Python.
 
     Raises:
         UserError: A path does not exist or is not readable, or a directory contains no text.
@@ -78,7 +83,7 @@ def left_out(source: str | Path | Sequence[str | Path]) -> Iterator[str]:
         count = sum(kinds.values())
         yield (
             f"{count:,} file{'s' * (count > 1)} of folder {root}, by suffix: {_listed(kinds)}; "
-            "to read such a file, unpack it if it is compressed, and give its own path"
+            "to read such a file, give its own path"
         )
 
 
@@ -97,7 +102,7 @@ def _named(path: Path) -> list[SourceFile]:
     if path.exists() and not path.is_file():  # files are read twice, and a pipe may never end
         raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
     if path.exists():
-        return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
+        return [SourceFile(path=path, name=str(path), kind=_kind(path, named=True), named=True)]
     raise UserError(
         f"no file or directory '{path}'\n"
         f"allowed: text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources\n"
@@ -105,14 +110,20 @@ def _named(path: Path) -> list[SourceFile]:
     )
 
 
-def _kind(path: Path) -> Literal["text", "jsonl", "json"]:
-    if path.suffix.lower() in JSONL_SUFFIXES:
+def _kind(path: Path, *, named: bool) -> Literal["text", "jsonl", "json", "parquet"]:
+    suffix = plain_suffix(path)
+    if suffix in JSONL_SUFFIXES:
         return "jsonl"
-    if path.suffix.lower() != ".json":
-        return "text"
-    with path.open("rb") as file:
+    if suffix != ".json":
+        return "parquet" if suffix == PARQUET_SUFFIX or (named and _is_parquet(path)) else "text"
+    with opened(path) as file:
         first, more = file.readline(PIECE_BYTES).removeprefix(codecs.BOM_UTF8), file.read(PIECE_BYTES)
     return "jsonl" if more.strip() and _is_object(first) else "json"
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PARQUET)) == _PARQUET
 
 
 def _is_object(line: bytes) -> bool:
@@ -129,13 +140,15 @@ def _is_dataset(path: Path) -> bool:
 
 def _directory(root: Path) -> list[SourceFile]:
     found = [
-        SourceFile(path=path, name=str(path), kind=_kind(path), named=False) for path in _walk(root) if _is_read(path)
+        SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False)
+        for path in _walk(root)
+        if _is_read(path)
     ]
     if not found:
         raise UserError(
             f"no text files in directory '{root}', it has {_found_instead(root)}\n"
-            f"allowed: {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
-            "fix: give the path of the file itself where its suffix is another, and unpack it if it is compressed"
+            f"allowed: {' '.join(_READ_SUFFIXES)}, also with {' '.join(PACKED_SUFFIXES)}\n"
+            "fix: give the path of the file itself where its suffix is another"
         )
     return found
 
@@ -171,7 +184,7 @@ def _walk(
 
 def _is_read(path: Path) -> bool:
     """Return whether a file of a folder is read as text: by its suffix."""
-    return path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
+    return plain_suffix(path) in _READ_SUFFIXES and path.is_file()
 
 
 def _found_instead(root: Path) -> str:
@@ -198,7 +211,7 @@ def _kind_of(path: Path) -> str:
     if not path.is_file():
         return "broken links or devices"
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
-    suffix = before + last if last in _PACKED_SUFFIXES else last
+    suffix = before + last if last in _OTHER_PACKED else last
     if not suffix.isprintable() or len(suffix) > _MOST_LETTERS:  # the rest of a name, not a kind
         return "of other kinds"
     return suffix or "without suffix"

@@ -8,20 +8,22 @@ Layout, little-endian:
     offsets    int64 [documents + 1]: index of the first token of each document, and the number of tokens
     bytes      int64 [documents + 1]: bytes of UTF-8 text before each document, and in total
     keys       uint64 [documents]: hash of each document's text
-    loss mask  versions 2 and 3: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
+    loss mask  versions 2 to 4: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
                zeros up to a multiple of 8 bytes
+    weights    version 4: float64 [documents]: factor of the losses of each document's tokens
     JSON       counts, types, the tokenizer, a fingerprint of tokens and documents; CRC-32 of the tokens with their
-               zeros, of the tables, of the loss mask, and last of the JSON itself
+               zeros, of the tables, of the loss mask with the weights, and last of the JSON itself; notes on the data
 
 Version 1 holds text, with loss on all tokens; its earliest files have no checksums and are not verified. Version 2
 holds records (`bmburst.data.records`): documents have no added end-of-document id, and `bytes` counts only the text of
 answers. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i,
-each with its prompt, and have the same key. An older bmburst rejects a later version by its number.
+each with its prompt, and have the same key. Version 4 is version 2 with a weight of each record. An older bmburst
+rejects a later version by its number.
 """
 
 import shlex
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,8 @@ from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
-VERSION, MASKED_VERSION, PAIRED_VERSION = 1, 2, 3
-_VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION
+VERSION, MASKED_VERSION, PAIRED_VERSION, WEIGHTED_VERSION = 1, 2, 3, 4
+_VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION, WEIGHTED_VERSION
 CACHED = "corpus-"
 """Prefix of file names in the cache of `open_corpus`, which writes missing files again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
@@ -68,7 +70,10 @@ class TokenFile:
         loss_mask: uint8 `[ceil(tokens / 8)]`, memory-mapped: one bit per token, set if it is part of an answer; None in
             a file of text, where all tokens have a loss.
         pairs: Whether documents 2 i and 2 i + 1 are a preference pair.
-        mask_checksum: Checksum of the loss mask; None without one.
+        mask_checksum: Checksum of the loss mask and the weights; None without a mask.
+        weights: float64 `[documents]`, memory-mapped: factor of the losses of each document's tokens; None: 1.
+        notes: What was found while the text was read: "columns", the names of those without effect, and "left_out", the
+            number of records by reason.
         checksum: Checksum of the tokens (`bmburst.checksum.text_of`); None in the earliest files.
     """
 
@@ -88,6 +93,8 @@ class TokenFile:
     loss_mask: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
     mask_checksum: str | None = field(default=None, repr=False)
     pairs: bool = False
+    weights: npt.NDArray[np.float64] | None = field(default=None, repr=False)
+    notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenFile":
@@ -104,12 +111,14 @@ class TokenFile:
             mask_at = tables_at + 8 * (3 * documents + 2)
             mask_bytes = -(-tokens // 8) if header["version"] != VERSION else 0
             pairs = header["version"] == PAIRED_VERSION
+            weights_at = mask_at + aligned_size(mask_bytes)
+            weights = documents if header["version"] == WEIGHTED_VERSION else 0
             if (
                 dtype not in DTYPES
                 or tokens < 1
                 or documents < 1 + pairs
                 or documents % (1 + pairs)
-                or mask_at + aligned_size(mask_bytes) != header_at
+                or weights_at + 8 * weights != header_at
             ):
                 raise _damaged(path, "its header does not describe it")
             checksums = header.get("checksums", {})
@@ -136,6 +145,8 @@ class TokenFile:
                 loss_mask=table("uint8", mask_at, mask_bytes) if mask_bytes else None,
                 mask_checksum=str(checksums["mask"]) if mask_bytes else None,
                 pairs=pairs,
+                weights=table("float64", weights_at, weights) if weights else None,
+                notes=dict(header.get("notes", {})),
             )
         except UserError:
             raise
@@ -161,7 +172,8 @@ class TokenFile:
             mask = self.mask_checksum
             if self.loss_mask is not None:
                 begin = end + 8 * (3 * self.document_count + 2)
-                mask = text_of(file_checksum(self.path, begin, begin + aligned_size(len(self.loss_mask)), beat))
+                size = aligned_size(len(self.loss_mask)) + (0 if self.weights is None else self.weights.nbytes)
+                mask = text_of(file_checksum(self.path, begin, begin + size, beat))
         except OSError as error:
             raise _damaged(self.path, f"it cannot be read: {error.strerror or error}") from error
         if found != self.checksum:

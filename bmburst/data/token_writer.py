@@ -4,7 +4,7 @@ import hashlib
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,15 +15,26 @@ import numpy.typing as npt
 from bmburst.amounts import bytes_text
 from bmburst.checksum import sealed, text_of
 from bmburst.data.documents import Document
-from bmburst.data.token_file import MAGIC, MASKED_VERSION, PAIRED_VERSION, PREAMBLE, VERSION, TokenFile, aligned_size
+from bmburst.data.token_file import (
+    MAGIC,
+    MASKED_VERSION,
+    PAIRED_VERSION,
+    PREAMBLE,
+    VERSION,
+    WEIGHTED_VERSION,
+    TokenFile,
+    aligned_size,
+)
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, free_bytes, replacing
 
 BATCH_CHARACTERS = 4 << 20  # tokenized at a time: keeps every core busy and needs little memory
-_COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key
+_COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key; then its weight
 _ROWS_AT_A_TIME = 1 << 16
 _BLOCK = 1 << 20
+Notes = Callable[[], Mapping[str, Any]]
+_NO_NOTES: Notes = dict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +48,7 @@ class Masked:
         key: 64-bit hash, equal for documents of equal text.
         chosen: For a preference pair, the number of tokens and of answer bytes of its chosen answer, which comes first;
             the rest is the rejected answer, written as a separate document. None if it is not a pair.
+        weight: Factor of the losses of its tokens, above 0.
     """
 
     ids: npt.NDArray[np.int64]
@@ -44,32 +56,45 @@ class Masked:
     answer_bytes: int
     key: int
     chosen: tuple[int, int] | None = None
+    weight: float = 1.0
 
 
-def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFile:
+def write_token_file(
+    path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer, notes: Notes = _NO_NOTES
+) -> TokenFile:
     """Tokenize documents into a token file and open it.
 
     Memory is bounded by a few MiB of text and, for JSONL, by the longest line. Documents without text are left out.
     The file is written under a temporary name in the same directory and then renamed, so several processes may write
     the same file at once, and a reader sees either the old or a new complete file.
 
+    Args:
+        path: The file.
+        documents: The documents.
+        tokenizer: The tokenizer.
+        notes: Called after the last document: what the file says about the data, for `TokenFile.notes`.
+
     Raises:
         UserError: There is no text, or the file cannot be written.
     """
-    return _write(path, tokenizer, lambda writer: writer.write(documents), masked=False)
+    return _write(path, tokenizer, lambda writer: writer.write(documents), notes, masked=False)
 
 
-def write_masked_file(path: str | Path, documents: Iterable[Masked], tokenizer: Tokenizer) -> TokenFile:
+def write_masked_file(
+    path: str | Path, documents: Iterable[Masked], tokenizer: Tokenizer, notes: Notes = _NO_NOTES
+) -> TokenFile:
     """Write tokenized documents with their loss masks to a token file, as `write_token_file` does, and open it.
 
     Raises:
         UserError: There is no document, or the file cannot be written.
         ValueError: Some of the documents are pairs and some are not.
     """
-    return _write(path, tokenizer, lambda writer: writer.write_masked(documents), masked=True)
+    return _write(path, tokenizer, lambda writer: writer.write_masked(documents), notes, masked=True)
 
 
-def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], object]", *, masked: bool) -> TokenFile:
+def _write(
+    path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], object]", notes: Notes, *, masked: bool
+) -> TokenFile:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"'{path}' is a directory\nfix: give the path of the file to write")
@@ -83,7 +108,7 @@ def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], ob
             tempfile.TemporaryFile(dir=path.parent) as mask,
             partial.open("xb") as file,
         ):
-            fill(_Writer(file, rows, tokenizer, mask if masked else None))
+            fill(_Writer(file, rows, tokenizer, mask if masked else None, notes))
     except OSError as error:
         fix = "give a folder where you have write permission"
         if error.errno in FULL:
@@ -98,13 +123,15 @@ def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], ob
 class _Writer:
     """Writes one token file, and computes its counts, digest and checksums on the way."""
 
-    def __init__(self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer, mask: IO[bytes] | None) -> None:
-        self._file, self._rows, self._tokenizer, self._mask = file, rows, tokenizer, mask
+    def __init__(
+        self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer, mask: IO[bytes] | None, notes: Notes
+    ) -> None:
+        self._file, self._rows, self._tokenizer, self._mask, self._notes = file, rows, tokenizer, mask, notes
         self._bits = np.empty(0, bool)  # the last bits of the mask, fewer than 8, not yet written
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self._digest = hashlib.blake2b(digest_size=16)
         self._tokens = self._documents = self._bytes = self._max_id = 0
-        self._pairs = False
+        self._pairs = self._weighted = False
         self._checksums = {"tokens": 0, "tables": 0} | ({} if mask is None else {"mask": 0})
 
     def write(self, documents: Iterable[Document]) -> None:
@@ -132,14 +159,19 @@ class _Writer:
             if document.chosen is not None:
                 self._put_masked(document.ids[:tokens], document.answers[:tokens], size, document.key)
             rest = document.answer_bytes - size
-            self._put_masked(document.ids[tokens:], document.answers[tokens:], rest, document.key)
+            self._put_masked(document.ids[tokens:], document.answers[tokens:], rest, document.key, document.weight)
         if not self._documents:
             raise UserError("the data are empty: no record is left\nfix: give files with records")
         self._put_bits(self._bits)
         self._finish()
 
     def _put_masked(
-        self, ids: npt.NDArray[np.int64], answers: npt.NDArray[np.bool_], answer_bytes: int, key: int
+        self,
+        ids: npt.NDArray[np.int64],
+        answers: npt.NDArray[np.bool_],
+        answer_bytes: int,
+        key: int,
+        weight: float = 1.0,
     ) -> None:
         self._append(ids)
         bits = np.append(self._bits, answers)
@@ -147,7 +179,7 @@ class _Writer:
         self._put_bits(bits[:whole])
         self._bits = bits[whole:]
         self._bytes += answer_bytes
-        self._end_document(key)
+        self._end_document(key, weight)
 
     def _put_bits(self, bits: npt.NDArray[np.bool_]) -> None:
         assert self._mask is not None
@@ -174,10 +206,12 @@ class _Writer:
         self._checksums[part] = zlib.crc32(data, self._checksums[part])
         self._file.write(data)
 
-    def _end_document(self, key: int) -> None:
+    def _end_document(self, key: int, weight: float = 1.0) -> None:
         row = np.array([self._tokens, self._bytes], "<i8").tobytes() + key.to_bytes(8, "little")
-        self._digest.update(row)
-        self._rows.write(row)
+        factor = np.array(weight, "<f8").tobytes()
+        self._weighted |= weight != 1
+        self._digest.update(row if weight == 1 else row + factor)
+        self._rows.write(row + factor)
         self._documents += 1
 
     def _finish(self) -> None:
@@ -187,27 +221,38 @@ class _Writer:
         for column in range(_COLUMNS):
             if column < 2:  # offsets and bytes begin at zero, keys do not
                 self._put("tables", bytes(8))
-            self._rows.seek(0)
-            while block := self._rows.read(8 * _COLUMNS * _ROWS_AT_A_TIME):
-                rows = np.frombuffer(block, "<u8").reshape(-1, _COLUMNS)
-                self._put("tables", np.ascontiguousarray(rows[:, column]).tobytes())
+            self._put_column("tables", column)
         if self._mask is not None:
             size = self._mask.tell()
             self._mask.seek(0)
             while block := self._mask.read(_BLOCK):
                 self._put("mask", block)
             self._put("mask", bytes(aligned_size(size) - size))
+            if self._weighted:
+                self._put_column("mask", _COLUMNS)
         header_at = self._file.tell()
         header = sealed(json.dumps(self._header())).encode()
         self._file.write(header)
         self._file.seek(0)
         self._file.write(PREAMBLE.pack(MAGIC, header_at, len(header)))
 
+    def _put_column(self, part: str, column: int) -> None:
+        self._rows.seek(0)
+        width = _COLUMNS + 1
+        while block := self._rows.read(8 * width * _ROWS_AT_A_TIME):
+            rows = np.frombuffer(block, "<u8").reshape(-1, width)
+            self._put(part, np.ascontiguousarray(rows[:, column]).tobytes())
+
+    def _version(self) -> int:
+        if self._mask is None:
+            return VERSION
+        return PAIRED_VERSION if self._pairs else WEIGHTED_VERSION if self._weighted else MASKED_VERSION
+
     def _header(self) -> dict[str, Any]:
         tokenizer = self._tokenizer
         self._digest.update(f"{self._dtype.name} {tokenizer.identity}".encode())
         return {
-            "version": VERSION if self._mask is None else PAIRED_VERSION if self._pairs else MASKED_VERSION,
+            "version": self._version(),
             "dtype": self._dtype.name,
             "tokens": self._tokens,
             "documents": self._documents,
@@ -221,6 +266,7 @@ class _Writer:
                 "eos_id": tokenizer.eos_id,
             },
             "checksums": {part: text_of(found) for part, found in self._checksums.items()},
+            **({"notes": notes} if (notes := dict(self._notes())) else {}),
         }
 
 

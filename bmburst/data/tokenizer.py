@@ -89,6 +89,10 @@ class PromptTokenizer(Tokenizer, Protocol):
         """
         ...
 
+    def decode_all(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return the text of `ids` with the names of special tokens, for people to read."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255; 256 ends a document, 257 and 258 are reserved for start and padding.
@@ -125,6 +129,11 @@ class ByteTokenizer:
         """Return the text; invalid UTF-8 becomes U+FFFD, ids above 255 are skipped."""
         values = np.asarray(ids, np.int64).reshape(-1)
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def decode_all(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return the text, with "<eos>" for the end of a document."""
+        values = np.asarray(ids, np.int64).reshape(-1)
+        return "<eos>".join(map(self.decode, np.split(values, np.flatnonzero(values == self.eos_id))))
 
 
 def load_tokenizer(name_or_path: str) -> PromptTokenizer:
@@ -251,6 +260,10 @@ class HuggingFaceTokenizer:
         """Return the text without special tokens; ids outside the vocabulary are skipped."""
         values = [i for i in np.asarray(ids, np.int64).reshape(-1).tolist() if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(values, skip_special_tokens=True))
+
+    def decode_all(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return the text with special tokens."""
+        return str(self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False))
 
 
 def tokenizer_folder(name_or_path: str) -> Path | None:

@@ -38,7 +38,7 @@ class WholeDocuments(PartOfCorpus):
         token_file: A token file with a loss mask.
         split: "train", "held_out" or "all".
         sequence_length: S, tokens per sequence.
-        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        held_out_fraction: Fraction of the corpus's tokens that is never trained on, in [0, 1); "all" ignores it.
         pack: "stream": tokens attend to all earlier records of the sequence; "documents": only to their own document.
 
     Attributes:
@@ -61,14 +61,15 @@ class WholeDocuments(PartOfCorpus):
         self._each = 2 if token_file.pairs else 1  # documents of a record
         sizes = np.diff(token_file.document_offsets[:: self._each])
         part = np.ones(len(sizes), bool)
-        if split != "all":
+        if split == "held_out" or (split == "train" and held_out_fraction):
             held = held_out_documents(token_file, held_out_fraction)[:: self._each]  # a pair's documents have one key
             part = held if split == "held_out" else ~held
         taken = np.flatnonzero(part & (sizes <= sequence_length))
         self.left_out = int(part.sum()) - len(taken)
         if not len(taken) and split != "held_out":  # an evaluation may be empty
+            what = "record to train on" if split == "train" else "record"
             raise UserError(
-                f"data {token_file.path}: no record to train on is left, all {self.left_out} are longer than "
+                f"data {token_file.path}: no {what} is left, all {self.left_out} are longer than "
                 f"sequence_length {sequence_length}\nallowed: at least {int(sizes[part].min(initial=2**62))} tokens, "
                 f"the shortest record\nfix: --sequence-length {_round(int(sizes[part].max(initial=1)))}, as the longest"
             )
@@ -127,6 +128,22 @@ class WholeDocuments(PartOfCorpus):
             labels[filled : filled + len(following)] = np.where(answers, wanted, IGNORE_INDEX)
             filled += count
         return inputs, labels
+
+    @property
+    def weighted(self) -> bool:
+        """Whether records have weights."""
+        return self.token_file.weights is not None
+
+    def weights(self, index: int, places: range) -> npt.NDArray[np.float64]:
+        """Return the weights of the labels of sample `index` at positions without padding, `[len(places)]`."""
+        if self.token_file.weights is None:
+            return np.ones(len(places))
+        records = self.records(index)
+        offsets = self.token_file.document_offsets
+        ends = np.cumsum(offsets[records + 1] - offsets[records])
+        at = np.searchsorted(ends, np.arange(places.start, places.stop, places.step), side="right")
+        found: npt.NDArray[np.float64] = self.token_file.weights[records[at]]
+        return found
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return the samples of an evaluation in order, at most `count`."""

@@ -12,14 +12,15 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.recompute.policy import AUTO, Policy, require_end
+from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
     DataConfig,
     DPOConfig,
     LayoutName,
     OptimizerConfig,
     ParallelConfig,
-    ScheduleConfig,
     filled,
 )
 
@@ -57,6 +58,14 @@ class TrainConfig:
         default="stream",
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
+    epochs: float | None = field(
+        "Passes over the training sequences, in place of steps, also on resume. The last step has what is left.",
+        default=None,
+        default_text="as many as the steps are",
+        unit="epochs",
+        above=0,
+        maximum=1e6,
+    )
     batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
@@ -214,14 +223,16 @@ class TrainConfig:
                 f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
                 "allowed: pack documents, the default for preference pairs\nfix: --pack documents"
             )
-        if self.dpo.is_on and not self.lora.is_on and self.reference is None:
+        self.lora.require_model(self.model)
+        self._require_plain_pairs()
+        if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
             raise UserError(
                 f"dpo.beta {self.dpo.beta} without a reference model\n"
                 "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
                 "fix: --init-from DIR"
             )
         self.model.require_packing(self.pack)
-        if profiled_steps(self.profile).stop > self.steps + 1:
+        if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
@@ -244,7 +255,24 @@ class TrainConfig:
         """Directory of the reference model of preference training; None: the model without its adapters, or no DPO."""
         if not self.dpo.is_on:
             return None
-        return self.dpo.reference or (None if self.lora.is_on else self.init_from)
+        is_own = self.lora.is_on and not self.lora.modules_to_save  # whose frozen weights are the reference's
+        return self.dpo.reference or (None if is_own else self.init_from)
+
+    def _require_plain_pairs(self) -> None:
+        """Check that settings of adapters fit preference training, whose reference is the model without them."""
+        lora = self.lora
+        if self.dpo.is_on and lora.dropout:
+            raise UserError(
+                f"lora.dropout {lora.dropout:g} with dpo.beta {self.dpo.beta:g}: the reference has no dropout, so the "
+                "log ratios would be noisy; TRL disables it, too\n"
+                "allowed: lora.dropout 0\nfix: leave lora.dropout out, or --lora.dropout 0"
+            )
+        if self.dpo.is_on and lora.init_from is not None and self.dpo.reference is None:
+            raise UserError(
+                f"lora.init_from {lora.init_from} with dpo.beta {self.dpo.beta:g}: the model without adapters is not "
+                "the model that training starts from\nallowed: dpo.reference\n"
+                "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
+            )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.
@@ -319,7 +347,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(RecordFormat):
     """An evaluation of one checkpoint on one held-out text."""
 
     checkpoint: Path = field(  # noqa: RUF009
@@ -384,9 +412,6 @@ class EvalConfig:
         unit="processes",
         minimum=1,
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def profiled_steps(text: str | None) -> range:

@@ -16,7 +16,7 @@ from bmburst.checkpoint.sharded_files import together
 from bmburst.data import TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
-from bmburst.data.mixture import MixedFiles, Source, mixed, sources_of
+from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError, not_a_number
 from bmburst.launch.start import start
@@ -201,7 +201,13 @@ def check_inputs(config: EvalConfig) -> Path:
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
     for source in sources_of(config.data):
-        text = find_corpus(source.path, tokenizer, text_field=config.text_field, chat_template=config.chat_template)
+        text = find_corpus(
+            source.path,
+            tokenizer,
+            text_field=source.text_field(config.text_field),
+            form=source.form(config),
+            chat_template=config.chat_template,
+        )
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
@@ -220,7 +226,8 @@ def _open_one(
         source.path,
         tokenizer,
         user_cache(),
-        text_field=config.text_field,
+        text_field=source.text_field(config.text_field),
+        form=source.form(config),
         chat_template=config.chat_template,
         on_skip=say,
     )
@@ -250,7 +257,7 @@ def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object
     """
     sources = sources_of(config.data)
     files = tuple(_open_one(source, tokenizer, config, say) for source in sources)
-    return MixedFiles(files, tuple(source.weight for source in sources))
+    return MixedFiles(files, shares_of(sources, files))
 
 
 def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], Path]) -> "Adapter | None":
@@ -302,6 +309,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
+        tuned.lora.require_model(shape)
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(adapter.Base.open(directory, shape))
     shape.require_packing(config.pack)

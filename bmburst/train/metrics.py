@@ -14,10 +14,13 @@ from bmburst.amounts import finite
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.outputs import blank_picture, replacing, save_picture
+from bmburst.train.sections import HELD_OUT
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
 PLOT_FILE = "loss.png"
-_TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
+_TRAIN, _EVALUATED = "#1f77b4", ("#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+_TITLED = 2  # evaluations whose losses are in the title of the picture
+_NO_SCALARS = ("step", "data")
 _NOT_ALWAYS = ("reward_", "loss_scale")
 
 
@@ -46,6 +49,8 @@ class StepMetrics:
         loss_scale: Loss scale of the step; left out unless weights are fp16.
         reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; left out without pairs.
         reward_accuracy: Fraction of the pairs with a positive margin; left out without pairs.
+        grad_norms: Norm of the gradient of each kind of parameter that is trained (`bmburst.blocks.kinds`); written as
+            `grad_norm_attention` and so on.
     """
 
     step: int
@@ -67,14 +72,16 @@ class StepMetrics:
     loss_scale: float | None = None
     reward_margin: float | None = None
     reward_accuracy: float | None = None
+    grad_norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalMetrics:
-    """One evaluation on held-out text: a line of evals.jsonl.
+    """One evaluation on held-out text or on a validation file: a line of evals.jsonl.
 
     Attributes:
         step: Number of optimizer steps before the evaluation.
+        data: "held_out", or the name of the validation file.
         loss: Mean over the tokens, in nats per token; in preference training over the pairs, in nats.
         bits_per_byte: The loss in bits per byte of text; None in preference training.
         perplexity: exp(loss); None in preference training.
@@ -88,6 +95,7 @@ class EvalMetrics:
     bits_per_byte: float | None
     perplexity: float | None
     tokens: int
+    data: str = HELD_OUT
     reward_margin: float | None = None
     reward_accuracy: float | None = None
 
@@ -117,7 +125,7 @@ class MetricsWriter:
 
     def write_eval(self, metrics: EvalMetrics) -> None:
         """Add an evaluation."""
-        self._add(self._evals, "held_out", metrics)
+        self._add(self._evals, metrics.data, metrics)
 
     def close(self) -> None:
         """Close the files. A second call has no effect."""
@@ -141,7 +149,7 @@ class MetricsWriter:
         # NaN is not valid JSON, but a diverged run must still leave a readable file.
         file.write(json.dumps(finite(values), allow_nan=False) + "\n")
         file.flush()
-        scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k != "step" and v is not None}
+        scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k not in _NO_SCALARS and v is not None}
         if self._events is not None:
             for name, value in scalars.items():
                 self._events.add_scalar(name, value, step)
@@ -182,6 +190,7 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
     values = dataclasses.asdict(metrics)
+    values |= {f"grad_norm_{kind}": norm for kind, norm in values.pop("grad_norms", {}).items()}
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 
 
@@ -247,10 +256,13 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
     recent = bits[-width:]
     title = f"Loss after {numbers[-1]:,} steps: training {sum(recent) / len(recent):.3f}"
-    if evals:
-        points = [line["step"] for line in evals], [line["bits_per_byte"] for line in evals]
-        axes.plot(*points, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.2, label="held-out text")
-        title += f", held-out {points[1][-1]:.3f}"
+    names = list(dict.fromkeys(line.get("data", HELD_OUT) for line in evals))
+    for number, name in enumerate(names):
+        mine = [line for line in evals if line.get("data", HELD_OUT) == name]
+        points = [line["step"] for line in mine], [line["bits_per_byte"] for line in mine]
+        color, label = _EVALUATED[number % len(_EVALUATED)], "held-out text" if name == HELD_OUT else name
+        axes.plot(*points, color=color, marker="o", markersize=5, linewidth=1.2, label=label)
+        title += f", {'held-out' if name == HELD_OUT else name} {points[1][-1]:.3f}" if number < _TITLED else ""
     axes.set_ylabel("loss (bits per byte)")
     ratio = _nats_per_token(steps)
     if ratio is not None:

@@ -18,6 +18,7 @@ from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch, token_losses
+from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -122,7 +123,10 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenObjective:
-    """The mean loss over the labels of all ranks.
+    """The mean loss over the labels of all ranks, in training weighted by the weights of their records.
+
+    The weighted mean of a step is `sum(weight * loss) / sum(weight)`, both over the labels of all ranks and
+    micro-batches. An evaluation counts each label once.
 
     Attributes:
         model: The trained model.
@@ -151,12 +155,21 @@ class _TokenStep:
         # Counted globally: the mean must not depend on the distribution of labels over ranks and micro-batches.
         (counted,) = objective.mesh.world.all_reduce(count_valid(batch.labels)).wait()
         self.tokens = counted // shape.tensor  # the ranks of a tensor group have the same labels
+        self._total = self.tokens
+        if batch.weights is not None:
+            own = torch.where(batch.labels == IGNORE_INDEX, 0.0, batch.weights).sum()
+            (total,) = objective.mesh.world.all_reduce(own).wait()
+            self._total = torch.where(total > 0, total / shape.tensor, 1.0)
         self.share = torch.zeros((), dtype=torch.float64, device=objective.device)
         self.rewards = None
         self._ranks = shape.size
 
     def forward(self, part: LocalBatch) -> Tensor:
-        result = global_mean(token_losses(self._model, part), self.tokens, self._ranks)
+        if part.weights is None:
+            result = global_mean(token_losses(self._model, part), self._total, self._ranks)
+        else:
+            losses, own = token_losses(self._model, part, per_token=True), self._model.tensor.own(part.weights)
+            result = (losses * own.to(losses.dtype)).sum() * (self._ranks / self._total).to(losses.dtype)
         self.share += result.detach()
         return result
 

@@ -50,7 +50,8 @@ def beginning(
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
     name = config.preset or (config.init_from.name if config.init_from else "model")
     adapters = config.lora.parameters(model)
-    trained = f", {counted(adapters)} of adapters trained" if adapters else ""
+    whole = f" and {counted(saved)} of whole modules" if (saved := config.lora.saved(model)) else ""
+    trained = f", {counted(adapters)} of adapters{whole} trained" if adapters else ""
     tokens = config.batch_size * config.sequence_length
     axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
@@ -61,7 +62,7 @@ def beginning(
         ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
         ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
         ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
-        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup_steps} steps of warm-up"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup(config.steps)} steps of warm-up"),
     ]
     if memory is not None:
         host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""
@@ -180,7 +181,8 @@ class ProgressBar:
         rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
         unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
         numbers = ", ".join(_quality(metrics))
-        self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+        name = metrics.data.replace("_", "-")
+        self.note(f"step {metrics.step}: {name} loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:

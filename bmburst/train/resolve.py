@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
@@ -20,11 +20,17 @@ from bmburst.config import (
     write_json,
 )
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
 
+if TYPE_CHECKING:
+    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+
 CONFIG_FILE = "config.json"
+_PLAIN = RecordFormat()
+_RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
 PLACEHOLDER = "PATH/TO/"
 """Prefix of paths in recipes that the user must replace."""
 # Not part of a run's config.json, so that it can start another run.
@@ -32,11 +38,21 @@ _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
 # Another tokenizer gives other tokens, which the state of a checkpoint refuses.
-_MAY_MOVE = ("data.cache", "data.verify", "data.tokenizer", "dpo.reference")
+# Rates of adapters may change, as other rates.
+_MAY_MOVE = (
+    *("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference"),
+    *("lora.init_from", "lora.dropout", "lora.loraplus_lr_ratio"),
+)
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
-def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
+def resolve(
+    files: tuple[Path, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    steps: int | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """Return the configuration of files and options. Later files override earlier ones, options override files.
 
     Fields of the model that are not given come from the directory `init_from`, else from `preset`.
@@ -44,24 +60,50 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     Args:
         files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
         options: Maps dotted names to values, or to text as on the command line.
+        steps: Number of steps of the given epochs, once the data are known.
+        defaults: Maps dotted names to values in place of the defaults of `TrainConfig`.
 
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
     """
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
-    given = overlay(below, above)
+    given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
+    _follow_adapter(given)
     has_two_models = "preset" in above and _names_whole_model(below)
     if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
         raise UserError(
             f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
+    if "epochs" in above and "steps" in above and above["epochs"] is not None:
+        raise UserError(
+            f"steps {above['steps']} and epochs {above['epochs']} are both given\nallowed: one of them\n"
+            "fix: leave --steps or --epochs out"
+        )
+    if "steps" in above:  # in place of the epochs of a file
+        given["epochs"] = None
+    if steps is not None:
+        given["steps"] = steps
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
     _follow_model(given, below, above)
     set_defaults_of_data(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
+
+
+def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
+    """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
+
+    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from names(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key
+
+    layers = [read_layer(TrainConfig, _read_file(path), str(path)) for path in files]
+    return set(names(overlay(*layers, read_layer(TrainConfig, options, ""))))
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
@@ -95,7 +137,8 @@ def check_paths(config: TrainConfig) -> None:
         if config.wandb is None and getattr(config, name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
-    check_sources(config.data.source, config.data.text_field)
+    for source in (config.data.source, *config.data.validation_files.values()):
+        check_sources(source, config.data.text_field, config.data)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
@@ -116,9 +159,23 @@ def check_paths(config: TrainConfig) -> None:
         hugging_face.check_weights(config.init_from, config.model)
         if config.resume is True and config.output is not None:
             adapter.check_resumed(config.output, adapter.Base.open(config.init_from, config.model))
+        elif config.lora.init_from is not None:
+            _check_adapter(config, config.lora.init_from)
     if config.reference is not None:
         _check_reference(config, config.reference)
     _check_tokens(config)
+
+
+def _check_adapter(config: TrainConfig, folder: Path) -> None:
+    """Check that the adapter that a run starts from has the configured settings, and is one of its model."""
+    from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.checkpoint.files import verified, warn
+
+    assert config.init_from is not None
+    found = adapter.open_adapter(verified(folder, warn))
+    found.require_like(config.lora)
+    found.require_shapes(adapter.adapter_shapes(config.lora, hugging_face.expected_shapes(config.model)))
+    found.require_base(adapter.Base.open(config.init_from, config.model))
 
 
 def _different(there: LlamaConfig, model: LlamaConfig) -> str | None:
@@ -231,6 +288,22 @@ def _read_file(path: Path) -> dict[str, Any]:
     return values
 
 
+def _follow_adapter(given: dict[str, Any]) -> None:
+    """Take settings that are not given, and the model, from the adapter that the run starts from."""
+    values = given.get("lora") or {}
+    if values.get("init_from") is None or "rank" in values:  # a resumed run has its settings in its file
+        return
+    # Imported here, because it imports torch, which --help does not need.
+    from bmburst.checkpoint.adapter import open_adapter
+    from bmburst.checkpoint.files import verified, warn
+
+    found = open_adapter(verified(Path(values["init_from"]), warn))
+    own = {name: value for name, value in to_dict(found.lora).items() if value is not None}
+    given["lora"] = {**own, **values}
+    if given.get("init_from") is None and "preset" not in given and found.base and Path(found.base).is_dir():
+        given["init_from"] = Path(found.base)
+
+
 def _follow_model(given: dict[str, Any], below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
     """Use the tokenizer of the model that an option names, if the file's tokenizer is that of the replaced model."""
     old, new = below.get("init_from"), above.get("init_from")
@@ -303,18 +376,19 @@ def require_filled(name: str, value: object, option: str) -> None:
         )
 
 
-def check_sources(source: str, text_field: str) -> None:
+def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in _sources(source):
-        check_data_path(each, text_field)
+        check_data_path(each.path, each.text_field(text_field), each.form(form))
 
 
-def check_data_path(source: str, text_field: str) -> None:
+def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
 
     Raises:
         UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
@@ -350,7 +424,7 @@ def check_data_path(source: str, text_field: str) -> None:
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
         check_beginnings(files, text_field=text_field)
 
 
@@ -371,11 +445,15 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
 
     try:
         sources = _sources(str(source))
-        are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
+        are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
     text_field = str(values.get("text_field", "text"))
-    have_records = hold_records(str(source), text_field)
+    try:
+        form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
+    except UserError:
+        return  # the check of the fields raises
+    have_records = hold_records(str(source), text_field, form)
     if have_records:
         given.setdefault("pack", "documents")
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
@@ -384,25 +462,29 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         given["data"] = {**values, "tokenizer": own}
 
 
-def hold_records(source: str, text_field: str) -> bool:
+def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
     """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
 
     Args:
         source: As in `DataConfig`.
         text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import are_records
 
+    def holds(each: "Source") -> bool:
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+
     try:
-        return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
+        return any(map(holds, _sources(source)))
     except (OSError, UserError):
         return False  # the check of the paths raises
 
 
-def _sources(source: str) -> list[str]:
+def _sources(source: str) -> "tuple[Source, ...]":
     """Return the sources of a mixture, or the single source."""
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import sources_of
 
-    return [each.path for each in sources_of(source)]
+    return sources_of(source)

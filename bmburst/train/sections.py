@@ -1,4 +1,4 @@
-"""Sections of a run's configuration: data, optimizer, schedule, parallelism, and their defaults. Imports no torch.
+"""Sections of a run's configuration: data, optimizer, parallelism, and their defaults. Imports no torch.
 
 Learning rate, warm-up, beta2 and weight decay have defaults by model and kind of training (`filled`).
 
@@ -17,25 +17,31 @@ Preference training uses a twentieth of either: 1e-6 instead of 2e-5 (DPO, arXiv
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.kinds import KINDS, MATRICES
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 
 STANDARD_LIBRARY = "stdlib"
+HELD_OUT, HELD_OUT_FRACTION = "held_out", 0.05
+"""Name in the metrics of what is held out of the training data, and its default share."""
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
 """Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The training data."""
+class DataConfig(RecordFormat):
+    """The training data, and the names of its columns, fields and roles."""
 
     source: str = field(
         "Training text: a text file, JSONL file, directory of them, token file of `bmburst data`, or 'stdlib' for the "
@@ -52,8 +58,19 @@ class DataConfig:
     chat_template: Path | None = field(  # noqa: RUF009
         "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
     )
+    validation: tuple[str, ...] = field(
+        "Text or records of your own to evaluate on: FILE or NAME=FILE, several separated by commas. NAME, by default "
+        "that of the file, is its name in the metrics.",
+        default=(),
+    )
     held_out_fraction: float = field(
-        "Fraction of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
+        "Fraction of the training text held out for evaluation; 0: none, with data.validation. If both are given, both "
+        "are evaluated.",
+        default=None,
+        default_text="0.05; 0 with data.validation",
+        unit="of tokens",
+        minimum=0,
+        below=1,
     )
     cache: Path | None = field(  # noqa: RUF009
         "Folder for token files.", default=None, default_text="tokens, beside the run folder"
@@ -65,7 +82,40 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
+        if self.held_out_fraction is None:
+            object.__setattr__(self, "held_out_fraction", 0.0 if self.validation else HELD_OUT_FRACTION)
+        if not self.held_out_fraction and not self.validation:
+            raise UserError(
+                "data.held_out_fraction 0 without data.validation: nothing is left to evaluate on\n"
+                f"allowed: above 0 and below 1\nfix: --data.validation FILE, or leave it out for {HELD_OUT_FRACTION}"
+            )
+        _named_files(self.validation)
+
+    @property
+    def validation_files(self) -> dict[str, str]:
+        """The files of `validation`, by their names in the metrics."""
+        return _named_files(self.validation)
+
+
+def _named_files(given: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        name, sign, path = text.partition("=")
+        if not sign:
+            name, path = Path(text).name.split(".")[0], text
+        if not path or not re.fullmatch(r"[\w-]+", name) or name in (HELD_OUT, "train"):
+            raise UserError(
+                f"data.validation '{text}': the name '{name}' is not possible\n"
+                f"allowed: letters, digits, _ and -, but neither {HELD_OUT} nor train\nfix: NAME={path or 'FILE'}"
+            )
+        if name in found:
+            raise UserError(
+                f"data.validation: {found[name]} and {path} have the same name {name}\nallowed: a name for each\n"
+                f"fix: give names: {name}={found[name]},other={path}"
+            )
+        found[name] = path
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,11 +141,16 @@ class OptimizerConfig:
     )
     eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
     weight_decay: float = field(
-        "Weight decay, on matrices only.",
+        "Weight decay, on the kinds of parameters in optimizer.weight_decay_on.",
         default=None,
         default_text="0.1 as for LLaMA, 0 for adapters",
         unit="per step and lr",
         minimum=0,
+    )
+    weight_decay_on: tuple[str, ...] = field(
+        f"Kinds of parameters with weight decay, some of {', '.join(KINDS)}; adapters are of the kind of their matrix.",
+        default=MATRICES,
+        choices=KINDS,
     )
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
     offload: bool = field(
@@ -156,29 +211,6 @@ class OptimizerConfig:
                 "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
                 "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate schedule; formulas: `bmburst.train.step.learning_rate`. None: as in `OptimizerConfig`."""
-
-    kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
-    warmup_steps: int = field(
-        "Steps of linear warm-up.",
-        default=None,
-        default_text="10 for 1M parameters to 2000 for 8B; with init_from a tenth of the steps, 10 to 2000",
-        unit="steps",
-        minimum=0,
-    )
-    decay_fraction: float = field(
-        "wsd: fraction of all steps in the final decay.", default=0.2, minimum=0, maximum=1, unit="of steps"
-    )
-    final_lr_fraction: float = field(
-        "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,7 +411,9 @@ def filled(
         beta2=_or(optimizer.beta2, 0.999 if has_adapters else 0.95),
         weight_decay=_or(optimizer.weight_decay, 0.0 if has_adapters else 0.1),
     )
-    return optimizer, dataclasses.replace(schedule, warmup_steps=_or(schedule.warmup_steps, warmup))
+    if schedule.warmup_fraction is None:
+        schedule = dataclasses.replace(schedule, warmup_steps=_or(schedule.warmup_steps, warmup))
+    return optimizer, schedule
 
 
 def _or(given: Number | None, default: Number) -> Number:

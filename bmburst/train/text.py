@@ -1,10 +1,11 @@
 """The data of a run: checks them before ranks start, tokenizes them on the first rank of each host, opens them."""
 
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,8 +17,9 @@ from bmburst.config import read_json
 from bmburst.data import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
-from bmburst.data.mixture import MixedFiles, mixed, read_mixture
+from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
 from bmburst.data.records import PAIRS
+from bmburst.data.report import described
 from bmburst.data.sources import left_out
 from bmburst.data.tokenizer import GENERATION_CONFIG, tokenizer_files
 from bmburst.data.tokenizer_folder import kept_files
@@ -26,6 +28,7 @@ from bmburst.errors import UserError
 from bmburst.launch.start import Runtime
 from bmburst.launch.watchdog import beat
 from bmburst.train.config import TrainConfig
+from bmburst.train.sections import HELD_OUT_FRACTION
 
 _PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough
 _QUICK = 8 << 20  # bytes of text that are tokenized in one or two seconds
@@ -44,7 +47,7 @@ def find_text(config: TrainConfig) -> data.TokenFile | Text:
     """
     wanted = config.data
     return find_corpus(
-        wanted.source, wanted.tokenizer, text_field=wanted.text_field, chat_template=wanted.chat_template
+        wanted.source, wanted.tokenizer, text_field=wanted.text_field, form=wanted, chat_template=wanted.chat_template
     )
 
 
@@ -55,7 +58,22 @@ def parts_of(config: TrainConfig) -> list[TrainConfig]:
         UserError: The file of the mixture is not valid.
     """
     sources = read_mixture(config.data.source) or ()
-    return [config.replace(data=replace(config.data, source=source.path)) for source in sources]
+    return [config.replace(data=replace(config.data, source=source.path, **source.names)) for source in sources]
+
+
+def validation_of(config: TrainConfig, tokenizer: str | None) -> dict[str, TrainConfig]:
+    """Return for each validation file, by its name, the configuration whose only data it is.
+
+    Args:
+        config: The run.
+        tokenizer: Name of the tokenizer of the training data.
+    """
+    fraction = config.data.held_out_fraction or HELD_OUT_FRACTION  # without effect: all of a file is evaluated
+    named = tuple(each for each in config.data.columns if not each.startswith("weight="))  # each token counts once
+    wanted = replace(config.data, validation=(), held_out_fraction=fraction, tokenizer=tokenizer, columns=named)
+    return {
+        name: config.replace(data=replace(wanted, source=path)) for name, path in config.data.validation_files.items()
+    }
 
 
 def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
@@ -75,12 +93,28 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
+    text = _check_source(config, cache)
+    tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
+    for part in validation_of(config, tokenizer).values():
+        _check_validation(part, cache)
+    return text
+
+
+def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | Text:
     source = config.data.source
     if parts := parts_of(config):
         for part in parts:
-            check_text(part, cache)
+            _check_source(part, cache)
         return find_text(parts[0])
     text = find_text(config)
+    is_text = isinstance(text, data.TokenFile) or text.encoder is None
+    if is_text and not config.data.is_default and not config.data.validation:  # else they are of the validation files
+        what = "a token file" if isinstance(text, data.TokenFile) else "text, or its columns have other names"
+        raise UserError(
+            f"data {source}: names of columns, fields or roles are given, and it is {what}\n"
+            "allowed: records, of which the first line has the columns that are named\n"
+            "fix: correct --data.messages_field or --data.columns, or leave them out"
+        )
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
         _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
@@ -111,6 +145,59 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
                 say_left_out(line)
             raise
     return text
+
+
+def _check_validation(config: TrainConfig, cache: Path | None) -> None:
+    """Tokenize a validation file into the ranks' cache and check it, so that no rank finds a fault in it."""
+    for part in parts_of(config) or [config]:
+        text = find_text(part)
+        if cache is not None and isinstance(text, Text):
+            require_cache("data.cache", cache, text)
+    with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
+        sequences_of(_tokens_of(config, cache or Path(folder)), config, "all")
+
+
+def _tokens_of(config: TrainConfig, cache: Path) -> data.TokenFile | MixedFiles:
+    """Return the token files of a configuration's source, tokenized into a cache if they are not there."""
+    parts = parts_of(config) or [config]
+    files = []
+    for part in parts:
+        given = part.data
+        file = data.open_corpus(
+            given.source,
+            given.tokenizer,
+            cache,
+            text_field=given.text_field,
+            form=given,
+            chat_template=given.chat_template,
+            progress=True,
+        )
+        file.require_vocab(config.model.vocab_size)
+        files.append(file)
+    sources = read_mixture(config.data.source)
+    return files[0] if sources is None else MixedFiles(tuple(files), shares_of(sources, files))
+
+
+def steps_of_epochs(config: TrainConfig, cache: Path, done: tuple[int, int] = (0, 0)) -> int:
+    """Return the number of steps of a run of `epochs`, after `check_text`.
+
+    Args:
+        config: The run; `epochs` is set.
+        cache: The ranks' token cache; the training data are tokenized into it.
+        done: Steps and sequences of the checkpoint that the run continues from.
+
+    Raises:
+        UserError: The data cannot be read.
+    """
+    steps, samples = done
+    left = sequences_of_epochs(config, sequences_of(_tokens_of(config, cache), config, "train")) - samples
+    return steps + max(-(-left // config.batch_size), 0)
+
+
+def sequences_of_epochs(config: TrainConfig, sequences: Sequences) -> int:
+    """Return the number of sequences that a run of `epochs` takes, rounded up."""
+    assert config.epochs is not None
+    return max(math.ceil(config.epochs * len(sequences) - 1e-6), 1)
 
 
 def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
@@ -196,6 +283,7 @@ def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.
             config.data.tokenizer,
             cache or folder,
             text_field=config.data.text_field,
+            form=config.data,
             chat_template=config.data.chat_template,
             progress=cache is not None,
         )
@@ -203,7 +291,8 @@ def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.
         corpus.require_vocab(config.model.vocab_size)
         sequences = sequences_of(corpus, config, "train")
         say_too_long(sequences)
-        sequences_of(corpus, config, "held_out")
+        if config.data.held_out_fraction:
+            sequences_of(corpus, config, "held_out")
     return text
 
 
@@ -268,7 +357,32 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     if sources is None:
         return _open_one(config, folder, runtime)
     files = tuple(_open_one(part, folder, runtime) for part in parts_of(config))
-    return MixedFiles(files, tuple(source.weight for source in sources))
+    return MixedFiles(files, shares_of(sources, files))
+
+
+def open_validation(
+    config: TrainConfig, folder: Path, runtime: Runtime, corpus: data.TokenFile | MixedFiles
+) -> dict[str, data.TokenFile | MixedFiles]:
+    """Return the token files of the validation data, by name; every rank calls it.
+
+    Args:
+        config: The run.
+        folder: As in `open_text`.
+        runtime: As in `open_text`.
+        corpus: The training data, from `open_text`.
+
+    Raises:
+        UserError: As `open_text`, or they have another tokenizer than the training data.
+    """
+    found: dict[str, data.TokenFile | MixedFiles] = {}
+    for name, part in validation_of(config, corpus.tokenizer_name).items():
+        found[name] = open_text(part, folder, runtime)
+        if found[name].tokenizer_identity != corpus.tokenizer_identity:
+            raise UserError(
+                f"data.validation {part.data.source} was made with tokenizer '{found[name].tokenizer_name}', and the "
+                f"training data with '{corpus.tokenizer_name}'\nallowed: one tokenizer\nfix: make one of them again"
+            )
+    return found
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
@@ -283,6 +397,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
             config.data.tokenizer,
             cache,
             text_field=config.data.text_field,
+            form=config.data,
             chat_template=config.data.chat_template,
             progress=is_main,
             on_skip=say,
@@ -304,7 +419,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
 
 
 def sequences_of(corpus: data.TokenFile | MixedFiles, config: TrainConfig, split: str) -> Sequences:
-    """Return the run's sequences of a split: "train" or "held_out".
+    """Return the run's sequences of a split: "train", "held_out", or "all" of a validation file.
 
     Raises:
         UserError: There is none, or the data are preference pairs without preference training or the reverse.
@@ -332,6 +447,23 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
         f"data {source}: holds no preference pairs, and dpo.beta is {config.dpo.beta}\nallowed: JSONL of {PAIRS}\n"
         "fix: give such data, or leave dpo.beta out"
     )
+
+
+def reports_of(
+    config: TrainConfig, corpus: data.TokenFile | MixedFiles, validation: Mapping[str, data.TokenFile | MixedFiles]
+) -> Iterator[str]:
+    """Yield the reports on the data of a run: on each source, and on each source of the validation files.
+
+    Args:
+        config: The run.
+        corpus: The training data, from `open_text`.
+        validation: The validation data, from `open_validation`.
+    """
+    parts = validation_of(config, corpus.tokenizer_name)
+    for name, given, found in (("data", config, corpus), *((name, parts[name], validation[name]) for name in parts)):
+        files = (found,) if isinstance(found, data.TokenFile) else found.files
+        for part, file in zip(parts_of(given) or [given], files, strict=True):
+            yield described(f"{name}: {part.data.source}", file, config.sequence_length)
 
 
 def say_too_long(sequences: Sequences) -> None:

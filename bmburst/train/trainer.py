@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bmburst import data
+from bmburst.blocks.kinds import apart
 from bmburst.checkpoint.training import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
+from bmburst.data.batches import Sequences
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
 from bmburst.launch.start import start
@@ -34,8 +36,17 @@ from bmburst.train.objective import make_objective
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
-from bmburst.train.step import StepFacts, exchange, learning_rate
-from bmburst.train.text import kept_by_rank_0, open_text, sequences_of
+from bmburst.train.schedule import learning_rate
+from bmburst.train.sections import HELD_OUT
+from bmburst.train.step import StepFacts, exchange
+from bmburst.train.text import (
+    kept_by_rank_0,
+    open_text,
+    open_validation,
+    reports_of,
+    sequences_of,
+    sequences_of_epochs,
+)
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -97,6 +108,7 @@ class Trainer:
         import bmtrain as bmt
 
         from bmburst.optim import build_optimizer
+        from bmburst.optim.norms import GradientNorms
 
         parallel = config.parallel
         self.mesh = Mesh.over_bmtrain(
@@ -109,20 +121,29 @@ class Trainer:
         if not self.runtime.on_host:
             memory.prepare(offloaded_pieces(config, self.runtime.world_size))
         self.corpus = open_text(config, self.folder, self.runtime)
+        self._validation = open_validation(config, self.folder, self.runtime, self.corpus)
         tokenizer = kept_by_rank_0(self.corpus, config, self.runtime)
-        self._held_out = sequences_of(self.corpus, config, "held_out")
+        self._evaluated: dict[str, Sequences] = {}
+        if config.data.held_out_fraction:
+            self._evaluated[HELD_OUT] = sequences_of(self.corpus, config, "held_out")
+        for name, each in self._validation.items():
+            self._evaluated[name] = sequences_of(each, config, "all")
+        sequences = sequences_of(self.corpus, config, "train")
         self.batches = data.Batches(
-            sequences_of(self.corpus, config, "train"),
+            sequences,
             batch_size=config.batch_size,
             seed=config.seed,
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
+            total=None if config.epochs is None else sequences_of_epochs(config, sequences),
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
-        self._loader = Loader(cut, self.runtime.device)
+        rows = config.batch_size // self.mesh.shape.data
+        self._loader = Loader(cut, self.runtime.device, self.mesh.data_rank * rows if config.lora.dropout else None)
         make_model = _model_maker(config, self.mesh, memory)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio)
+        self._norms = GradientNorms(self.model)
         self._objective = make_objective(config, self.model, make_model, self.mesh, cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
@@ -185,7 +206,8 @@ class Trainer:
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
         scale, text_bytes = self._manager.loss_scale, self.batches.text_bytes
-        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes)
+        norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
+        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes, norms=norms)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.
@@ -210,6 +232,8 @@ class Trainer:
             The facts of the step for `update`, equal on all ranks: `loss`, the mean in nats over all valid labels;
             `tokens`, their number; `grad_norm`, the norm of the gradient accumulated since the last `update`.
         """
+        if self.config.lora.dropout:  # depends on the step alone, so that a resumed run goes on alike
+            batch = replace(batch, dropout_seed=f"dropout {self.config.seed} {self.steps_done + 1}")
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
         with self._monitor.clock.work():
@@ -218,9 +242,9 @@ class Trainer:
                     result = objective.forward(part)
                 with traced("backward"):
                     self._manager.backward(result)
-        square = self.optimizer.square_sum(self.runtime.device) / self._manager.loss_scale**2
+        squares = self._norms.square_sums(self.runtime.device) / self._manager.loss_scale**2
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
-        sums = objective.share, square, objective.tokens
+        sums = objective.share, squares, objective.tokens
         return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
 
     def update(self, facts: StepFacts) -> float:
@@ -243,7 +267,7 @@ class Trainer:
         self.steps_done = facts.step
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
         self._monitor.judge(facts)  # sets the loss scale of the next step; the manager has this step's
         self.saves.copied()
         with self._monitor.clock.optimizer(), traced("optimizer"):
@@ -264,6 +288,7 @@ class Trainer:
             Why the run was stopped before its last step; empty if it was not.
         """
         config, monitor, first = self.config, self._monitor, self.steps_done + 1
+        self._require_steps()
         with contextlib.ExitStack() as stack:
             stack.enter_context(monitor.stop.listening())
             if self.is_main:
@@ -299,13 +324,18 @@ class Trainer:
             report.finish()
         return monitor.stopped
 
-    def evaluate(self) -> EvalMetrics:
-        """Measure the model on held-out text."""
+    def evaluate(self, name: str | None = None) -> EvalMetrics:
+        """Measure the model on held-out text or on a validation file.
+
+        Args:
+            name: "held_out", or the name of a validation file; None: the first of them.
+        """
+        name = next(iter(self._evaluated)) if name is None else name
         data_ranks = self.mesh.shape.data
         part = {"data_rank": self.mesh.data_rank, "data_parallel": data_ranks}
         limit = self.config.eval_sequences
-        batches = data.evaluation_batches(self._held_out, batch_size=data_ranks, limit=limit, **part)
-        return EvalMetrics(step=self.steps_done, **asdict(self._objective.measure(batches)))
+        batches = data.evaluation_batches(self._evaluated[name], batch_size=data_ranks, limit=limit, **part)
+        return EvalMetrics(step=self.steps_done, data=name, **asdict(self._objective.measure(batches)))
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of this step to the run folder and return its path.
@@ -324,17 +354,35 @@ class Trainer:
         Args:
             show: Called with each piece of text as soon as it is generated.
         """
-        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), self._held_out.prompt(_PROMPT_TOKENS)
+        first = next(iter(self._evaluated.values()))
+        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), first.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
         made = generate(self.model, self.mesh, prompt, self.config.sample_tokens, tokenizer, self.config.seed, show)
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
+
+    def _require_steps(self) -> None:
+        """Check that the configured steps are those of the epochs.
+
+        Raises:
+            UserError: They are not.
+        """
+        if (total := self.batches.total) is None:
+            return
+        steps = self.steps_done + max(-(-(total - self.batches.samples) // self.config.batch_size), 0)
+        if steps != self.config.steps:
+            raise UserError(
+                f"epochs {self.config.epochs:g} of {len(self.batches.sequences):,} sequences are {steps:,} steps, and "
+                f"steps is {self.config.steps:,}\nallowed: steps {steps}\nfix: TrainConfig(epochs=..., steps={steps})"
+            )
 
     def _introduce(self, report: RunReport) -> None:
         import bmtrain as bmt
 
         if self.is_main:
             memory = expected_memory(self.config, self.runtime.world_size, bmt.config["local_size"])
-            counts = len(self.batches.sequences), len(self._held_out)
+            counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
+            for text in reports_of(self.config, self.corpus, self._validation):
+                report.note(text)
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
         report.note(self._monitor.no_peak)
 
@@ -351,8 +399,9 @@ class Trainer:
         if stopped and saves:  # before an evaluation, because there may be little time left
             self._save(report)
         if is_last or _is_due(config.eval_every, done):
-            with report.doing("measuring the loss of held-out text"):
-                report.held_out(self.evaluate())
+            for name in self._evaluated:
+                with report.doing(f"measuring the loss of {name.replace('_', '-')} text"):
+                    report.held_out(self.evaluate(name))
         if not stopped and saves and (is_last or _is_due(config.checkpoint_every, done)):
             self._save(report)
 
@@ -379,7 +428,7 @@ class Trainer:
             self.model,
             self.mesh,
             self.cut,
-            self._held_out,
+            next(iter(self._evaluated.values())),
             data.load_tokenizer(self.corpus.tokenizer_name),
             device=self.runtime.device,
             limit=self.config.eval_sequences,
@@ -418,6 +467,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
     """Return the constructor of models of a run; without `seed` their weights are not set."""
     from bmburst.blocks.model import Llama
 
+    decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     return partial(
         Llama,
         config.model,
@@ -428,6 +478,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,
         host_memory=memory,
+        kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
 
 

@@ -18,6 +18,7 @@ from bmburst.checkpoint.adapter import KEYS as ADAPTER
 from bmburst.data.messages import MESSAGE_KEYS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
+from bmburst.integrations.grpo_arguments import ARGUMENTS as GRPO
 from bmburst.integrations.trainer_arguments import ARGUMENTS as TRAINER
 from bmburst.integrations.transformers_batch import BATCH_KEYS
 from bmburst.serve.protocol import FIELDS as REQUEST
@@ -126,6 +127,17 @@ def trainer_arguments() -> set[str]:
     return parameters | {each.name for each in dataclasses.fields(SFTConfig)}
 
 
+def grpo_arguments() -> set[str]:
+    """Return the arguments of TRL's GRPOTrainer and RLOOTrainer, and the fields of their configurations."""
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    parameters = {name for kind in (GRPOTrainer, RLOOTrainer) for name in inspect.signature(kind).parameters}
+    return parameters | {each.name for kind in (GRPOConfig, RLOOConfig) for each in dataclasses.fields(kind)}
+
+
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
     """Return what is done with keys, beginning with a verb unless it has no effect."""
     return {name: does if does.startswith("no effect") else f"{verb}: {does}" for name, does in done.items()}
@@ -149,6 +161,7 @@ TABLES = (
     Table("Other arguments of generate with a split cache", SPLIT_ARGUMENTS, generate_arguments),
     Table("Batches of transformers", BATCH_KEYS, batch_keys),
     Table("Arguments of Trainer, SFTTrainer and their configurations", TRAINER, trainer_arguments),
+    Table("Arguments of GRPOTrainer, RLOOTrainer and their configurations", GRPO, grpo_arguments),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
     Table("Requests of chat completions", REQUEST, request_fields),

@@ -12,7 +12,7 @@ from tests.refusals import says
     ("command", "given", "meant"),
     [
         ("train", "--learning-rate", "--optimizer.lr"),
-        ("train", "--num_train_epochs", "--steps"),
+        ("train", "--num_train_epochs", "--epochs"),
         ("train", "--gradient-accumulation-steps=4", "--batch-size"),
         ("train", "--per_device_train_batch_size", "--micro-batch-size"),
         ("train", "--training.seq_len", "--sequence-length"),

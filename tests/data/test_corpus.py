@@ -91,7 +91,7 @@ def test_what_is_left_out_of_a_directory_is_told(tmp_path, folder):
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_kinds_of_files_that_a_directory_leaves_out_are_counted(tmp_path, folder, is_cached):
-    names = "b.JSON c.jsonl.gz sub/d.gz e.parquet sub/f.json README .hidden.json"
+    names = "b.JSON c.jsonl.lz4 sub/d.gz e.arrow sub/f.json README .hidden.json"
     for name in (*names.split(), "g." + "x" * 30):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
@@ -101,7 +101,7 @@ def test_kinds_of_files_that_a_directory_leaves_out_are_counted(tmp_path, folder
     if is_cached:
         open_corpus([folder, folder / "a.txt"], "bytes", tmp_path / "cache", on_skip=told.append)
     (line,) = told
-    says(line, folder, 8, "2 .json", "1 .jsonl.gz", "1 .gz", "1 .parquet", "1 without suffix", "1 broken link", lines=1)
+    says(line, folder, 8, "2 .json", "1 .jsonl.lz4", "1 .gz", "1 .arrow", "1 without suffix", "1 broken link", lines=1)
     assert "hidden" not in line
     assert "xxx" not in line
 
@@ -151,14 +151,14 @@ def test_token_file_of_another_tokenizer(tmp_path, folder):
         ("gone.txt", "gone.txt | JSONL | 'stdlib'"),
         ("empty.txt", "empty | files"),
         ("folder", "folder | .txt | .jsonl | suffix | no files"),
-        ("packed", "packed | 2 .jsonl.gz | 1 .json | unpack"),
+        ("packed", "packed | 2 .jsonl.lz4 | 1 .json | .jsonl | .gz"),
     ],
 )
 def test_no_text(tmp_path, source, words):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "packed").mkdir()
-    for name in ("a.jsonl.gz", "b.jsonl.gz", "c.json"):
+    for name in ("a.jsonl.lz4", "b.jsonl.lz4", "c.json"):
         (tmp_path / "packed" / name).write_bytes(b"x")
     with refused(words):
         open_corpus(tmp_path / source, "bytes", tmp_path / "cache")
@@ -173,14 +173,14 @@ def run_command(*args):
 
 def test_command(tmp_path, folder):
     (folder / "bad.txt").write_bytes(b"\xff")
-    (folder / "more.parquet").write_bytes(b"PAR1")
+    (folder / "more.arrow").write_bytes(b"PAR1")
     output = tmp_path / "new" / "out.tokens"
     done = run_command("--input", folder, folder / "a.txt", "--output", output, "--text-field", "body")
     assert done.returncode == 0, done.stderr
     assert "4 documents" in done.stdout
     assert "left out: " in done.stderr
     assert "bad.txt" in done.stderr
-    assert "1 .parquet" in done.stderr
+    assert "1 .arrow" in done.stderr
     assert texts_of(TokenFile.open(output)) == ["hello héllo", "eins", "zwei", "hello héllo"]
 
 

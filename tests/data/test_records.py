@@ -417,7 +417,8 @@ def test_a_data_set_of_the_package(tmp_path, monkeypatch):
     rows = [{"messages": LONG}, {"messages": SYSTEM}, {"messages": chat.conversation("x", "y")}]
     tokenizer = str(chat.directory(tmp_path / "t"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(folder, "datasets", "fix: pip install datasets"):
+    with monkeypatch.context() as without, refused(folder, "datasets", "pyarrow", "fix: pip install 'bmburst[data]'"):
+        without.setitem(sys.modules, "pyarrow", None)
         open_corpus(folder, tokenizer, tmp_path / "cache")
     package = types.ModuleType("datasets")
     package.load_from_disk = lambda path: {"train": rows} if path == str(folder) else None

@@ -1,12 +1,15 @@
 """Every text that is named is read, once, in a fixed order; what cannot be read is said or refused."""
 
+import bz2
 import errno
 import gzip
 import json
 import lzma
 import random
+import tracemalloc
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from bmburst.data.documents import read_documents, with_others
@@ -210,12 +213,37 @@ def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
     (tmp_path / "list.txt").write_text("[{}]")
     assert [read for _, read in texts(tmp_path / "list.txt")] == ["[{}]"]
     for name, data, words in (
-        ("a.jsonl.gz", gzip.compress(b"{}"), ["gzip", "gunzip"]),
-        ("a.xz", lzma.compress(b"{}"), ["xz", "unxz"]),
+        ("a.zip", b"PK\x03\x04\0", ["zip archive", "unzip"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off"]),
+        ("b.jsonl.zst", pyarrow.compress(b'{"text": "a"}' * 99, "zstd", asbytes=True)[:-9], ["b.jsonl.zst"]),
         ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
     ):
         (tmp_path / name).write_bytes(data)
         refuse(tmp_path / name, words=[name, *words])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_compressed_files_are_read_as_they_are_unpacked(tmp_path, suffix):
+    """Also by their first bytes alone, of text, and in a folder; the file is never in memory as a whole."""
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(
+        suffix, lambda data: pyarrow.compress(data, "zstd", asbytes=True)
+    )
+    lines = [json.dumps({"text": f"{number} " + "x" * 9000}) for number in range(2500)]
+    names = {f"a.jsonl{suffix}": lines, "b.jsonl": lines[:3], f"c.json{suffix}": lines[3:5]}
+    for name, found in names.items():
+        (tmp_path / name).write_bytes(pack("\n".join(found).encode()))
+    (tmp_path / f"d.txt{suffix}").write_bytes(pack(b"plain text"))
+    for name in (*names, f"d.txt{suffix}"):
+        wanted = [json.loads(line)["text"] for line in names[name]] if name in names else ["plain text"]
+        read = []
+        tracemalloc.start()
+        for number, document in enumerate(read_documents(find_sources([tmp_path / name]), on_read=read.append)):
+            assert list(document.pieces) == [wanted[number]]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sum(read) == (tmp_path / name).stat().st_size
+        assert number == len(wanted) - 1 and peak < 15_000_000
+    assert len(list(texts(tmp_path))) == 2500 + 3 + 1  # .json of a folder is not read
 
 
 def test_a_line_cut_short_and_one_of_another_shape(tmp_path):

@@ -1,7 +1,8 @@
 """Training on packed conversations is training on each alone, with loss on its answers: on any ranks and microbatches.
 
 The reference is transformers in one process: its template, its mask, its model, one conversation at a time, and
-the sum of the answer tokens' losses over their number in the whole batch.
+the sum of the answer tokens' losses, each times the weight of its record, over the sum of these weights in the whole
+batch. An evaluation counts each token once.
 """
 
 import json
@@ -12,50 +13,56 @@ from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.train.step import learning_rate
+from bmburst.train.schedule import learning_rate
 from tests import chat, tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 from tests.train import answers_program as program
 
-CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """A model with random weights, conversations, and what ranks make of them."""
     folder = tmp_path_factory.mktemp("answers")
     tiny.save(folder / "model", program.SHAPE, std=0.1)
     chat.directory(folder / "model", chat.MARKED)
     chat.directory(folder / "peer", chat.LEAVES_OUT)
     records = chat.records(40)
+    for number, record in enumerate(records):
+        record["weight"] = (1, 0.25, 3)[number % 3]
     for record in records[::2]:  # the first of two answers is not learned
         if len(record["messages"]) > 2:
             record["messages"][1]["weight"] = 0
     chat.write(folder / "chats.jsonl", *records)
-    for size in (1, 2, 3):
-        run_program(size, program.train_all, folder, size)
+    cases = selected(request, "case")
+    for size in sorted({case.ranks for case in cases}):
+        run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
     return folder
 
 
 def conversations(folder, numbers):
-    """Return ids and labels of records of the file, as transformers has them."""
+    """Return ids, labels and weights of records of the file, as transformers has them."""
     peer = PreTrainedTokenizerFast.from_pretrained(folder / "peer")
     lines = (folder / "chats.jsonl").read_text().splitlines()
     for number in numbers:
-        messages = [{**each, "out": each.get("weight") == 0} for each in json.loads(lines[number])["messages"]]
+        record = json.loads(lines[number])
+        messages = [{**each, "out": each.get("weight") == 0} for each in record["messages"]]
         found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
-        yield ids, ids.masked_fill(mask == 0, -100)
+        yield ids, ids.masked_fill(mask == 0, -100), record["weight"]
 
 
-def summed(model, pairs):
-    """Return the sum of answer losses and how many there are."""
-    total, count = 0.0, 0
-    for ids, labels in pairs:
-        logits = model(ids[None]).logits[0, :-1]
-        total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
-        count += int((labels[1:] != -100).sum())
-    return total, count
+def summed(model, found, *, weighted=True):
+    """Return the sum of answer losses, that of the weights of answer tokens, and how many tokens there are."""
+    total, weights, count = 0.0, 0.0, 0
+    for ids, labels, weight in found:
+        logits, factor = model(ids[None]).logits[0, :-1], weight if weighted else 1
+        total = total + factor * torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        here = int((labels[1:] != -100).sum())
+        weights, count = weights + factor * here, count + here
+    return total, weights, count
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +73,8 @@ def reference(folder):
     sequences = pack_sequences(corpus, split="train", **options)
     held = pack_sequences(corpus, split="held_out", **options)
     with torch.no_grad():
-        total, count = summed(model, conversations(folder, (n for i in range(len(held)) for n in held.records(i))))
+        numbers = (n for i in range(len(held)) for n in held.records(i))
+        total, _, count = summed(model, conversations(folder, numbers), weighted=False)
     found = {"evaluated": total.item() / count, "losses": [], "tokens": []}
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     rates = config.optimizer
@@ -78,8 +86,9 @@ def reference(folder):
     batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
     for step in range(program.STEPS):
         taken = next(batches).taken
-        total, count = summed(model, conversations(folder, (n for index in taken for n in sequences.records(index))))
-        loss = total / count
+        numbers = (n for index in taken for n in sequences.records(index))
+        total, weights, count = summed(model, conversations(folder, numbers))
+        loss = total / weights
         loss.backward()
         if step == 0:
             found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -115,7 +124,7 @@ def test_eval_counts_answers_alone_also_in_a_mixture(folder):
     run_program(2, program.evaluate, folder)
     records, text, both = json.loads((folder / "evaluated.json").read_text())
     with torch.no_grad():
-        total, count = summed(tiny.load(folder / "model"), conversations(folder, range(40)))
+        total, _, count = summed(tiny.load(folder / "model"), conversations(folder, range(40)), weighted=False)
     assert records == [pytest.approx(total.item() / count, rel=1e-6), count]
     assert both[1] == count + text[1] and text[1] >= 18 * 30
     assert both[0] == pytest.approx((records[0] * count + text[0] * text[1]) / both[1], rel=1e-6)

@@ -1,0 +1,148 @@
+"""Names of the columns, fields and roles of a user's records, and conversion of a row to the names that are read.
+
+RecordFormat(messages_field="dialog", role_field="speaker", content_field="text", roles=("bot=assistant",))
+RecordFormat(columns=("prompt=question", "completion=answer"))
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from bmburst.config import check_fields, field
+from bmburst.errors import UserError
+
+COLUMNS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"),
+    *("chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
+)
+"""Columns of a record that have a meaning."""
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+_DEFAULT_ROLES = ("assistant",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """How records name their columns, fields and roles, and which roles are learned.
+
+    Raises:
+        UserError: A mapping has no "=", an unknown column, or two entries for one name.
+    """
+
+    messages_field: str | None = field(
+        "Column of the messages of a record.", default=None, default_text="messages or conversations"
+    )
+    role_field: str | None = field(
+        "Field of a message that holds its role or speaker.", default=None, default_text="role or from"
+    )
+    content_field: str | None = field(
+        "Field of a message that holds its text.", default=None, default_text="content or value"
+    )
+    roles: tuple[str, ...] = field(
+        "Roles by the names that messages have, for example bot=assistant,client=user.", default=()
+    )
+    columns: tuple[str, ...] = field(
+        "Columns of records that have other names: ours=theirs, for example prompt=question,completion=answer. Ours: "
+        f"{', '.join(COLUMNS)}.",
+        default=(),
+    )
+    learned_roles: tuple[str, ...] = field(
+        "Roles whose messages have a loss. Of another role than assistant, the text and the end of the message are "
+        "learned.",
+        default=_DEFAULT_ROLES,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _pairs("roles", self.roles, "bot=assistant")
+        for ours in _pairs("columns", self.columns, "prompt=question", by_first=True):
+            if ours not in COLUMNS:
+                raise UserError(
+                    f"columns: there is no column '{ours}'\nallowed: {', '.join(COLUMNS)}\n"
+                    "fix: ours first: columns prompt=question"
+                )
+        if self.messages_field is not None and any(each.startswith("messages=") for each in self.columns):
+            raise UserError(
+                f"messages_field {self.messages_field} and columns messages=... are both given\nfix: give one of them"
+            )
+        if not self.learned_roles:
+            raise UserError("learned_roles is empty\nallowed: at least one role\nfix: learned_roles assistant")
+
+    @property
+    def record_format(self) -> "RecordFormat":
+        """These fields alone, without those of a subclass."""
+        return RecordFormat(**{each.name: getattr(self, each.name) for each in dataclasses.fields(RecordFormat)})
+
+    @property
+    def renames(self) -> bool:
+        """Whether rows are converted at all."""
+        return bool(self.messages_field or self.role_field or self.content_field or self.roles or self.columns)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is set."""
+        return not self.renames and self.learned_roles == _DEFAULT_ROLES
+
+    @cached_property
+    def theirs(self) -> Mapping[str, str]:
+        """The user's names of columns, by ours."""
+        found = _pairs("columns", self.columns, "prompt=question", by_first=True)
+        return found if self.messages_field is None else {**found, "messages": self.messages_field}
+
+    @cached_property
+    def _named_roles(self) -> Mapping[str, str]:
+        return _pairs("roles", self.roles, "bot=assistant")
+
+    def row(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return a row with our names of columns, fields and roles; a column that another one replaces is left out."""
+        if not self.renames:
+            return value
+        theirs = self.theirs
+        ours = {mine: value[name] for mine, name in theirs.items() if value.get(name) is not None}
+        left = {key: each for key, each in value.items() if key not in theirs and key not in theirs.values()}
+        made = {**left, **ours}
+        for key in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+            if isinstance(made.get(key), list):
+                made[key] = [self._message(each) for each in made[key]]
+            elif isinstance(made.get(key), dict):
+                made[key] = self._message(made[key])
+        return made
+
+    def _message(self, message: Any) -> Any:
+        """Return a message with our fields: from and value if it has the name of a speaker, else role and content."""
+        if not isinstance(message, dict):
+            return message
+        role_key = _first(message, (self.role_field,) if self.role_field else _ROLE_KEYS)
+        content_key = _first(message, (self.content_field,) if self.content_field else _CONTENT_KEYS)
+        if role_key is None:
+            return message
+        rest = {key: value for key, value in message.items() if key not in (role_key, content_key)}
+        role, named = message[role_key], self._named_roles
+        is_mapped = isinstance(role, str) and role in named
+        if is_mapped or role_key == "role":
+            role_name, content_name = "role", "content"
+        else:  # a speaker
+            role_name, content_name = "from", "value"
+        content = {} if content_key is None else {content_name: message[content_key]}
+        return {**rest, role_name: named[role] if is_mapped else role, **content}
+
+
+def _first(message: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if key in message), None)
+
+
+def _pairs(name: str, given: tuple[str, ...], example: str, *, by_first: bool = False) -> dict[str, str]:
+    """Return the pairs of texts such as "bot=assistant".
+
+    Raises:
+        UserError: A text is not such a pair, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        first, sign, second = (part.strip() for part in text.partition("="))
+        if not (first and sign and second):
+            raise UserError(f"{name}: '{text}' is no pair of names\nallowed: {example}\nfix: write NAME=NAME")
+        if first in found or (by_first and second in found.values()):
+            raise UserError(f"{name}: '{text}' names a column or a role again\nallowed: each once\nfix: remove one")
+        found[first] = second
+    return found

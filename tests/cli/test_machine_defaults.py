@@ -1,0 +1,84 @@
+"""Defaults by the GPUs of a machine: what is given is kept, a resumed run keeps its own, and one line says the rest."""
+
+import json
+
+import pytest
+
+from bmburst.cli import main
+from bmburst.train.config import TrainConfig
+from bmburst.train.defaults import Gpus, defaults_of, explained, spread
+from bmburst.train.resolve import resolve
+from tests.cli.commands import checkpoint, started
+from tests.refusals import says
+
+H100 = Gpus(8, "NVIDIA H100 80GB HBM3", (9, 0))
+T4 = Gpus(2, "Tesla T4", (7, 5))
+
+
+def test_without_gpus_the_defaults_are_those_of_the_configuration():
+    assert defaults_of(None) == {}
+    assert spread(TrainConfig(), (), 8, None) == TrainConfig()
+    assert explained(TrainConfig(), (), 8, None) == ""
+    assert (TrainConfig().dtype, TrainConfig().recompute) == ("float32", "block-keep-attention")
+
+
+def test_what_is_given_is_kept(tmp_path):
+    assert defaults_of(H100) == {"dtype": "bfloat16", "recompute": "auto"}
+    assert defaults_of(T4) == {"recompute": "auto"}
+    made = resolve((), {"seed": "1"}, defaults=defaults_of(H100))
+    assert (made.dtype, made.recompute, made.seed) == ("bfloat16", "auto", 1)
+    (tmp_path / "c.json").write_text(json.dumps({"dtype": "float32"}))
+    made = resolve((tmp_path / "c.json",), {"recompute": "none"}, defaults=defaults_of(H100))
+    assert (made.dtype, made.recompute) == ("float32", "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, (8, 1, 8)),
+        ({"micro_batch_size": "2"}, (8, 1, 16)),
+        ({"batch_size": "4"}, (4, 2, 4)),  # of which 8 groups would have none
+        ({"preset": "llama-3-8b", "sequence_length": "8192"}, (8, 1, 8)),
+        (
+            {"preset": "llama-3-8b", "sequence_length": "1048576", "model.max_position_embeddings": "1048576"},
+            (1, None, 1),
+        ),
+        ({"parallel.sequence_parallel": "4"}, (1, 4, 1)),
+        ({"parallel.data_parallel": "2"}, (2, None, 1)),
+    ],
+    ids=str,
+)
+def test_sequences_are_on_as_few_gpus_as_they_fit_on(options, shape):
+    made = resolve((), options, defaults=defaults_of(H100))
+    found = spread(made, options, 8, H100)
+    parallel = found.parallel
+    assert (parallel.data_parallel, parallel.sequence_parallel, found.batch_size) == shape
+
+
+def test_one_line_says_what_was_chosen():
+    made = spread(resolve((), {}, defaults=defaults_of(H100)), (), 8, H100)
+    says(
+        explained(made, (), 8, H100),
+        "8 x NVIDIA H100 | dtype bfloat16 | recompute auto | data_parallel 8 x sequence_parallel 1 | batch_size 8",
+        lines=1,
+    )
+    given = ("dtype", "recompute", "parallel.data_parallel")
+    assert explained(made, given, 8, H100) == ""
+
+
+def test_new_runs_get_them_and_older_ones_keep_theirs(launches, monkeypatch, tmp_path, capsys):
+    folder = started(tmp_path, dtype="float32")  # begun by an older version, which wrote all its settings
+    checkpoint(folder, 3)
+    monkeypatch.setattr(Gpus, "here", classmethod(lambda _: H100))
+    assert main(["train", "--output", str(folder), "--resume"]) == 0
+    assert (launches.config()["dtype"], launches.config()["recompute"]) == ("float32", "block-keep-attention")
+    capsys.readouterr()
+    assert main(["train", "--output", "new", "--steps", "3"]) == 0
+    made = launches.config()
+    assert (made["dtype"], made["recompute"], made["batch_size"]) == ("bfloat16", "auto", 2)
+    assert (made["parallel"]["data_parallel"], made["parallel"]["sequence_parallel"]) == (2, 1)
+    assert "chosen for 2 x NVIDIA H100" in capsys.readouterr().err
+    begun = started(tmp_path / "auto", dtype="float32")  # without a checkpoint
+    assert main(["train", "--output", str(begun), "--resume", "auto"]) == 0
+    made = launches.config()
+    assert (made["dtype"], made["batch_size"], made["parallel"]["data_parallel"]) == ("float32", 1, 1)

@@ -1,0 +1,58 @@
+"""The rows of axolotl's and LLaMA-Factory's data formats in docs/data_formats.md are read, or refused, as it says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bmburst.config import build_config, read_layer
+from bmburst.data import load_tokenizer
+from bmburst.data.chat import RecordEncoder
+from bmburst.data.records import Pair, hold_records, read_records
+from bmburst.data.sources import find_sources
+from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
+from tests import chat
+
+PAGE = Path(__file__).parents[2] / "docs" / "data_formats.md"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGE.read_text().splitlines()
+    if re.match(r"\| (axolotl|LLaMA-Factory|TRL)", line)
+]
+
+
+def test_the_table_has_the_formats_of_all():
+    assert len(ROWS) > 35
+    assert all(len(row) == 4 for row in ROWS), [row for row in ROWS if len(row) != 4]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
+    _, line, options, wanted = row
+    path = tmp_path / "x.jsonl"
+    path.write_text(line.strip("`") + "\n")
+    json.loads(line.strip("`"))
+    words = shlex.split(options.strip("`"))
+    names = {word.removeprefix("--data."): value for word, value in zip(words[::2], words[1::2], strict=True)}
+    text_field = names.pop("text_field", "text")
+    form = build_config(RecordFormat, read_layer(RecordFormat, names, ""))
+    encoder = RecordEncoder(load_tokenizer(str(chat.directory(tmp_path / "t"))), None, form.learned_roles)
+    found = find_sources([path])
+    if wanted.startswith("refused"):
+        with pytest.raises(UserError) as error:
+            list(read_records(found, text_field=text_field, form=form, check=encoder.encode))
+        for word in re.findall(r"`([^`]+)`", wanted.split(";")[0]):
+            assert word in str(error.value)
+        return
+    records = list(read_records(found, text_field=text_field, form=form))
+    made = encoder.encode(records[0])
+    assert made.answers.any()
+    kind = "text" if not hold_records(found, text_field, form) else "pair" if isinstance(records[0], Pair) else "record"
+    assert wanted.split()[0].rstrip(",:") == kind
+    tokenizer = encoder.tokenizer
+    ids, answers = made.ids[slice(made.chosen and made.chosen[0])], made.answers[slice(made.chosen and made.chosen[0])]
+    if learned := re.search(r"`([^`]+)`", wanted):
+        assert learned[1] in tokenizer.decode_all(ids[answers])

@@ -1,0 +1,204 @@
+"""Records with a user's columns, fields, roles and weights give the tokens of the same records with our names."""
+
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from bmburst.data import load_tokenizer, open_corpus
+from bmburst.data.chat import RecordEncoder
+from bmburst.data.records import Record, hold_records, read_records
+from bmburst.data.sources import find_sources
+from bmburst.record_format import RecordFormat
+from tests import chat
+from tests.refusals import refused
+
+TALK = chat.conversation("hi", "ok", "more", "yes")
+WEIRD = [{"who": ("client", "bot")[at % 2], "said": each["content"]} for at, each in enumerate(TALK)]
+MAPPED = {"messages_field": "dialog", "role_field": "who", "content_field": "said"}
+ROLES = ("client=user", "bot=assistant")
+
+
+def read(path, **names):
+    return list(read_records(find_sources([path]), form=RecordFormat(**names)))
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "same"),
+    [
+        ({"dialog": WEIRD}, {**MAPPED, "roles": ROLES}, {"messages": TALK}),
+        (
+            {"dialog": [{"who": ("human", "gpt")[at % 2], "said": m["said"]} for at, m in enumerate(WEIRD)]},
+            MAPPED,  # speakers that are known need no mapping
+            {"messages": TALK},
+        ),
+        (
+            {"conversations": [{"from": "bot", "value": "x"}]},
+            {"roles": ROLES},
+            {"messages": [chat.conversation("", "x")[1]]},
+        ),
+        ({"q": "a", "a": "b"}, {"columns": ("prompt=q", "completion=a")}, {"prompt": "a", "completion": "b"}),
+        ({"q": "a", "a": "b"}, {"columns": ("instruction=q", "output=a")}, {"instruction": "a", "output": "b"}),
+        (
+            {"prompt": "x", "q": "a", "a": "b"},
+            {"columns": ("prompt=q", "completion=a")},
+            {"prompt": "a", "completion": "b"},
+        ),
+        (
+            {"dialog": TALK[:1], "good": TALK[1], "bad": TALK[3]},
+            {"messages_field": "dialog", "columns": ("chosen=good", "rejected=bad")},
+            {"messages": TALK[:1], "chosen": TALK[1], "rejected": TALK[3]},
+        ),
+    ],
+    ids=str,
+)
+def test_names_are_mapped(tmp_path, line, names, same):
+    path, other = chat.write(tmp_path / "x.jsonl", line), chat.write(tmp_path / "y.jsonl", same)
+    assert hold_records(find_sources([path]), form=RecordFormat(**names))
+    (found,), (wanted,) = read(path, **names), read(other)
+    if isinstance(found, Record):
+        assert replace(found, name="") == replace(wanted, name="")
+    else:
+        assert (found.chosen.messages, found.rejected.messages) == (wanted.chosen.messages, wanted.rejected.messages)
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "words"),
+    [
+        ({"dialog": WEIRD, "dialogue": 1}, {**MAPPED, "messages_field": "dialogue"}, "messages is 1 | list"),
+        ({"messages": TALK}, MAPPED, "no messages in 'dialog' | 'messages' | --data.messages_field"),
+        ({"dialog": WEIRD}, MAPPED, '"client" | human'),
+        ({"messages": TALK}, {"columns": ("weight=scoer",)}, "'scoer' | --data.columns"),
+    ],
+    ids=str,
+)
+def test_a_name_that_the_data_do_not_have_is_refused(tmp_path, line, names, words):
+    with refused(words, "fix: "):
+        read(chat.write(tmp_path / "x.jsonl", line), **names)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"roles": ("bot",)}, "roles | 'bot' | bot=assistant"),
+        ({"roles": ("bot=user", "bot=assistant")}, "'bot=assistant' | again"),
+        ({"columns": ("promt=q",)}, "'promt' | prompt | ours first"),
+        ({"columns": ("prompt=q", "completion=q")}, "'completion=q' | again"),
+        ({"columns": ("messages=q",), "messages_field": "d"}, "messages_field d | both"),
+        ({"learned_roles": ()}, "learned_roles | at least one"),
+    ],
+    ids=str,
+)
+def test_a_mapping_that_means_nothing_is_refused(names, words):
+    with refused(words, "fix: "):
+        RecordFormat(**names)
+
+
+def test_columns_without_effect_are_kept_with_the_tokens(tmp_path):
+    """Named for each kind of record by what it reads, also in text; they stay with a cached file."""
+    folder = str(chat.directory(tmp_path / "t"))
+    lines = {
+        "x": {"messages": TALK, "prompt": "again", "id": 3, "empty": []},
+        "y": {"prompt": "a", "completion": "b", "system": "s"},
+    }
+    for name, (line, columns) in zip(lines, ((lines["x"], ["id", "prompt"]), (lines["y"], ["system"])), strict=True):
+        path = chat.write(tmp_path / f"{name}.jsonl", line, {**line, "weight": 0})
+        for _ in range(2):
+            file = open_corpus(path, folder, tmp_path / "cache")
+            assert file.notes == {"columns": columns, "left_out": {"weight 0": 1}}
+            assert (file.document_count, file.weights) == (1, None)
+    path = chat.write(tmp_path / "z.jsonl", {"text": "abc", "url": "u"})
+    assert open_corpus(path, None, tmp_path / "cache").notes == {"columns": ["url"]}
+
+
+def test_weights_are_stored_and_verified(tmp_path):
+    weights = [1, 0.25, None, 3]
+    path = chat.write(
+        tmp_path / "x.jsonl", *({"prompt": "a", "completion": f"{n}", "weight": w} for n, w in enumerate(weights))
+    )
+    file = open_corpus(path, None, tmp_path / "cache")
+    assert file.weights.tolist() == [1, 0.25, 1, 3]
+    file.verify()
+    plain = chat.write(tmp_path / "y.jsonl", *({"prompt": "a", "completion": f"{n}"} for n in range(4)))
+    assert open_corpus(plain, None, tmp_path / "cache").fingerprint != file.fingerprint
+    whole = bytearray(file.path.read_bytes())
+    at = bytes(whole).index(np.array([3.0]).tobytes())
+    whole[at] ^= 1
+    file.path.write_bytes(whole)
+    with refused("damaged", "loss mask"):
+        type(file).open(file.path).verify()
+
+
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED], ids=["plain", "marked"])
+def test_learned_roles(tmp_path, template):
+    """Of a user, the text and its end are learned; of the assistant, what transformers' mask marks."""
+    tokenizer = load_tokenizer(str(chat.directory(tmp_path / "t", template)))
+    record = Record(name="x:1", messages=tuple(TALK))
+
+    def learned(*roles):
+        made = RecordEncoder(tokenizer, None, roles).encode(record)
+        return tokenizer._tokenizer.decode(made.ids[made.answers], skip_special_tokens=False), made.ids.tolist()
+
+    texts = [f"{each['content']}<|im_end|>" for each in TALK]
+    (users, ids), (answers, same), (both, again) = learned("user"), learned("assistant"), learned("user", "assistant")
+    assert (users, answers, both) == (texts[0] + texts[2], texts[1] + texts[3], "".join(texts))
+    assert ids == same == again
+    with refused("no answer to learn", "learned role"):
+        learned("tool")
+
+
+def test_segments(tmp_path):
+    """Learned and other texts after one another, tokenized one by one with their special tokens, as in axolotl."""
+    tokenizer = load_tokenizer(str(chat.directory(tmp_path / "t")))
+    parts = [(False, "<|im_start|>a"), (True, "bc<|im_end|>"), (0, "d"), (1, "e")]
+    path = chat.write(tmp_path / "x.jsonl", {"segments": [{"label": label, "text": text} for label, text in parts]})
+    (record,) = read(path)
+    found = RecordEncoder(tokenizer).encode(record)
+    encoded = [tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for _, text in parts]
+    assert found.ids.tolist() == [each for ids in encoded for each in ids]
+    assert found.answers.tolist() == [bool(label) for (label, _), ids in zip(parts, encoded, strict=True) for _ in ids]
+    assert hold_records(find_sources([path]))
+
+
+def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monkeypatch):
+    """Through pyarrow, and data sets through the package datasets or, without it, through pyarrow."""
+    import sys
+
+    import datasets
+
+    rows = [{"dialog": WEIRD, "source": "a"}, {"dialog": WEIRD[:2], "source": None}]
+    tokenizer = str(chat.directory(tmp_path / "t"))
+    form = RecordFormat(**MAPPED, roles=ROLES)
+
+    def opened(path):
+        return open_corpus(path, tokenizer, tmp_path / "cache", form=form)
+
+    wanted = opened(chat.write(tmp_path / "x.jsonl", *rows)).fingerprint
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=1)
+    (tmp_path / "shards").mkdir()
+    for number, row in enumerate(rows):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "shards" / f"{number}.parquet")
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(tmp_path / "set", num_shards=2)
+    datasets.DatasetDict({"train": made, "test": made.select([0])}).save_to_disk(tmp_path / "splits")
+    for path in ("x.parquet", "shards", "set", "splits"):
+        file = opened(tmp_path / path)
+        assert (file.fingerprint, file.notes) == (wanted, {"columns": ["source"]}), path
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for path in ("set", "splits"):
+        (tmp_path / path / "state.json").touch()
+        assert open_corpus(tmp_path / path, tokenizer, tmp_path / f"of {path}", form=form).fingerprint == wanted
+    with refused("'train'", "test", "fix: "):
+        (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
+        opened(tmp_path / "splits")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with refused("x.parquet", "pyarrow", "fix: pip install 'bmburst[data]'"):
+        open_corpus(tmp_path / "x.parquet", tokenizer, tmp_path / "other")
+
+
+def test_the_fields_of_a_subclass_are_those_of_the_format():
+    assert RecordFormat(**MAPPED).record_format == RecordFormat(**MAPPED)
+    assert {each.name for each in fields(RecordFormat)} == {*MAPPED, "roles", "columns", "learned_roles"}
