@@ -48,8 +48,8 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     yield
     import bmtrain as bmt
 
-    from bmburst.launch import start as launched
     from bmburst.host.extension import EXTENSION, MARK
+    from bmburst.launch import start as launched
 
     nccl: Any = getattr(sys.modules[EXTENSION], MARK)
     nccl.close(_PATIENCE)
