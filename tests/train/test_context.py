@@ -1,6 +1,7 @@
 """The report at the end of a run: losses by position and document length are those of each document alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def reported(folder: Path, name: str) -> None:
     from bmburst.train.trainer import Trainer
 
     source = DataConfig(source=str(folder / "text.jsonl"), held_out_fraction=0.5)
-    config = program.config(folder, name, sequence_length=LENGTH, pack="documents", data=source, batch_size=2)
+    model = replace(program.SHAPE, max_position_embeddings=LENGTH)
+    config = program.config(folder, name, model=model, sequence_length=LENGTH, pack="documents", data=source)
     trainer = Trainer(config)
     with torch.no_grad():
         for parameter in trainer.optimizer.param_groups[0]["params"]:
