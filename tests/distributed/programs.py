@@ -49,11 +49,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     import bmtrain as bmt
 
     from bmburst.host.extension import EXTENSION, MARK
-<<<<<<< HEAD
-    from bmburst.launch import start
-=======
     from bmburst.launch import start as launched
->>>>>>> serve
 
     nccl: Any = getattr(sys.modules[EXTENSION], MARK)
     nccl.close(_PATIENCE)
@@ -62,11 +58,7 @@ def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None
     bmt.config.clear()
     bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
     bmt.debug.DEBUG_VARS.clear()
-<<<<<<< HEAD
-    start._store = None
-=======
     launched._store = None
->>>>>>> serve
 
 
 def _enter(
