@@ -17,7 +17,9 @@ TRITON = "triton>=3.6; platform_system == 'Linux'"
 MODEL_CENTER = ["transformers>=4.57", "jieba>=0.42", "six>=1.16", "sentencepiece>=0.2", "requests>=2.31"]
 DATA = ["datasets>=3", "pyarrow>=15"]  # Parquet, folders of save_to_disk, zstd
 NEIGHBOURS = ["accelerate>=1.10", "peft>=0.17", "trl>=1.16"]  # whose trainers the documentation's scripts use
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *DATA, *NEIGHBOURS, *MODEL_CENTER, TRITON]
+SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
+PEERS = [*DATA, *NEIGHBOURS, *MODEL_CENTER, *SERVE, "openai>=3"]  # which tests run beside bmburst
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *PEERS, TRITON]
 # The documentation site; mkdocs 2 is another program.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 
@@ -59,6 +61,7 @@ setup(
         # It imports pkg_resources, which setuptools has up to 81.
         "cpm-kernels": ["cpm-kernels==1.0.11", "setuptools<82"],
         "model-center": MODEL_CENTER,
+        "serve": [*SERVE, "transformers>=5"],  # whose chat templates write the prompts
     },
     entry_points={"console_scripts": ["bmburst=bmburst.cli:main"]},
     classifiers=[

@@ -45,10 +45,12 @@ class _GatedMLP(torch.autograd.Function):
         ctx.chunk, ctx.terms = chunk, terms
         out = x.new_empty((*x.shape[:-1], len(down)))
         if is_needed:
-            for states, result in zip(_chunks(x, chunk), _chunks(out, chunk), strict=True):
-                inner = swiglu(*gate_and_up(states, gate, up, terms))
+            parts = zip(_chunks(x, chunk), _chunks(out, chunk), strict=True)
+            for number, (states, result) in enumerate(parts):
+                of_chunk = [term and term.at(_tokens(number, chunk)) for term in terms]
+                inner = swiglu(*gate_and_up(states, gate, up, of_chunk))
                 torch.mm(inner, down.t(), out=result)
-                _with_term(result, inner, terms[2])
+                _with_term(result, inner, of_chunk[2])
                 del inner  # frees the tensors of this chunk before the next one
         return out
 
@@ -64,8 +66,9 @@ class _GatedMLP(torch.autograd.Function):
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
         results = [None] * -(-x[..., 0].numel() // ctx.chunk) if grad_x is None else _chunks(grad_x, ctx.chunk)
         parts = zip(_chunks(x, ctx.chunk), _chunks(grad_output, ctx.chunk), results, strict=True)
-        for part in parts:
-            chunk_backward(*part, gate, up, down, sums, terms)
+        for number, part in enumerate(parts):
+            tokens = _tokens(number, ctx.chunk)
+            chunk_backward(*part, gate, up, down, sums, [each and (each[0].at(tokens), each[1]) for each in terms])
         sums += [each for term in terms if term for each in term[1]]
         weights = [None if each is None or each.total is None else each.total.to(gate.dtype) for each in sums]
         return grad_x, *weights[:3], None, None, None, *weights[3:]
@@ -146,6 +149,11 @@ def _of_activation(
 def _chunks(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
     """Return the rows of `[..., features]`, `chunk` at a time."""
     return tuple(x.reshape(-1, x.shape[-1]).split(chunk))
+
+
+def _tokens(number: int, chunk: int) -> slice:
+    """Return the tokens of a chunk of `_chunks`."""
+    return slice(number * chunk, (number + 1) * chunk)
 
 
 def gated_mlp(

@@ -7,16 +7,17 @@ tensors: 18 bytes of memory traffic per element in a 16-bit LLaMA block, instead
 The weights stay separate tensors. A single fused product would need them adjacent in memory, so a copy on each use:
 they are separate parameters that ZeRO gathers one by one.
 
-A low-rank term of a frozen layer (LoRA, arXiv:2106.09685) is scale * (x @ a.T) @ b.T.
+A low-rank term of a frozen layer (LoRA, arXiv:2106.09685) is scale * (dropout(x) @ a.T) @ b.T.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmburst_ops.dropout import Dropout
 from bmburst_ops.errors import KernelError, first_order
 
 
@@ -70,12 +71,35 @@ class LowRank:
         b: `[out, rank]`; only its rows `rows` are used.
         scale: alpha / rank.
         rows: The rows of `b`, so the outputs, that are computed.
+        dropout: Dropout of the input's tokens; None: no dropout.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     rows: slice
+    dropout: Dropout | None = None
+
+    def at(self, tokens: slice) -> "LowRank":
+        """Return the term for some of the tokens."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.at(tokens))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Return scale * dropout(x) @ a.T, `[tokens, rank]` for `[tokens, in]`."""
+        if self.dropout is None:
+            return (x @ self.a.t()) * self.scale
+        parts = [self.dropout.at(tokens)(x[tokens]) @ self.a.t() for tokens in self.dropout.chunks()]
+        return torch.cat(parts) * self.scale
+
+    def add_input_gradient(self, total: Tensor, of_inner: Tensor, columns: slice = slice(None)) -> None:
+        """Add the gradient of some features of the input, given that of `inner` times `scale`, in place."""
+        a = self.a[:, columns]
+        if self.dropout is None:
+            total.addmm_(of_inner, a)
+            return
+        dropout = self.dropout.of_columns(columns)
+        for tokens in dropout.chunks():
+            total[tokens] += dropout.at(tokens)(of_inner[tokens] @ a)
 
 
 class _Linears(torch.autograd.Function):
@@ -101,7 +125,8 @@ class _Linears(torch.autograd.Function):
         reads_x = any(ctx.needs_input_grad[4:])  # frozen weights have no gradient
         ctx.save_for_backward(*((x,) if reads_x else ()), *matrices)
         ctx.rows, ctx.shape, ctx.reads_x = rows, x.shape, reads_x
-        ctx.scales = [None if term is None else term.scale for term in terms]
+        # Without their matrices, which autograd saves: ZeRO-3 frees the data and gathers it again.
+        ctx.terms = [None if term is None else (term.scale, term.dropout) for term in terms]
         parts = [weight[own] for weight, own in zip(matrices, rows, strict=False)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
@@ -120,20 +145,25 @@ class _Linears(torch.autograd.Function):
             _in_rows(grad.t() @ states, weight, own) if wanted else None
             for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[4:], strict=False)
         ]
-        for grad, own, scale in zip(grads, ctx.rows, ctx.scales, strict=True):
-            if scale is not None:
-                term = LowRank(next(of_terms), next(of_terms), scale, own)
+        for grad, own, kept in zip(grads, ctx.rows, ctx.terms, strict=True):
+            if kept is not None:
+                scale, dropout = kept
+                term = LowRank(next(of_terms), next(of_terms), scale, own, dropout)
                 wanted = ctx.needs_input_grad[4 + len(of_weights) :][:2]
-                sums = [GradientSum(grad.dtype) if each else None for each in wanted]
+                wide = grad.dtype if dropout is None else torch.promote_types(grad.dtype, torch.float32)
+                sums = [GradientSum(wide) if each else None for each in wanted]
                 low_rank_backward(states, grad, term, sums, grad_x)
-                of_a, of_b = (None if each is None else each.total for each in sums)
+                totals = (None if each is None else each.total for each in sums)
+                of_a, of_b = (None if total is None else total.to(grad.dtype) for total in totals)
                 of_weights += [of_a, None if of_b is None else _in_rows(of_b, term.b, own)]
         return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *of_weights
 
 
 def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
     product = torch.nn.functional.linear(x, weight)
-    return product if term is None else product.add_(low_rank_product(x, term))
+    if term is not None:
+        product.add_(low_rank_product(x.flatten(0, -2), term).view(product.shape))
+    return product
 
 
 def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -184,7 +214,7 @@ def linears(
 
 def low_rank_product(x: Tensor, term: LowRank, rows: slice = slice(None)) -> Tensor:
     """Return `rows` of a term's outputs, `[tokens, outputs]` for `[tokens, in]`; without an autograd graph."""
-    return ((x @ term.a.t()) * term.scale) @ term.b[term.rows][rows].t()
+    return term.inner(x) @ term.b[term.rows][rows].t()
 
 
 def low_rank_backward(
@@ -202,8 +232,13 @@ def low_rank_backward(
     of_a, of_b = sums
     of_inner = (grad @ term.b[term.rows]) * term.scale
     if of_x is not None:
-        of_x.addmm_(of_inner, term.a)
+        term.add_input_gradient(of_x, of_inner)
     if of_b is not None:
-        of_b.add_product(grad.t(), (x @ term.a.t()) * term.scale)
-    if of_a is not None:
+        of_b.add_product(grad.t(), term.inner(x))
+    if of_a is None:
+        return
+    if term.dropout is None:
         of_a.add_product(of_inner.t(), x)
+        return
+    for tokens in term.dropout.chunks():
+        of_a.add_product(of_inner[tokens].t(), term.dropout.at(tokens)(x[tokens]))

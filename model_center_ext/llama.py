@@ -215,6 +215,7 @@ class Llama(Blocks):
         mask: MaskOption | None = None,
         *,
         per_token: bool = False,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`.
 
@@ -222,7 +223,7 @@ class Llama(Blocks):
             UserError: As there, or the ranks do not hold parts of one split batch.
         """
         placed = self._placed(tokens, positions, length)
-        return super().loss(tokens, placed, labels, length, mask, per_token=per_token)
+        return super().loss(tokens, placed, labels, length, mask, per_token=per_token, keys=keys)
 
     def _placed(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
         """Check that the ranks of a sequence hold parts of one batch; return the positions.

@@ -3,12 +3,16 @@
 Where there is no GPU, Triton's kernels run in its interpreter. It decides when Triton is first imported. With NumPy 2.4
 or newer the interpreter needs Triton 3.7 (triton-lang/triton#9171).
 
+What has been imported and collected stays: Python's collector need not look at it again and again.
+
 Torch computes in one thread, as in ranks that are processes: ranks that are threads would get as many more each, which
 wait for each other on processors that are taken. Where a program that a test starts has more, as BMTrain makes it, its
 idle ones sleep: by default they spin on processors that other ranks need, which doubles what a small model takes.
 """
 
+import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
@@ -22,7 +26,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["XDG_STATE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"bmburst-tests-{os.getuid()}"
+)  # of refused commands
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 50)  # a tenth of the time of collection of the tests, and a twentieth of theirs
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,6 +47,18 @@ def long(*cases: Any) -> Cases:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
 
 
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return the values of a parameter in those tests of a module that are to run: what its fixture has to make.
+
+    Args:
+        request: Of a fixture of the module.
+        name: Of the parameter, a test's or a fixture's.
+    """
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return list(dict.fromkeys(case[name] for case in cases if name in case))
+
+
 def _pairs(case: tuple[int, ...]) -> set[Pair]:
     return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
 

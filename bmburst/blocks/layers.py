@@ -14,7 +14,7 @@ and value would each gather the same tokens, as would gate and up, in forward an
 not gather its input assumes in backward that all ranks have the same loss, and sums the input's gradient itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from bmburst.blocks.config import LoRAConfig
+from bmburst.blocks.kinds import group_in_block
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
+from bmburst_ops.dropout import Dropout
+from bmburst_ops.dropout import keys as column_keys
 from bmburst_ops.errors import first_order
 from bmburst_ops.linears import LowRank, linears
 from bmburst_ops.merge import accumulation_dtype
@@ -81,33 +84,59 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
             self.bias = parameter(out_features, dtype=dtype)
         self.has_bias, self.rows, self.split, self.adapter_scale = bias, rows, split, 0.0
         self._features = in_features, out_features
+        self._dropout, self._name = 0.0, ""
+        self._columns: Tensor | None = None
 
-    def add_adapter(self, rank: int, scale: float) -> None:
+    def add_adapter(self, rank: int, scale: float, dropout: float, name: str) -> None:
         """Add a trained low-rank term, `lora_A` `[rank, in]` and `lora_B` `[out, rank]`.
 
         Call it before BMTrain wraps the module in a block. If tensor parallelism splits the inputs, A is split like
         them; if it splits the outputs, B is. The other matrix is replicated, and BMTrain sums its gradient over ranks.
+
+        Args:
+            rank: Rank of the term.
+            scale: Factor on the term.
+            dropout: Probability that an element of its input is dropped.
+            name: Full name of this module in the model, on which the dropped elements depend.
         """
         inward, outward = self._features
         dtype = self.weight.dtype
         self.lora_A = parameter(rank, inward, dtype=dtype, split=1 if self.split == 1 else None)
         self.lora_B = parameter(outward, rank, dtype=dtype, split=0 if self.split == 0 else None)
-        self.adapter_scale = scale
+        self.adapter_scale, self._dropout, self._name = scale, dropout, name
 
-    @property
-    def adapter(self) -> LowRank | None:
-        """The low-rank term with the current parameters; None if there is no adapter."""
-        return LowRank(self.lora_A, self.lora_B, self.adapter_scale, self.rows) if self.adapter_scale else None
+    def adapter(self, keys: Tensor | None = None) -> LowRank | None:
+        """Return the low-rank term with the current parameters; None if there is no adapter.
 
-    def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Return x @ weight[rows].T + bias; undefined if not `is_needed` in a recompute."""
-        (result,) = project(x, self, is_needed=is_needed)
+        Args:
+            keys: Keys of the input's tokens, which select what dropout drops: int32, of as many elements as the input
+                has tokens. None: no dropout.
+        """
+        if not self.adapter_scale:
+            return None
+        dropout = None
+        if keys is not None and self._dropout:
+            dropout = Dropout(self._dropout, keys.reshape(-1), self._column_keys(keys.device))
+        return LowRank(self.lora_A, self.lora_B, self.adapter_scale, self.rows, dropout)
+
+    def _column_keys(self, device: torch.device) -> Tensor:
+        """Return the keys of this rank's features of the input, computed once."""
+        if self._columns is None:
+            parts = bmt.config["tp_size"] if self.split == 1 else 1
+            size = self._features[0] // parts
+            first = bmt.config["tp_rank"] * size if parts > 1 else 0
+            self._columns = column_keys(torch.arange(first, first + size, device=device), self._name)
+        return self._columns
+
+    def forward(self, x: Tensor, *, keys: Tensor | None = None, is_needed: bool = True) -> Tensor:
+        """Return x @ weight[rows].T + bias; undefined if not `is_needed` in a recompute. `keys`: see `adapter`."""
+        (result,) = project(x, self, keys=keys, is_needed=is_needed)
         return result
 
 
-def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tensor, ...]:
+def project(x: Tensor, *matrices: Linear, keys: Tensor | None = None, is_needed: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers that share an input; backward accumulates its gradient inside the matmuls."""
-    weights, rows, terms = zip(*((each.weight, each.rows, each.adapter) for each in matrices), strict=True)
+    weights, rows, terms = zip(*((each.weight, each.rows, each.adapter(keys)) for each in matrices), strict=True)
     products = linears(x, weights, rows, terms, is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
     return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
@@ -138,13 +167,14 @@ class _Root(torch.autograd.Function):
         return None, None
 
 
-def freeze(module: torch.nn.Module) -> None:
-    """Set requires_grad to False for all parameters. Call it before BMTrain wraps the module in a block."""
-    for each in module._parameters.values():
-        if each is not None:
+def freeze(module: torch.nn.Module, lora: LoRAConfig, prefix: str) -> None:
+    """Set requires_grad to False for all parameters that are not trained whole (`lora.modules_to_save`).
+
+    Call it before BMTrain wraps the module in a block. `prefix` is the name of the module in the model, with a dot.
+    """
+    for name, each in module.named_parameters(prefix=prefix.removesuffix(".")):
+        if not lora.is_saved(name):
             each.requires_grad_(False)
-    for child in module.children():
-        freeze(child)
 
 
 @contextmanager
@@ -160,12 +190,32 @@ def without_adapters(module: torch.nn.Module) -> Iterator[None]:
             each.adapter_scale = scale
 
 
-def add_adapters(module: torch.nn.Module, lora: LoRAConfig) -> None:
-    """Freeze a transformer block, and add adapters to the matrices that `lora` names."""
-    freeze(module)
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2] in lora.matrices:
-            child.add_adapter(lora.rank, lora.scale)
+def add_adapters(block: torch.nn.Module, lora: LoRAConfig, layer: int) -> None:
+    """Freeze a transformer block, and add adapters to the matrices that `lora` names.
+
+    Args:
+        block: The block, before BMTrain wraps it.
+        lora: The adapters, and the modules that stay trained.
+        layer: Number of the block in the model.
+    """
+    freeze(block, lora, f"model.layers.{layer}.")
+    for name in lora.modules(layer):
+        linear: Any = block.get_submodule(name.removeprefix(f"model.layers.{layer}."))
+        linear.add_adapter(lora.rank_of(name), lora.scale_of(name), lora.dropout, name)
+
+
+def keep_apart(block: torch.nn.Module, kept_apart: frozenset[str]) -> None:
+    """Give some parameters of a block BMTrain groups of their own. Call it before BMTrain wraps the block.
+
+    Args:
+        block: The block.
+        kept_apart: Result of `bmburst.blocks.kinds.apart`.
+    """
+    parameters: Iterable[tuple[str, Any]] = block.named_parameters()
+    for name, parameter in parameters:
+        if group := group_in_block(name, tuple(parameter._tp_original_shape), kept_apart):
+            # BMTrain's constructor always names the group of tensor-parallel parameters "tp".
+            parameter._group = "_".join(filter(None, (parameter.group, group)))
 
 
 class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

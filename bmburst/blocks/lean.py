@@ -56,6 +56,7 @@ class Batch:
     sin: Tensor
     length: int | None
     mask: MaskOption | None
+    keys: Tensor | None = None
 
 
 class GradientSums:
@@ -77,9 +78,14 @@ class GradientSums:
         """Return the accumulator of a parameter's gradient; None if it requires no gradient."""
         return self._sums.get(id(parameter))
 
-    def of_adapter(self, linear: Linear) -> Adapter | None:
-        """Return a matrix's low-rank term with the accumulators of its gradients; None if it has no adapter."""
-        term = linear.adapter
+    def of_adapter(self, linear: Linear, keys: Tensor | None) -> Adapter | None:
+        """Return a matrix's low-rank term with the accumulators of its gradients; None if it has no adapter.
+
+        Args:
+            linear: The matrix.
+            keys: See `Linear.adapter`.
+        """
+        term = linear.adapter(keys)
         return None if term is None else (term, (self.of(term.a), self.of(term.b)))
 
     def result(self, parameter: Tensor) -> Tensor | None:
@@ -102,6 +108,7 @@ class BlockWork:
         self._stream = hidden.reshape(-1, hidden.shape[-1])
         count = len(self._stream)
         self._cos, self._sin = (table.reshape(count, -1) for table in (batch.cos, batch.sin))
+        self._keys = None if batch.keys is None else batch.keys.reshape(-1)
         size = block.mlp.rows_at_once(count)
         self._chunks = [slice(at, min(at + size, count)) for at in range(0, count, size)]
         head_dim, q, k = self._attention.head_dim, self._attention.q_proj, self._attention.k_proj
@@ -130,9 +137,9 @@ class BlockWork:
         block.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         result = outputs[0] if overwrites else torch.empty_like(self._stream)
         for at in self._chunks:
-            added = self._attention.o_proj(_columns_of(outputs, at))
+            added = self._attention.o_proj(_columns_of(outputs, at), keys=self._keys_at(at))
             stream, normed = block.post_attention_layernorm.of_stream(self._stream[at], added, block.factor)
-            added = self._fed_forward(normed, keep_outputs)
+            added = self._fed_forward(normed, at, keep_outputs)
             torch.add(stream, added, alpha=block.factor, out=result[at])
         return result.view(self._shape)
 
@@ -160,7 +167,7 @@ class BlockWork:
             again.rewind()
         for at in self._chunks:
             of_chunk = next(mlp_outputs) if mlp_outputs else None
-            self._feed_forward_backward(grads[at], self._stream[at], _columns_of(outputs, at), sums, of_chunk)
+            self._feed_forward_backward(at, grads[at], _columns_of(outputs, at), sums, of_chunk)
             del of_chunk
         of_heads = []
         for group in self._groups:
@@ -182,6 +189,10 @@ class BlockWork:
             ranks = resolve_group(self._attention.attention.group).size
             size = kv_heads_at_once(every, count * self._heads, ranks)
         return tuple(Span(at, min(at + size, every)) for at in range(0, every, size))
+
+    def _keys_at(self, at: slice) -> Tensor | None:
+        """Return the keys of a chunk of tokens, for dropout."""
+        return None if self._keys is None else self._keys[at]
 
     def _columns(self, group: Span, *, kv: bool = False) -> slice:
         """Return the columns of a group's KV heads in the keys (`kv`), or of its query heads in the queries."""
@@ -218,17 +229,18 @@ class BlockWork:
         """Write a chunk's rows of queries, keys and values of a group of heads."""
         normed = self._block.input_layernorm(self._stream[at])
         *rotated, value = self._linears()
-        self._product(normed, value, self._columns(group, kv=True), out=outputs[2])
+        self._product(normed, value, at, self._columns(group, kv=True), out=outputs[2])
         norms = (self._attention.q_norm, self._attention.k_norm) if self._attention.has_norms else (None, None)
         for i, (linear, norm) in enumerate(zip(rotated, norms, strict=True)):
-            heads = self._product(normed, linear, self._columns(group, kv=i == 1))
+            heads = self._product(normed, linear, at, self._columns(group, kv=i == 1))
             if norm is not None:
                 heads = norm(heads.unflatten(1, (-1, self._attention.head_dim)))
             self._rotated(heads, at, out=outputs[i])
 
-    def _product(self, normed: Tensor, linear: Linear, rows: slice, out: Tensor | None = None) -> Tensor:
+    def _product(self, normed: Tensor, linear: Linear, at: slice, rows: slice, out: Tensor | None = None) -> Tensor:
+        """Return some outputs of a linear layer for the tokens `at`."""
         product = torch.mm(normed, linear.weight[rows].t(), out=out)
-        if term := linear.adapter:
+        if term := linear.adapter(self._keys_at(at)):
             product += low_rank_product(normed, term, rows)
         if linear.has_bias:
             product += linear.bias[rows]
@@ -244,25 +256,25 @@ class BlockWork:
         turned = rotate(x.reshape(shape), cos, sin, back=back, out=None if out is None else out.view(shape))
         return turned.view(len(x), -1)
 
-    def _fed_forward(self, normed: Tensor, keep_outputs: KeepOutputs | None) -> Tensor:
-        """Return the MLP's result for a chunk of tokens, `[rows, hidden_size]`."""
-        mlp = self._block.mlp
+    def _fed_forward(self, normed: Tensor, at: slice, keep_outputs: KeepOutputs | None) -> Tensor:
+        """Return the MLP's result for the chunk of tokens `at`, `[rows, hidden_size]`."""
+        mlp, keys = self._block.mlp, self._keys_at(at)
         if keep_outputs is None:
-            result: Tensor = mlp(normed[None], len(normed))[0]
+            result: Tensor = mlp(normed[None], len(normed), keys)[0]
             return result
         gate, up = mlp.gate_proj, mlp.up_proj
-        outputs = gate_and_up(normed, gate.weight, up.weight, (gate.adapter, up.adapter))
+        outputs = gate_and_up(normed, gate.weight, up.weight, (gate.adapter(keys), up.adapter(keys)))
         keep_outputs(outputs)
-        projected: Tensor = mlp.down_proj(swiglu(*outputs))
+        projected: Tensor = mlp.down_proj(swiglu(*outputs), keys=keys)
         return projected
 
     def _feed_forward_backward(
-        self, grads: Tensor, stream: Tensor, attended: Tensor, sums: GradientSums, outputs: MLPOutputs | None
+        self, at: slice, grads: Tensor, attended: Tensor, sums: GradientSums, outputs: MLPOutputs | None
     ) -> None:
         """Overwrite a chunk's gradient of the block's output with that of the stream between attention and MLP."""
         block, norm, mlp = self._block, self._block.post_attention_layernorm, self._block.mlp
-        projection = self._attention.o_proj
-        added, scale = projection(attended), _leaf(norm, sums)
+        projection, stream, keys = self._attention.o_proj, self._stream[at], self._keys_at(at)
+        added, scale = projection(attended, keys=keys), _leaf(norm, sums)
         with torch.enable_grad():
             before = stream.detach().requires_grad_()  # has the same gradient as the sum stream + factor * added
             pair = stream_norm(before, added, scale, norm.eps, factor=block.factor, kernel=norm.kernel)
@@ -270,13 +282,13 @@ class BlockWork:
         gate, up, down = (each.weight for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         of_mlp, of_normed = _scaled(grads, block.factor), torch.empty_like(stream)
         wanted = [sums.of(each) for each in (gate, up, down)]
-        adapters = [sums.of_adapter(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        adapters = [sums.of_adapter(each, keys) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
         chunk_backward(pair[1].detach(), of_mlp, of_normed, gate, up, down, wanted, adapters, outputs)
         of_stream = _norm_backward(norm, scale, before, pair, (grads, of_normed), sums)
         grads.copy_(of_stream)
         if total := sums.of(projection.weight):
             total.add_product(_scaled(of_stream, block.factor).t(), attended)
-        if adapter := sums.of_adapter(projection):
+        if adapter := sums.of_adapter(projection, keys):
             low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter, None)
 
     def _graph(self, group: Span) -> tuple[list[Tensor], Tensor]:
@@ -290,13 +302,14 @@ class BlockWork:
     def _attention_backward(self, group: Span, grads: Tensor, inputs: Sequence[Tensor], out: Tensor) -> list[Tensor]:
         """Return the gradients of queries, keys and values of a group, `[rows, heads * head_dim]` each."""
         projection = self._attention.o_proj
-        columns, term = projection.weight[:, self._columns(group)], projection.adapter
+        columns, term = projection.weight[:, self._columns(group)], projection.adapter(self._keys)
         of_output = grads.new_empty((len(grads), columns.shape[1]))
         for at in self._chunks:
             of_result = _scaled(grads[at], self._block.factor)
             torch.mm(of_result, columns, out=of_output[at])
             if term is not None:
-                of_output[at].addmm_((of_result @ term.b) * term.scale, term.a[:, self._columns(group)])
+                of_inner = (of_result @ term.b) * term.scale
+                term.at(at).add_input_gradient(of_output[at], of_inner, self._columns(group))
         del of_result  # with a factor it is a separate tensor, and memory may peak in the next line
         return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
@@ -317,7 +330,7 @@ class BlockWork:
                 total.add(of_product.sum(0, dtype=accumulation_dtype(of_product.dtype)))
         of_normed = sum_of_products(of_products, [each.weight for each in linears])
         for linear, of_product in zip(linears, of_products, strict=True):
-            if adapter := sums.of_adapter(linear):
+            if adapter := sums.of_adapter(linear, self._keys_at(at)):
                 low_rank_backward(normed, of_product, *adapter, of_normed)
         grads.copy_(_norm_backward(norm, scale, stream, pair, (grads, of_normed), sums))
 
@@ -328,14 +341,16 @@ class BlockWork:
             return turned
         norms = self._attention.q_norm, self._attention.k_norm
         given = zip(norms, self._linears()[:2], turned, strict=True)
-        return [self._before_norm(normed, *each, sums) for each in given]
+        return [self._before_norm(at, normed, *each, sums) for each in given]
 
-    def _before_norm(self, normed: Tensor, norm: RMSNorm, linear: Linear, grads: Tensor, sums: GradientSums) -> Tensor:
+    def _before_norm(
+        self, at: slice, normed: Tensor, norm: RMSNorm, linear: Linear, grads: Tensor, sums: GradientSums
+    ) -> Tensor:
         """Return the gradient of a projection's output, which is the input of a per-head norm.
 
         A separate function, so that the recomputed output for one norm is freed before the other norm runs.
         """
-        product, scale = self._product(normed, linear, slice(None)), _leaf(norm, sums)
+        product, scale = self._product(normed, linear, at, slice(None)), _leaf(norm, sums)
         with torch.enable_grad():
             heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
             result = rms_norm(heads, scale, norm.eps, norm.kernel)

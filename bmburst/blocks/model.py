@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Collection
 from functools import partial
 
 import bmtrain as bmt
@@ -93,6 +94,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         offload_weights: bool,
         host_memory: HostMemory,
         lora: LoRAConfig | None,
+        kept_apart: frozenset[str],
     ) -> None:
         super().__init__()
         self.config, self.tensor = config, tensor
@@ -111,7 +113,8 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
             shared = tensor, store, segments, mlp_chunk, norm, lora
-            return TransformerBlock(config, attention, dtype, policy, *shared, prefetches=prefetches)
+            of_block = partial(TransformerBlock, layer=number, kept_apart=kept_apart, prefetches=prefetches)
+            return of_block(config, attention, dtype, policy, *shared)
 
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
@@ -124,11 +127,17 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         # The final norm applies the factor on logits, so that every user of the hidden states gets scaled logits.
         self.norm = norm(config.hidden_size, factor=config.logit_scale)
         if lora is not None:
-            freeze(self.embed_tokens)
-            freeze(self.norm)
+            freeze(self.embed_tokens, lora, "model.embed_tokens.")
+            freeze(self.norm, lora, "model.norm.")
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int | None,
+        embedding: Tensor,
+        mask: MaskOption | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states `[batch, own tokens, hidden_size]`: this rank's share of its tensor group.
 
@@ -136,7 +145,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
         hidden = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
-        hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask))
+        hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask), keys)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -167,6 +176,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             block by block. Needs `zero_level` 3; training also needs `bmburst.optim.AdamW(offload=True)`.
         host_memory: Allocator of pinned memory, for weights and for activations that recompute policies offload.
         lora: Low-rank adapters to train; the weights are then frozen. Default: the weights are trained.
+        kept_apart: What the optimizer treats differently from other parameters of a block, from
+            `bmburst.blocks.kinds.apart`. Default: it treats all matrices alike, and all vectors.
 
     Raises:
         UserError: An option has an unknown value, the model does not support the tensor degree, or with tensor
@@ -188,6 +199,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         offload_weights: bool = False,
         host_memory: HostMemory | None = None,
         lora: LoRAConfig | None = None,
+        kept_apart: Collection[str] = (),
     ) -> None:
         super().__init__()
         policy = Policy.parse(recompute)
@@ -201,6 +213,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if mlp_chunk is not None and mlp_chunk < 0:
             raise UserError(f"mlp_chunk {mlp_chunk}\nfix: at least 1 token, 0 for all tokens, or None")
         _require_norm(norm_kernel, config, dtype)
+        if lora is not None:
+            lora.require_model(config)
         tensor = TensorGroup.of_bmtrain()
         policy.require_tensor(tensor.size)
         config.require_mesh(MeshShape(1, 1, tensor.size))
@@ -217,7 +231,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         norm = partial(RMSNorm, eps=config.norm_eps, dtype=dtype, kernel=norm_kernel)
         self.host_memory = memory = host_memory or HostMemory()
         self.model = LlamaModel(
-            *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora)
+            *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora),
+            frozenset(kept_apart),
         )
         layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
@@ -228,7 +243,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
             if lora is not None:
-                freeze(self.lm_head)
+                freeze(self.lm_head, lora, "lm_head.")
         if seed is not None:
             initialize(self, config, seed)
 
@@ -276,6 +291,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         mask: MaskOption | None = None,
         *,
         per_token: bool = False,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
@@ -290,13 +306,15 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             mask: See `forward`.
             per_token: Whether to return the loss of each of this rank's tokens instead of the sum. The backward pass
                 then recomputes the logits.
+            keys: `[batch, tokens]` int32, a key of each token from `bmburst_ops.dropout.keys`. Dropout of adapters
+                drops elements by these keys, the same on any number of ranks. Default: no dropout.
 
         Raises:
             UserError: A token id or label is out of range.
         """
         first = not self._checked_on_device
         embedding = self.model.embed_tokens.weight
-        hidden = self._hidden(tokens, positions, length, embedding, mask)
+        hidden = self._hidden(tokens, positions, length, embedding, mask, keys)
         head = self._head(embedding)
         del embedding  # peak memory can be in the loss, which reads only the head
         own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
@@ -304,7 +322,13 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int | None,
+        embedding: Tensor,
+        mask: MaskOption | None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
@@ -314,7 +338,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if not (tokens.is_cuda and self._checked_on_device):
             require_ids("token id", tokens, self.config.vocab_size)
             self._checked_on_device = True
-        hidden: Tensor = self.model(tokens, positions, length, embedding, mask)
+        hidden: Tensor = self.model(tokens, positions, length, embedding, mask, keys)
         return hidden
 
     def _head(self, embedding: Tensor) -> Tensor:

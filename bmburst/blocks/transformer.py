@@ -18,7 +18,7 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, project
+from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
 from bmburst.blocks.lean import Batch
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
@@ -70,19 +70,25 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
         self.attention = attention()
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        length: int | None,
+        mask: MaskOption | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`; see `TransformerBlock.forward`."""
         gathered = self.tensor.gather(hidden, cos.shape[1])
 
-        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj)
+        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj, keys=keys)
         query, key, value = (each.view(*gathered.shape[:2], -1, self.head_dim) for each in projected)
         del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         mixed: Tensor = self.attention(query, key, value, length, mask)
-        return self.tensor.add_up(self.o_proj(mixed.flatten(-2)))
+        return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=keys))
 
 
 class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -109,12 +115,13 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         """Return the chunk size for a number of rows."""
         return rows if self.chunk is None else self.chunk(rows)
 
-    def forward(self, hidden: Tensor, tokens: int, *, is_needed: bool = True) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: int, keys: Tensor | None = None, *, is_needed: bool = True) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`.
 
         Args:
             hidden: `[batch, own tokens, hidden_size]`.
             tokens: Tokens of all ranks of the tensor group.
+            keys: See `Llama.loss`.
             is_needed: Whether the result is needed. Recompute needs only the tensors that backward reads.
         """
         gathered = self.tensor.gather(hidden, tokens)
@@ -122,12 +129,12 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         chunk = self.rows_at_once(rows)
         if chunk < rows:
             matrices = self.gate_proj, self.up_proj, self.down_proj
-            weights, adapters = [each.weight for each in matrices], [each.adapter for each in matrices]
+            weights, adapters = [each.weight for each in matrices], [each.adapter(keys) for each in matrices]
             result = gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed, adapters=adapters)
             return self.tensor.add_up(result)
         # Safe: only down_proj reads the activation, and its backward allocates a new gradient for it.
-        inner = swiglu(*project(gathered, self.gate_proj, self.up_proj), overwrite_grad=True)
-        return self.tensor.add_up(self.down_proj(inner, is_needed=is_needed))
+        inner = swiglu(*project(gathered, self.gate_proj, self.up_proj, keys=keys), overwrite_grad=True)
+        return self.tensor.add_up(self.down_proj(inner, keys=keys, is_needed=is_needed))
 
 
 class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -144,6 +151,8 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         mlp_chunk: See `Llama`.
         norm: Factory of the norms.
         lora: Adapters to train; None: the weights are trained.
+        layer: Number of the block in the model.
+        kept_apart: See `Llama`.
         prefetches: See `Policy.prefetches`.
     """
 
@@ -160,6 +169,8 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         norm: NormFactory,
         lora: LoRAConfig | None = None,
         *,
+        layer: int = 0,
+        kept_apart: frozenset[str] = frozenset(),
         prefetches: bool = False,
     ) -> None:
         super().__init__()
@@ -168,12 +179,19 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = MLP(config, dtype, tensor, partial(choose_chunk, wanted=mlp_chunk, recomputes=policy.recomputes))
         if lora is not None:
-            add_adapters(self, lora)
+            add_adapters(self, lora, layer)
+        keep_apart(self, kept_apart)
         self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
         self._prefetches = prefetches
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        length: int | None,
+        mask: MaskOption | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after this block.
 
@@ -183,30 +201,39 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             sin: As `cos`.
             length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
             mask: Mask of the batch; replaces that of the attention module.
+            keys: See `Llama.loss`.
         """
         prefetch = None
         if not self.recompute.offloads and torch.is_grad_enabled():
             self.store.settle()
             prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
-            return recomputed_block(self, hidden, Batch(cos, sin, length, mask))
+            return recomputed_block(self, hidden, Batch(cos, sin, length, mask, keys))
         result: Tensor = recompute.checkpoint(
-            self.recompute, self._forward, hidden, cos, sin, length, mask, store=self.store
+            self.recompute, self._forward, hidden, cos, sin, length, mask, keys, store=self.store
         )
         if prefetch is not None:
             result.register_hook(prefetch)
         return result
 
-    def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
+    def _forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        length: int | None,
+        mask: MaskOption | None,
+        keys: Tensor | None,
+    ) -> Tensor:
         hidden, normed = self.input_layernorm.of_stream(hidden)
         # The attention output gets no name: a local variable would keep it alive until the MLP is done.
         hidden, normed = self.post_attention_layernorm.of_stream(
-            hidden, self.self_attn(normed, cos, sin, length, mask), self.factor
+            hidden, self.self_attn(normed, cos, sin, length, mask, keys), self.factor
         )
         self.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         # Backward does not read the MLP's result, so that recompute can skip it.
         is_needed = not recompute.is_recomputing(self._forward)
-        mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)
+        mlp: Tensor = self.mlp(normed, cos.shape[1], keys, is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)
 
 

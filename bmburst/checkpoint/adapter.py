@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import ALL, TARGETS, LlamaConfig, LoRAConfig
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
@@ -46,13 +47,18 @@ KEYS: Mapping[str, Key] = {
     ),
     "eva_config": Key(f"{_TRAINING}: how eva finds the first numbers"),
     "bias": Key("read", (None, "none")),
-    **keys(("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"), "read", *_NONE),
-    **keys(("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules"), "read", *_NONE),
-    **keys(("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"), "read", *_NONE),
+    "use_rslora": Key("read: lora.rslora", (None, False, True)),
+    "lora_dropout": Key("read: lora.dropout, for training that starts from the adapter"),
+    "rank_pattern": Key("read: lora.rank_pattern"),
+    "alpha_pattern": Key("read: lora.alpha_pattern"),
+    "modules_to_save": Key(f"read: lora.modules_to_save; of {', '.join(SAVABLE)}"),
+    **keys(("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"), "read", *_NONE),
+    **keys(("trainable_token_indices", "target_parameters", "exclude_modules"), "read", *_NONE),
+    **keys(("layers_to_transform", "layers_pattern"), "read", *_NONE),
     **keys(("layer_replication", "loftq_config", "corda_config", "lora_ga_config"), "read", *_NONE),
     **keys(("velora_config", "monteclora_config", "arrow_config", "kasa_config"), "read", *_NONE),
     **keys(("alora_invocation_tokens", "ensure_weight_tying", "enable_lora", "megatron_config"), "read", *_NONE),
-    **keys(("lora_dropout", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), _TRAINING),
+    **keys(("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), _TRAINING),
     "qalora_group_size": Key("no effect without use_qalora"),
     "megatron_core": Key("no effect without megatron_config"),
     "merge_weights": Key("no effect: how old versions of PEFT run the model"),
@@ -73,6 +79,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith(_SUFFIXES)
 
 
+def _is_trained(name: str, lora: LoRAConfig | None) -> bool:
+    """Return whether a parameter of a model with adapters is trained, so that the adapter's file holds it."""
+    return is_adapter(name) or (lora is not None and lora.is_saved(name))
+
+
 def is_adapter_directory(directory: Path) -> bool:
     """Return whether a directory holds an adapter."""
     return (directory / CONFIG_FILE).is_file()
@@ -84,7 +95,7 @@ class Adapter:
 
     Attributes:
         directory: Directory of the adapter.
-        lora: Rank, alpha and targets.
+        lora: Its settings.
         base: Directory or name of its base model; None if the adapter does not name one.
         file: Tensors of the adapter, by PEFT's names.
         sample: `Base.sample` of the model that it was trained on; None in files of PEFT.
@@ -157,12 +168,28 @@ class Adapter:
                 "fix: the model that the adapter was trained on, with the same lora.rank and lora.targets"
             )
 
+    def require_like(self, lora: LoRAConfig) -> None:
+        """Check that the settings which the meaning of the weights depends on are those of a model's adapters.
+
+        Raises:
+            UserError: One is another.
+        """
+        for name in ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+            here, there = (_words(getattr(each, name)) for each in (lora, self.lora))
+            if here != there:
+                option = "targets" if name == "matrices" else name
+                fix = f"--lora.{option} {there}, as it was" if there else f"leave lora.{option} out, as it was"
+                raise UserError(
+                    f"lora.{option} is {here or 'empty'}, but {there or 'empty'} in {self.directory}\nfix: {fix}"
+                )
+
     def changes(self, name: str) -> bool:
-        """Return whether the adapter has matrices for a weight, given by Hugging Face's name."""
-        return peft_name(f"{name.removesuffix('.weight')}.lora_A") in self.file.shapes
+        """Return whether the adapter has matrices for a weight, or replaces it, given by Hugging Face's name."""
+        names = f"{name.removesuffix('.weight')}.lora_A", name
+        return any(peft_name(each) in self.file.shapes for each in names)
 
     def merged(self, name: str, numbers: Tensor, begin: int, end: int, width: int) -> Tensor:
-        """Return elements of W + scale * B A, in fp32 or wider.
+        """Return elements of W + scale * B A, in fp32 or wider; or of the trained W of a module that is saved whole.
 
         Args:
             name: The weight W, by Hugging Face's name.
@@ -171,14 +198,17 @@ class Adapter:
             end: End of the elements.
             width: Columns of W.
         """
-        rank, stem = self.lora.rank, name.removesuffix(".weight")
+        wide = torch.promote_types(numbers.dtype, torch.float32)
+        if peft_name(name) in self.file.shapes:
+            return self.file.read(peft_name(name), begin, end).to(wide)
+        stem = name.removesuffix(".weight")
+        rank = self.lora.rank_of(stem)
         names = [peft_name(f"{stem}.lora_{letter}") for letter in "AB"]
         first, last = begin // width, -(-end // width)
         a = self.file.read(names[0], 0, rank * width).view(rank, width)
         b = self.file.read(names[1], first * rank, last * rank).view(-1, rank)
-        wide = torch.promote_types(numbers.dtype, torch.float32)
         term = (b.to(wide) @ a.to(wide)).view(-1)[begin - first * width :][: end - begin]
-        return numbers.to(wide) + self.lora.scale * term
+        return numbers.to(wide) + self.lora.scale_of(stem) * term
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +273,17 @@ def open_adapter(directory: Path) -> Adapter:
     try:
         require_keys(values, KEYS, "an adapter", _INSTEAD)
         file = open_tensors(directory / WEIGHTS_FILE)
-        lora = LoRAConfig(rank=rank, alpha=alpha, targets=_targets(values.get("target_modules"), file))
+        saved = tuple(values.get("modules_to_save") or ())
+        lora = LoRAConfig(
+            rank=rank,
+            alpha=alpha,
+            targets=_targets(values.get("target_modules"), file, saved),
+            dropout=values.get("lora_dropout") or 0.0,
+            rslora=bool(values.get("use_rslora")),
+            rank_pattern=values.get("rank_pattern") or (),
+            alpha_pattern=values.get("alpha_pattern") or (),
+            modules_to_save=saved,
+        )
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     base = values.get("base_model_name_or_path")
@@ -252,13 +292,14 @@ def open_adapter(directory: Path) -> Adapter:
     return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
 
 
-def _targets(given: object, file: TensorFile) -> tuple[str, ...]:
+def _targets(given: object, file: TensorFile, saved: tuple[str, ...]) -> tuple[str, ...]:
     """Return the matrices that have an adapter, as the file has them.
 
     Args:
         given: target_modules, as PEFT reads it: a list of modules or of the ends of their names, or one regular
             expression that the whole name of a module matches.
         file: Tensors of the adapter.
+        saved: modules_to_save.
 
     Raises:
         UserError: target_modules is neither, or selects other modules than those of the file or another kind of module;
@@ -275,9 +316,12 @@ def _targets(given: object, file: TensorFile) -> tuple[str, ...]:
     modules: dict[str, str] = {}
     for stored in file.shapes:
         if (found := _MATRIX.fullmatch(stored)) is None:
+            if any(stored.removesuffix(".weight").endswith(each) for each in saved):
+                continue
             raise UserError(
                 f"the adapter holds {stored.removeprefix(_PREFIX)}, which is no matrix of LoRA: embeddings, heads and "
-                f"biases beside the adapters are not supported\nallowed: lora_A and lora_B\nfix: {_INSTEAD}"
+                "biases beside the adapters are not supported unless modules_to_save names them\n"
+                f"allowed: lora_A, lora_B, modules_to_save\nfix: {_INSTEAD}"
             )
         modules[found["module"]] = found["name"]
     if given in (ALL, [ALL]):
@@ -323,6 +367,7 @@ def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") ->
     found = open_adapter(adapter)
     weights = hugging_face.open_weights(found.find_base(base, option))
     shapes = {name: file.shapes[inside] for name, (file, inside) in weights.places.items()}
+    found.lora.require_model(weights.config)
     found.require_shapes(adapter_shapes(found.lora, shapes))
     found.require_base(Base.of(weights.directory, shapes, weights.read))
     return replace(weights, adapter=found)
@@ -359,7 +404,7 @@ def contents(model: "Llama", base: Base | None) -> Contents:
     from bmburst.zero import named_shards
 
     assert model.lora is not None
-    shards = [each for each in named_shards(model) if is_adapter(each.name)]
+    shards = [each for each in named_shards(model) if _is_trained(each.name, model.lora)]
     metadata = {"format": "pt"}
     if base is not None:
         metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
@@ -369,7 +414,7 @@ def contents(model: "Llama", base: Base | None) -> Contents:
 
 
 def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
-    """Load the weights of a model's adapters. Every rank must call it, and reads its own shards.
+    """Load a model's adapters and the modules that are trained whole. Every rank must call it, and reads its shards.
 
     Args:
         model: Model with adapters.
@@ -377,24 +422,18 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
         base: Base model of the weights, to be compared with the base model of the adapter.
 
     Raises:
-        UserError: On all ranks, if the adapter is of another model or has another rank, alpha or targets.
+        UserError: On all ranks, if the adapter is of another model or has other settings.
     """
     from bmburst.zero import named_shards, scatter_piece
 
-    shards = [each for each in named_shards(model) if is_adapter(each.name)]
+    shards = [each for each in named_shards(model) if _is_trained(each.name, model.lora)]
     adapter: Adapter | None = None
 
     def check() -> None:
         nonlocal adapter
         adapter = open_adapter(directory)
-        ours, theirs = model.lora, adapter.lora
-        for name in ("rank", "alpha", "matrices"):
-            here, there = (_words(getattr(each, name)) for each in (ours, theirs))
-            if here != there:
-                option = "targets" if name == "matrices" else name
-                raise UserError(
-                    f"lora.{option} is {here}, but {there} in {directory}\nfix: --lora.{option} {there}, as it was"
-                )
+        assert model.lora is not None
+        adapter.require_like(model.lora)
         adapter.require_shapes({each.name: each.shape for each in shards})
         if base is not None:
             adapter.require_base(base)
@@ -407,12 +446,14 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
 
 
 def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of an adapter's parameter, such as "model.layers.0.self_attn.q_proj.lora_A"."""
-    return f"{_PREFIX}{name}.weight"
+    """Return PEFT's name of a trained parameter, such as "model.layers.0.self_attn.q_proj.lora_A" or a whole weight."""
+    return f"{_PREFIX}{name.removesuffix('.weight')}.weight"
 
 
 def _config(lora: LoRAConfig, base: Base | None) -> dict[str, Any]:
@@ -422,7 +463,11 @@ def _config(lora: LoRAConfig, base: Base | None) -> dict[str, Any]:
         "base_model_name_or_path": None if base is None else str(base.directory.absolute()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "rank_pattern": {name: int(number) for name, number in _numbers(lora.rank_pattern)},
+        "alpha_pattern": dict(_numbers(lora.alpha_pattern)),
+        "modules_to_save": list(lora.modules_to_save) or None,
         "target_modules": list(lora.matrices),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -431,16 +476,23 @@ def _config(lora: LoRAConfig, base: Base | None) -> dict[str, Any]:
     }
 
 
+def _numbers(patterns: tuple[str, ...]) -> list[tuple[str, float]]:
+    return [(name, float(number)) for name, _, number in (each.rpartition("=") for each in patterns)]
+
+
 def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's adapters, by our names.
+    """Return the shapes of a model's adapters and of the modules that are trained whole, by our names.
 
     Args:
-        lora: Rank and targets.
+        lora: Settings of the adapters.
         shapes: Shapes of the model's weights, by Hugging Face's names.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stem = name.removesuffix(".weight")
-        if stem.rpartition(".")[2] in lora.matrices:
-            found[f"{stem}.lora_A"], found[f"{stem}.lora_B"] = (lora.rank, shape[1]), (shape[0], lora.rank)
+        if name != stem and stem.rpartition(".")[2] in lora.matrices:
+            rank = lora.rank_of(stem)
+            found[f"{stem}.lora_A"], found[f"{stem}.lora_B"] = (rank, shape[1]), (shape[0], rank)
+        elif lora.is_saved(name):
+            found[name] = shape
     return found

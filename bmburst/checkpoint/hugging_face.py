@@ -214,7 +214,7 @@ class Weights:
         numbers = file.read(inside, begin, end)
         if self.adapter is None or not self.adapter.changes(name) or begin == end:
             return numbers
-        return self.adapter.merged(name, numbers, begin, end, file.shapes[inside][1]).to(dtype or numbers.dtype)
+        return self.adapter.merged(name, numbers, begin, end, file.shapes[inside][-1]).to(dtype or numbers.dtype)
 
 
 def open_weights(directory: str | Path) -> Weights:

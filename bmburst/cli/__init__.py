@@ -6,6 +6,7 @@ when its command is called, so that `bmburst --help` takes milliseconds.
 """
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
@@ -14,6 +15,7 @@ import os
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -22,12 +24,14 @@ from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, show_rare
 from bmburst.errors import UserError
+from bmburst.launch import last_error
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
         "generate": "answer prompts with a model, split over ranks, with a KV cache",
         "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
+        "serve": "answer questions through OpenAI's API, with a model split over ranks",
         "launch": "start any BMTrain script on all ranks and supervise it",
         "doctor": "show what is installed and usable, and the commands that repair the rest",
         "check": "run a configuration on N ranks and on one rank, and compare every tensor",
@@ -61,7 +65,7 @@ _KINDS = MappingProxyType(
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
-_INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
@@ -167,6 +171,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program name; None for `sys.argv[1:]`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    started, status = time.time(), 1
+    try:
+        status = _caught(words)
+    except Exception as error:
+        if LAUNCHED not in os.environ:
+            last_error.record(error)
+        raise
+    finally:
+        if status not in (0, INTERRUPTED) and LAUNCHED not in os.environ:
+            _note_command(words, started)
+    return status
+
+
+def _note_command(words: Sequence[str], started: float) -> None:
+    """Keep the command beside its error, for a report of the doctor."""
+    if not words or words[0] not in COMMANDS:
+        return
+    with contextlib.suppress(Exception):  # the command has failed already, and that is what the user must see
+        from bmburst.cli.report import shown_options
+
+        parser = _parser(words[0])
+        last_error.add_command(words[0], shown_options(parser, words[1:]), started)
+
+
+def _caught(words: Sequence[str]) -> int:
+    """Run a command, and turn bad input into a message and a status."""
     command = words[0] if words else ""
     try:
         if command in ("-h", "--help"):
@@ -182,11 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if LAUNCHED in os.environ:
             raise
+        last_error.record(error)
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of the output, for example head, has closed the pipe. Python would fail again in its flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -247,9 +278,7 @@ def find_command(name: str) -> Any:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    command = find_command(name)
-    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP)
-    command.configure(parser)
+    command, parser = find_command(name), _parser(name)
     try:
         args = parser.read(words)
     except SystemExit as stop:  # --help has printed
@@ -258,6 +287,13 @@ def _run(name: str, words: Sequence[str]) -> int:
     status = command.run(args)
     sys.stdout.flush()
     return int(status)
+
+
+def _parser(name: str) -> CommandParser:
+    command = find_command(name)
+    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP)
+    command.configure(parser)
+    return parser
 
 
 def _overview() -> str:

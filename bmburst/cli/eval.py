@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 from bmburst.amounts import short, tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import ranks_to_start
+from bmburst.cli.eval_tasks import measure, no_tokenizer, require_outputs, tasks_request, write_evaluation
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.config import (
     add_options,
     build_config,
     given_options,
     option_name,
-    read_json,
     read_layer,
     to_dict,
-    write_json,
 )
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
-from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import check_sources, hold_records
 
@@ -39,11 +37,13 @@ if TYPE_CHECKING:
 
 HELP = (
     "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity, also by position; or on whether it "
-    "finds a pass key in a long text."
+    "finds a pass key in a long text, or solves tasks over it."
 )
 _SHORT: Mapping[str, str] = {}
 _WITH_PASSKEY = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", "start_timeout", "output", "nproc")
-_PASSKEY_OPTIONS = ("lengths", "depths", "samples", "digits", "seed", "without_key", "cache", "chunk_tokens")
+_SHARED_OPTIONS = ("lengths", "samples", "seed", "cache", "chunk_tokens")
+_PASSKEY_OPTIONS = (*_SHARED_OPTIONS, "depths", "digits", "without_key")
+_TASKS_OPTIONS = (*_SHARED_OPTIONS, "compare")
 _COLUMNS = 9  # columns of a table, which is then 8 + 9 * 8 characters wide
 
 
@@ -51,7 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add an option for every field of EvalConfig."""
     parser.usage = (
         "bmburst eval --checkpoint DIR --data FILE [--sequence-length N] [--by-position] [--FIELD VALUE ...]\n"
-        "       bmburst eval --checkpoint DIR --passkey --lengths 4K,...,1M [--depths 0,.25,.5,.75,1] [--samples N]"
+        "       bmburst eval --checkpoint DIR --passkey --lengths 4K,...,1M [--depths 0,.25,.5,.75,1] [--samples N]\n"
+        "       bmburst eval --checkpoint DIR [--compare DIR ...] --tasks all --lengths 4K,...,128K [--samples N]"
     )
     add_options(parser, EvalConfig, short=_SHORT, titles={"": "evaluation"})
     _add_passkey_options(parser)
@@ -66,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if is_rank():
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
-        if args.passkey and spec.nproc == 1:  # needs neither BMTrain nor a group
-            return _measure_passkeys(request)
+        if "work" in request and spec.nproc == 1:  # needs neither BMTrain nor a group
+            return _WORK[request["work"]](request)
         return run_on_ranks(__name__, request, spec)
 
 
@@ -85,9 +86,11 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     Raises:
         UserError: An option cannot work.
     """
-    if args.passkey:
-        config, _ = _shared(args)
-        request = _passkey_request(args, world_size or ranks_to_start(config.nproc))
+    generates = args.passkey or args.tasks is not None
+    if generates:
+        config, values = _shared(args)
+        make = _passkey_request if args.passkey else tasks_request
+        request = make(args, config, values, world_size or ranks_to_start(config.nproc))
     else:
         _refuse_passkey_options(args)
         config = resolve_options(args, world_size)
@@ -100,7 +103,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         request,
         LaunchSpec(
             nproc=nproc,
-            host_runtime=not args.passkey,
+            host_runtime=not generates,
             hang_timeout=config.hang_timeout,
             start_timeout=config.start_timeout,
         ),
@@ -110,10 +113,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
 def run_rank(request: Request) -> int:
     """Evaluate in one rank, as `settle` has decided, and return the exit status."""
     os.environ[VERIFIED] = request["verified"]
-    if "test" in request:
+    if "work" in request:
         from bmburst.comm.groups import in_group
 
-        return in_group(partial(_measure_passkeys, request))
+        return in_group(partial(_WORK[request["work"]], request))
     from bmburst.train.evaluate import evaluate_checkpoint
 
     config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
@@ -135,13 +138,13 @@ def _write_positions(config: EvalConfig, measured: "Measurement", bins: "list[Po
     from bmburst.train.objective import perplexity
 
     path, picture = _outputs(config)
-    _write_evaluation(path, to_json(to_dict(config), dataclasses.asdict(measured), bins))
+    write_evaluation(path, to_json(to_dict(config), dataclasses.asdict(measured), bins))
     draw_positions(bins, str(config.checkpoint), picture)
     print(f"\n{table(bins, perplexity)}\n{path}, {picture}")
 
 
 def _outputs(config: EvalConfig) -> tuple[Path, Path]:
-    return _require_outputs(config.output, "by_position.json", "an evaluation by position", "bmburst-loss-by-position-")
+    return require_outputs(config.output, "by_position.json", "an evaluation by position", "bmburst-loss-by-position-")
 
 
 def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
@@ -182,17 +185,23 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
 
 
 def _add_passkey_options(parser: argparse.ArgumentParser) -> None:
-    """Add --passkey and the options that belong to it."""
+    """Add --passkey, --tasks and the options that belong to them."""
     group = parser.add_argument_group(
-        "passkey",
+        "long context",
         "These options above also apply: --checkpoint, --tokenizer, --dtype (default: as stored), --output, --nproc "
         "and the timeouts.",
     )
     add = group.add_argument
     add("--passkey", action="store_true", help="test whether the model finds a number in a long text; no --data")
+    add(
+        "--tasks",
+        metavar="NAME,...",
+        help="test tasks over long texts: needle, variables, aggregation, or all; no --data, --depths or --digits",
+    )
+    add("--compare", type=Path, nargs="+", metavar="DIR", help="with --tasks: further checkpoints for the table")
     add("--lengths", metavar="N,...", help="tokens of the prompts; 4K,...,1M: with the powers of two between")
     add("--depths", metavar="D,...", help="places of the sentence, from 0 to 1 (default: 0,.25,.5,.75,1)")
-    add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5)")
+    add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5), or task (10)")
     add("--digits", type=int, metavar="N", help="digits of a number (default: 5)")
     add("--seed", type=int, metavar="N", help="seed of the numbers (default: 0)")
     add("--without-key", action="store_true", default=None, help="leave the sentence out: a right answer is chance")
@@ -201,39 +210,44 @@ def _add_passkey_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_passkey_options(args: argparse.Namespace) -> None:
-    """Refuse options that need --passkey if it is not given.
+    """Refuse options of --passkey or --tasks without these, or of the other of both.
 
     Raises:
-        UserError: Such an option is given.
+        UserError: Such an option is given, or both are.
     """
-    for name in _PASSKEY_OPTIONS:
+    if args.passkey and args.tasks is not None:
+        raise UserError("--passkey and --tasks given\nallowed: one of both\nfix: two evaluations")
+    known = _PASSKEY_OPTIONS if args.passkey else _TASKS_OPTIONS if args.tasks is not None else ()
+    for name in sorted({*_PASSKEY_OPTIONS, *_TASKS_OPTIONS} - {*known}):
         if getattr(args, name) is not None:
             option = option_name(name, {})
-            raise UserError(f"{option} is an option of --passkey\nfix: add --passkey, or leave {option} out")
+            owner = "--tasks" if name == "compare" else "--passkey" if name not in _SHARED_OPTIONS else ""
+            owner = owner or "--passkey or --tasks"
+            raise UserError(f"{option} is an option of {owner}\nfix: add {owner}, or leave {option} out")
 
 
 def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
-    """Return the configuration of the options that --passkey shares with evaluation on text, and the given ones.
+    """Return the configuration of the options that --passkey and --tasks share with other evaluations, and the given.
 
     Raises:
         UserError: An option does not apply, or has a wrong value.
     """
-    given = given_options(args, EvalConfig)
+    _refuse_passkey_options(args)
+    given, kind = given_options(args, EvalConfig), "--passkey" if args.passkey else "--tasks"
     for name in given:
         if name not in _WITH_PASSKEY:
             option = option_name(name, {})
-            raise UserError(f"{option} has no effect with --passkey, which makes its own text\nfix: leave {option} out")
+            raise UserError(f"{option} has no effect with {kind}, which makes its own text\nfix: leave {option} out")
     values = read_layer(EvalConfig, given, "")
     return build_config(EvalConfig, {"data": "none", **values}), values
 
 
-def _passkey_request(args: argparse.Namespace, ranks: int) -> Request:
+def _passkey_request(args: argparse.Namespace, config: EvalConfig, values: Mapping[str, Any], ranks: int) -> Request:
     """Read and check the model directory and the options of --passkey. No weights are read yet.
 
     Raises:
         UserError: An option cannot work.
     """
-    config, values = _shared(args)
     from bmburst.inference.passkey import PasskeyTest, read_depths, read_lengths
     from bmburst.plan.inference import chunk_of
 
@@ -245,7 +259,7 @@ def _passkey_request(args: argparse.Namespace, ranks: int) -> Request:
     choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
     test = PasskeyTest(**choices, with_key=not args.without_key)
     chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-    output, _ = _require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
+    output, _ = require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
 
     from bmburst.schedule.cache_split import CacheSplit
 
@@ -254,6 +268,7 @@ def _passkey_request(args: argparse.Namespace, ranks: int) -> Request:
     cache = args.cache or "auto"
     CacheSplit.choose(cache, ranks, 0, model.num_heads, model.num_kv_heads)
     return {
+        "work": "passkey",
         "config": to_dict(config),
         "verified": str(source.directory),
         "test": dataclasses.asdict(test),
@@ -276,34 +291,9 @@ def _open_passkeys(config: EvalConfig, test: "PasskeyTest") -> "tuple[Source, Pa
 
     source = Source.open(config.checkpoint, config.adapter, config.tokenizer)
     if source.tokenizer is None:
-        raise UserError(
-            f"{config.checkpoint} comes without a tokenizer, and --passkey needs text\n"
-            "allowed: a directory with tokenizer.json, or --tokenizer\n"
-            "fix: --tokenizer bytes if the model was trained on bytes, else --tokenizer DIR"
-        )
+        raise no_tokenizer(config.checkpoint, "--passkey")
     encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size)
     return source, PasskeyPrompts(source.tokenizer, test, encoder)
-
-
-def _require_outputs(given: Path | None, default: str, what: str, marked: str) -> tuple[Path, Path]:
-    """Return the paths of an evaluation's JSON file and image, after checking that both can be written.
-
-    Args:
-        given: Value of --output; None uses `default` in the current folder.
-        default: Default file name.
-        what: Name of the output with its article, for messages.
-        marked: Prefix of `format` in an existing JSON file that may be replaced.
-
-    Raises:
-        UserError: The path does not end with .json, cannot be written, or is a file of another kind.
-    """
-    path = given or Path(default)
-    if path.suffix != ".json":
-        raise UserError(f"--output {path}\nallowed: a file name that ends with .json\nfix: --output {default}")
-    require_file("--output", path, what, lambda file: str(read_json(file).get("format")).startswith(marked))
-    picture = path.with_suffix(".png")
-    require_file("--output", picture, "a picture of bmburst", is_picture)
-    return path, picture
 
 
 def _measure_passkeys(request: Request) -> int:
@@ -332,7 +322,7 @@ def _measure_passkeys(request: Request) -> int:
         """Write the results so far, because the longest lengths take hours."""
         cells.extend(found)
         if is_main:
-            _write_evaluation(output, to_json(str(config.checkpoint), settings, test, cells))
+            write_evaluation(output, to_json(str(config.checkpoint), settings, test, cells))
 
     total = sum(test.lengths) * len(test.depths) * test.samples
     with progress_bar("passkey", total, " tokens", is_main=is_main) as computed:
@@ -346,18 +336,6 @@ def _measure_passkeys(request: Request) -> int:
             print(f"{short(length)} refused: {reason}", file=sys.stderr)
         print(f"{output}, {picture}", file=sys.stderr)
     return 2 if any(cell.refused is not None for cell in cells) else 0
-
-
-def _write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
-    """Write the JSON file of an evaluation.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
-    try:
-        write_json(path, values)
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None
 
 
 def _passkey_table(cells: "Sequence[PasskeyCell]") -> str:
@@ -375,3 +353,6 @@ def _passkey_table(cells: "Sequence[PasskeyCell]") -> str:
             lines.append(f"{short(length):>8}{words}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+_WORK: Mapping[str, Callable[[Request], int]] = {"passkey": _measure_passkeys, "tasks": measure}

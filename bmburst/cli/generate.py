@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import any_text, ranks_to_start
+from bmburst.cli import any_text
+from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
@@ -56,18 +57,9 @@ _SAMPLING = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
-
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
-    add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
-    add("--adapter", type=Path, metavar="DIR", help="LoRA adapter to merge into the weights as they are read")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
-        "the model's; a model without one takes and gives token ids)",
-    )
+    add_model_options(parser)
     add("--prompt", action="append", type=any_text, metavar="TEXT", help="a prompt; several: --prompts")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
@@ -88,33 +80,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=any_text,
         metavar="TEXT",
         help="text that ends an answer; may be given several times",
-    )
-    add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
-    add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
-    add(
-        "--cache",
-        default="auto",
-        metavar="SPLIT",
-        help="split of the KV cache: heads, tokens, or auto: heads where the ranks can share them (default: auto)",
-    )
-    add(
-        "--chunk-tokens",
-        type=tokens,
-        metavar="N",
-        help="tokens of a prompt that are computed at once, over all ranks (default: 64K a rank)",
-    )
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=DEFAULT_HANG_TIMEOUT,
-        help=f"time without a token of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
-    )
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"time until a rank's first token (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
     )
 
 
@@ -154,26 +119,12 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     Raises:
         UserError: An option or a prompt cannot work.
     """
-    if args.checkpoint is None:
-        raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
-    ranks = world_size or ranks_to_start(args.nproc, fewest=1)
-    spec = LaunchSpec(
-        nproc=ranks if world_size is None else 1,
-        host_runtime=False,
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-    )
+    ranks, spec = settle_ranks(args, world_size)
     from bmburst.inference.answering import TextStream
-    from bmburst.inference.generator import Source
     from bmburst.inference.prompts import PromptEncoder, read_prompts
     from bmburst.inference.sampling import convert_option, generation_options
-    from bmburst.plan.inference import chunk_of
-    from bmburst.schedule.cache_split import CacheSplit
 
-    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
-    config = source.weights.config
-    source.dtype(args.dtype)
-    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
+    source = open_source(args, ranks)
     given = {}
     for option in ("--stop", *(option for option, *_ in _SAMPLING)):
         name = option.removeprefix("--").replace("-", "_")
@@ -181,7 +132,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             given[name] = convert_option(option, name, value)
     options = generation_options(source.directory, **given)
     TextStream(source.tokenizer, options.stop)
-    encoder = PromptEncoder(source.tokenizer, config.vocab_size, chat=args.chat)
+    encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size, chat=args.chat)
     texts = args.prompt or [None]
     if len(texts) > 1:
         raise UserError(
@@ -200,7 +151,6 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
             "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
         )
-    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
     names = (
         "checkpoint",
         "adapter",
@@ -253,24 +203,11 @@ def _answer(request: Request) -> int:
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
-        _note_ignored(source.directory, request["max_new_tokens"])
+        note_ignored(source.directory, request["max_new_tokens"])
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
-
-
-def _note_ignored(directory: Path, max_new_tokens: int | None) -> None:
-    """Print a note on standard error if the model asks for options of generation that are not applied."""
-    from bmburst.data.tokenizer import GENERATION_CONFIG
-    from bmburst.inference.sampling import ignored_options
-
-    if names := ignored_options(directory, max_new_tokens):
-        print(
-            f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
-            "from those of transformers' generate",
-            file=sys.stderr,
-        )
 
 
 class _Screen:

@@ -13,7 +13,9 @@ from types import ModuleType
 
 from bmburst import __version__
 from bmburst.cli import Command, ranks_to_start
+from bmburst.config import write_json
 from bmburst.errors import UserError
+from bmburst.outputs import require_file
 
 _DOCTOR_HELP = (
     "Check Python, torch, GPUs, BMTrain and its machine code, NCCL, attention kernels and packages. Print what is "
@@ -51,15 +53,48 @@ _MARK = 'PROJECT = "bmburst"'  # a line of our engine, which other packages of t
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add --json to the parser of `bmburst doctor`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    """Add the options of `bmburst doctor`."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--report",
+        type=Path,
+        nargs="?",
+        const=Path("bmburst-report.json"),
+        metavar="FILE",
+        help="write versions, topology, options and the last error to a file, without paths, names and data, to send "
+        "along with a question (default: bmburst-report.json)",
+    )
+    add("--run", type=Path, metavar="DIR", help="with --report: a run folder whose settings are reported too")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print the findings; return 0 if training can run here, else 1."""
+    """Print the findings, or write them; return 0 if training can run here or the report is written, else 1.
+
+    Raises:
+        UserError: The report cannot be written, or the run folder has no settings.
+    """
     from bmburst.setup.doctor import CHECKS, can_train, examine, to_json, to_text
 
+    if args.run is not None and args.report is None:
+        raise UserError("--run without --report\nfix: add --report, or leave --run out")
+    if args.report is not None:
+        require_file(
+            "--report", args.report, "a report of bmburst", lambda file: b"bmburst-report-" in file.read_bytes()
+        )
     findings = examine()
+    if args.report is not None:
+        from bmburst.cli import report
+
+        values = report.report(CHECKS, findings, args.run)
+        try:
+            write_json(args.report, values)
+        except OSError as error:
+            raise UserError(
+                f"--report {args.report}: cannot be written: {error.strerror}\nfix: give another file"
+            ) from None
+        print(f"{args.report}: no paths, names or data; read it before you send it")
+        return 0
     print(to_json(CHECKS, findings) if args.json else to_text(CHECKS, findings))
     return 0 if can_train(CHECKS, findings) else 1
 

@@ -51,6 +51,9 @@ _SETTINGS = MappingProxyType(
         "init_from": "none",
         "optimizer.offload": "tried only if GPU memory is too small",
         "lora.rank": "0: all weights; with --longest both, with rank 16",
+        "lora.targets": "q_proj,v_proj",
+        "lora.rank_pattern": "none",
+        "lora.modules_to_save": "none",
         "dpo.beta": "none; its value does not matter",
     }
 )
@@ -230,7 +233,10 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     if args.write is not None:
         require_recipe(args.write)
     model, name, directory = _model(settings)
-    gpus, rank, pairs = _gpus(args) * args.nodes, settings.get("lora.rank", 0), settings.get("dpo.beta") is not None
+    gpus, pairs = _gpus(args) * args.nodes, settings.get("dpo.beta") is not None
+    lora = _adapters(settings)
+    if lora is not None:
+        lora.require_model(model)
     task = Task(
         model=model,
         preset=name,
@@ -243,9 +249,9 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         dtype=settings.get("dtype", "bfloat16"),
         loss_chunk=settings.get("loss_chunk_tokens", 1024),
         mlp_chunk=settings.get("mlp_chunk_tokens"),
-        lora=None if args.longest else _adapters(rank),
+        lora=None if args.longest else lora,
         pairs=pairs,
-        second_model=pairs and (not rank or args.longest),
+        second_model=pairs and (lora is None or bool(lora.modules_to_save) or args.longest),
         host_memory=settings.get("host_memory"),
     )
     if args.longest:
@@ -284,16 +290,18 @@ def _longest(args: argparse.Namespace, settings: Mapping[str, Any], task: "Task"
         recompute=_policies(args),
         tensor=None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
         offload=_placements(settings),
-        lora=_adapters(settings.get("lora.rank") or 16),
+        lora=_adapters({**settings, "lora.rank": settings.get("lora.rank") or 16}),
     )
     print(json.dumps(longest_json(found), indent=1) if args.json else longest_report(task, hardware, found))
     return 0
 
 
-def _adapters(rank: int) -> "LoRAConfig | None":
-    from bmburst.blocks.config import LoRAConfig
+def _adapters(settings: Mapping[str, Any]) -> "LoRAConfig | None":
+    from bmburst.blocks.lora import LoRAConfig
 
-    return LoRAConfig(rank=rank) if rank else None
+    given = {name.removeprefix("lora."): value for name, value in settings.items() if name.startswith("lora.")}
+    lora = LoRAConfig(**given)
+    return lora if lora.is_on else None
 
 
 def _policies(args: argparse.Namespace) -> Sequence[str]:

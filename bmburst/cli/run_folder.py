@@ -74,9 +74,9 @@ def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) ->
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only those of the adapters."""
+    """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only of what is trained."""
     itemsize = ITEMSIZE[config.dtype]
-    trained = config.lora.parameters(config.model) if config.lora.is_on else config.model.num_parameters
+    trained = config.lora.trained(config.model) if config.lora.is_on else config.model.num_parameters
     return trained * (itemsize + adam_bytes(itemsize))
 
 

@@ -134,7 +134,8 @@ class HostShard:
         device: The GPU of the parameter and of its copies.
         weights: The weights in host memory.
         version: Counts changes of `weights`.
-        norm: Euclidean norm of this rank's gradient, fp32 or wider on `device`; valid after `left`.
+        pieces: Parts of the gradient that have a norm each; by default all of it is one part.
+        norms: Euclidean norms of these parts of this rank's gradient, fp32 or wider on `device`; valid after `left`.
         left: The event after the copy of the gradient to host memory.
     """
 
@@ -142,7 +143,8 @@ class HostShard:
         self.parameter, self.order, self.device, self.version = parameter, order, parameter.device, 0
         self._memory = memory
         self.weights = memory.tensor(parameter.data).copy_(parameter.data)
-        self.norm: Tensor | None = None
+        self.pieces: tuple[slice, ...] = (slice(None),)
+        self.norms: Tensor | None = None
         self._gradient: Tensor | None = None
         self.left: Any = None
         self._update: Future[None] | None = None
@@ -166,21 +168,22 @@ class HostShard:
         if self.left is not None:
             self.left.synchronize()
 
-    def norm_on(self, stream: Any) -> Tensor:
-        """Return `norm` for use on a stream, which waits for it."""
-        assert self.norm is not None, "asked before backward"
+    def norms_on(self, stream: Any) -> Tensor:
+        """Return `norms` for use on a stream, which waits for them; zeros before the first backward."""
+        if self.norms is None:
+            return torch.zeros(len(self.pieces), device=self.device)
         stream.wait_event(self.left)
-        return self.norm
+        return self.norms
 
     def receive(self, gradient: Tensor, stream: Any) -> Any:
-        """Copy the gradient to host memory on a stream and compute its norm; return the event after both."""
+        """Copy the gradient to host memory on a stream and compute its norms; return the event after both."""
         if self._gradient is None:
             self._gradient = self._memory.tensor(gradient)
         self.left = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self._gradient.copy_(gradient, non_blocking=True)
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            self.norm = torch.linalg.vector_norm(gradient, dtype=wide)
+            self.norms = torch.stack([torch.linalg.vector_norm(gradient[at], dtype=wide) for at in self.pieces])
             self.left.record(stream)
         self.parameter.grad = self._gradient
         return self.left

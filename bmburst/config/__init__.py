@@ -26,6 +26,7 @@ from bmburst.config.fields import (
     number_text,
     optional_part,
     spec_of,
+    type_hints,
     union_parts,
 )
 from bmburst.config.files import parse_json, read_config_file, read_json, write_json
@@ -91,7 +92,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
         prefix: Prefix of every name.
     """
     cls = config if isinstance(config, type) else type(config)
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     for declared in dataclasses.fields(cls):
         name, annotation = prefix + declared.name, hints[declared.name]
         value = _class_default(declared) if config is cls else getattr(config, declared.name)
@@ -149,7 +150,7 @@ def build_config(cls: type[Config], values: Mapping[str, Any], prefix: str = "")
     Raises:
         UserError: A field without a default is missing, or values contradict each other.
     """
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     arguments: dict[str, Any] = {}
     for declared in dataclasses.fields(typing.cast(Any, cls)):
         name = prefix + declared.name
@@ -181,7 +182,7 @@ def _plain(value: Any) -> Any:
 def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value). Dictionaries are entered only where the configuration has an object."""
     objects = {declared.name for declared in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     for key, value in values.items():
         head, dot, rest = str(key).partition(".")
         inner, none_allowed = optional_part(hints[head]) if head in objects else (None, False)

@@ -15,6 +15,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,24 +129,37 @@ def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
     return spec if isinstance(spec, FieldSpec) else FieldSpec(help="")
 
 
+@cache
 def optional_part(annotation: Any) -> tuple[Any, bool]:
     """Return the type without `| None`, and whether None was allowed."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if _origin(annotation) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(annotation) if part is not type(None)]
         if len(rest) == 1:
             return rest[0], True
     return annotation, False
 
 
+@cache
 def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union such as `bool | Literal["auto"]`; of another type, that type alone."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    is_union = _origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
     """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else spec.choices
+    return typing.get_args(annotation) if _origin(annotation) is typing.Literal else spec.choices
+
+
+@cache
+def _origin(annotation: Any) -> Any:
+    return typing.get_origin(annotation)
+
+
+@cache
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """Return the types of the fields of a configuration by name."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def is_none(value: object) -> bool:
@@ -178,7 +192,7 @@ def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
         words = " or ".join(describe_allowed(part, spec) for part in parts)
     elif choices := choices_of(inner, spec):
         words = ", ".join(map(str, choices))
-    elif typing.get_origin(inner) is tuple:
+    elif _origin(inner) is tuple:
         words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
     elif dataclasses.is_dataclass(inner):
         words = "an object of fields"
@@ -225,7 +239,7 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
             return convert_value(name, value, part, spec)
     if len(parts) > 1 or (isinstance(value, int) and abs(value) > MOST):
         raise misfit(name, value, describe_allowed(annotation, spec))
-    if typing.get_origin(inner) is tuple:
+    if _origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if choices := choices_of(inner, spec):
         return _convert_choice(name, value, choices)
@@ -252,7 +266,8 @@ def check_fields(config: Any) -> None:
     Raises:
         UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
-    hints = typing.get_type_hints(type(config))
+    cls: type = type(config)
+    hints = type_hints(cls)
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
         if value is None and declared.default is None:  # __post_init__ fills it in later
@@ -271,6 +286,8 @@ def _convert_tuple(name: str, value: Any, annotation: Any, spec: FieldSpec) -> t
     arguments = typing.get_args(annotation)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, Mapping) and arguments[0] is str:  # of names and numbers, as YAML and PEFT write patterns
+        value = [f"{key}={part}" for key, part in value.items()]
     open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
     if not isinstance(value, list | tuple) or not (open_ended or len(value) == len(arguments)):
         raise misfit(name, value, describe_allowed(annotation, spec))
@@ -340,12 +357,16 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.beta2",): "adam_beta2 beta_2",
         ("optimizer.eps",): "adam_epsilon adam_eps epsilon",
         ("optimizer.weight_decay",): "wd decay",
+        ("optimizer.weight_decay_on",): "weight_decay_groups decay_parameters no_decay",
         ("optimizer.clip_norm",): "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clipping",
         ("optimizer.offload",): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
-        ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters warmup_ratio lr_warmup_steps",
-        ("schedule.final_lr_fraction",): "min_lr min_lr_ratio min_lr_factor lr_min",
+        ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters lr_warmup_steps",
+        ("schedule.warmup_fraction",): "warmup_ratio lr_warmup_fraction lr_warmup_ratio",
+        ("schedule.decay",): "decay_type lr_decay_type lr_wsd_decay_style",
+        ("schedule.decay_fraction",): "decay_ratio lr_decay_ratio",
+        ("schedule.final_lr_fraction",): "min_lr min_lr_rate min_lr_ratio min_lr_factor lr_min",
         (
             "sequence_length",
             "tokens",
@@ -378,7 +399,12 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("pack",): "packing sample_packing pack_sequences",
         ("lora.rank", "lora"): "lora_r lora_rank r rank peft adapter",
         ("lora.alpha",): "lora_alpha alpha",
-        ("lora.targets",): "lora_target lora_target_modules target_modules",
+        ("lora.targets",): "lora_target lora_target_modules target_modules lora_target_linear",
+        ("lora.dropout",): "lora_dropout",
+        ("lora.rslora",): "use_rslora peft_use_rslora",
+        ("lora.modules_to_save",): "lora_modules_to_save additional_target",
+        ("lora.loraplus_lr_ratio",): "lora_plus_lr_ratio",
+        ("lora.init_from",): "lora_model_dir adapter_name_or_path lora_path",
         ("nproc", "gpus"): "num_gpus n_gpus gpus ngpu nproc_per_node num_processes world_size devices ranks",
         ("data_parallel", "parallel.data_parallel"): "dp data_parallel_size data_parallel_degree dp_size",
         ("sequence_parallel", "parallel.sequence_parallel"): "cp sp context_parallel context_parallel_size cp_size "

@@ -228,7 +228,7 @@ class Answering:
         self._engine, self._options, self._progress = engine, options, progress
         self._prompts = prompts
         self._rows = [
-            _Row(SamplerRow(index, sample, prompt.tokens), TextStream(tokenizer, options.stop), options)
+            _Row(SamplerRow(index, sample, prompt.tokens), tokenizer, options)
             for index, prompt in prompts.items()
             for sample in range(options.num_samples)
         ]
@@ -265,15 +265,15 @@ class Answering:
             seconds = time.perf_counter() - begin
             beat()
             for i, row in enumerate(self._rows):
-                if row.finish is None:
+                if row.growing.finish is None:
                     text = row.take(chosen, i, seconds)
                     if text:
                         self._progress.text(row.sampled.prompt, row.sampled.sample, text)
-            if all(row.finish is not None for row in self._rows):
+            if all(row.growing.finish is not None for row in self._rows):
                 break
         peak = max(gather_objects(engine.comm, peak_gib(device)))
         for row in self._rows:
-            if row.finish != "refused":
+            if row.growing.finish != "refused":
                 answer = row.answer(peak)
                 answers.setdefault(row.sampled.prompt, []).append(answer)
                 self._progress.answer(row.sampled.prompt, answer)
@@ -287,55 +287,81 @@ class Answering:
             raise batch.nan_error
         for row in self._rows:
             if row.sampled.prompt in bad:
-                row.finish = "refused"
+                row.growing.finish = "refused"
         answers = {index: [Answer.refused(self._prompts[index], str(batch.nan_error))] for index in bad}
         for index, (answer,) in answers.items():
             self._progress.answer(index, answer)
         return answers
 
 
-class _Row:
-    """An answer in progress: one row of the batch."""
+class GrowingAnswer:
+    """An answer in progress: its tokens, its text, and why it ended.
 
-    def __init__(self, sampled: SamplerRow, text: TextStream, options: GenerationOptions) -> None:
-        self.sampled, self._text, self._options = sampled, text, options
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._first = self._last = 0.0
+    Args:
+        tokenizer: The tokenizer; None: no text.
+        options: The options of the answer: its stop strings, its end-of-text ids and its largest length.
+
+    Attributes:
+        tokens: The tokens so far.
+        finish: As in `Answer`; None before the end.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer | None, options: GenerationOptions) -> None:
+        self._text, self._options = TextStream(tokenizer, options.stop), options
+        self.tokens: list[int] = []
         self.finish: Literal["length", "stop", "eos", "refused"] | None = None
 
-    def take(self, chosen: Sampled, row: int, seconds: float) -> str:
+    @property
+    def text(self) -> str | None:
+        """See `TextStream.text`."""
+        return self._text.text
+
+    def push(self, token: int) -> str:
         """Append the next token and return the text that no later token can change."""
-        token = int(chosen.tokens[row])
-        self._last = seconds
-        if not self._tokens:
-            self._first = seconds
-        self._tokens.append(token)
-        if chosen.logprobs is not None and chosen.top_ids is not None and chosen.top_logprobs is not None:
-            top = zip(chosen.top_ids[row].tolist(), chosen.top_logprobs[row].tolist(), strict=True)
-            self._logprobs.append(TokenLogprob(token, float(chosen.logprobs[row]), tuple(top)))
+        self.tokens.append(token)
         if token in self._options.eos_ids:
             self.finish = "eos"
             return self._text.finish()
         text = self._text.push(token)
         if self._text.stop_string is not None:
             self.finish = "stop"
-        elif len(self._tokens) == self._options.max_new_tokens:
+        elif len(self.tokens) == self._options.max_new_tokens:
             self.finish = "length"
             text += self._text.finish()
             if self._text.stop_string is not None:
                 self.finish = "stop"
         return text
 
+
+class _Row:
+    """One row of the batch."""
+
+    def __init__(self, sampled: SamplerRow, tokenizer: PromptTokenizer | None, options: GenerationOptions) -> None:
+        self.sampled, self.growing, self._options = sampled, GrowingAnswer(tokenizer, options), options
+        self._logprobs: list[TokenLogprob] = []
+        self._first = self._last = 0.0
+
+    def take(self, chosen: Sampled, row: int, seconds: float) -> str:
+        """Append the next token and return the text that no later token can change."""
+        token = int(chosen.tokens[row])
+        self._last = seconds
+        if not self.growing.tokens:
+            self._first = seconds
+        if chosen.logprobs is not None and chosen.top_ids is not None and chosen.top_logprobs is not None:
+            top = zip(chosen.top_ids[row].tolist(), chosen.top_logprobs[row].tolist(), strict=True)
+            self._logprobs.append(TokenLogprob(token, float(chosen.logprobs[row]), tuple(top)))
+        return self.growing.push(token)
+
     def answer(self, peak: float) -> Answer:
         """Return the answer, once it is finished."""
-        assert self.finish is not None
-        count = len(self._tokens)
+        growing = self.growing
+        assert growing.finish is not None
+        count = len(growing.tokens)
         return Answer(
             prompt_tokens=len(self.sampled.tokens),
-            tokens=tuple(self._tokens),
-            text=self._text.text,
-            finish=self.finish,
+            tokens=tuple(growing.tokens),
+            text=growing.text,
+            finish=growing.finish,
             first_token_seconds=self._first,
             seconds_per_token=(self._last - self._first) / (count - 1) if count > 1 else None,
             peak_gib=peak,

@@ -102,6 +102,11 @@ class KVCache:
         self.lengths[sequence] += tokens
         self.device_lengths[sequence] += tokens
 
+    def cut(self, sequence: int, tokens: int) -> None:
+        """Set a sequence's length to fewer tokens; the rows behind them are free again."""
+        self.lengths[sequence] = tokens
+        self.device_lengths[sequence] = tokens
+
     def require_room(self, sequence: int, tokens: int) -> None:
         """Check that a sequence has room for more tokens.
 

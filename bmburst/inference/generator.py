@@ -356,6 +356,22 @@ def require_room(
         raise UserError(problem)
 
 
+def room(
+    source: Source, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None, sequences: int
+) -> int:
+    """Return the most tokens of each of so many sequences that fit in memory, before weights are read.
+
+    Args:
+        source, comm, cache, dtype, chunk_tokens: See `require_room`.
+        sequences: Number of sequences whose cache is in memory at once.
+
+    Raises:
+        UserError: Not even one token fits beside the weights.
+    """
+    memory, available = _with_room_for_weights(source, comm, cache, dtype, chunk_tokens)
+    return memory.longest(available, sequences)
+
+
 def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:
     """Return why a sequence does not fit in memory, or None.
 

@@ -12,11 +12,11 @@ from bmburst.amounts import short, tokens
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
 from bmburst.errors import UserError
 from bmburst.inference.answering import Progress
+from bmburst.inference.filler import Filler
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer, Prompt, PromptEncoder
 from bmburst.outputs import blank_picture, save_picture
 
-FILLER = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.")
 KEY = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 FORMAT = "bmburst-passkey-1"
@@ -107,55 +107,34 @@ class PasskeyPrompts:
     """
 
     def __init__(self, tokenizer: PromptTokenizer, test: PasskeyTest, encoder: PromptEncoder) -> None:
-        self._tokenizer, self._test, self._encoder = tokenizer, test, encoder
-        text = "".join(FILLER)
-        plain, whole = (tokenizer.encode_prompt(text, add_special_tokens=added) for added in (False, True))
-        self._start = whole[: _offset(whole, plain)]
-        self._context = text
-        sentences = [self._piece(sentence) for sentence in FILLER]
-        self._filler = np.concatenate(sentences)
-        self._ends = np.cumsum([len(each) for each in sentences])
-        self._question = self._piece(QUESTION)
+        self._test, self._encoder, self._filler = test, encoder, Filler(tokenizer)
+        self._question = self._filler.piece(QUESTION)
         least = max(len(self._fixed(test.key(length, depth, 0))) for length in test.lengths for depth in test.depths)
         if min(test.lengths) < least:
             raise UserError(
                 f"lengths: {min(test.lengths)} tokens are too few for the question\n"
-                f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {_round_up(least)} or more"
+                f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {round_up(least)} or more"
             )
         self.prompt(min(test.lengths), test.depths[0], 0)  # refuses tokens outside the model's vocabulary
 
     def prompt(self, length: int, depth: float, sample: int) -> tuple[Prompt, str]:
         """Return a prompt of `length` tokens, and the digits of the right answer."""
         key = self._test.key(length, depth, sample)
-        sentence = self._piece(KEY.format(key=key)) if self._test.with_key else np.zeros(0, np.int64)
-        room = max(length - len(self._start) - len(sentence) - len(self._question), 0)
-        filler, ends = self._text(room)
+        sentence = self._filler.piece(KEY.format(key=key)) if self._test.with_key else np.zeros(0, np.int64)
+        room = max(length - len(self._filler.start) - len(sentence) - len(self._question), 0)
+        filler, ends = self._filler.text(room)
         place = int(ends[np.abs(ends - depth * room).argmin()])
-        ids = np.concatenate([self._start, filler[:place], sentence, filler[place:], self._question])
+        ids = np.concatenate([self._filler.start, filler[:place], sentence, filler[place:], self._question])
         source = f"passkey {short(length)} at depth {depth:g}"
         assert len(ids) == length, (len(ids), length)
         return self._encoder.ids(ids, source), key
 
     def new_tokens(self, length: int, depth: float, sample: int) -> int:
         """Return the largest number of tokens of an answer."""
-        return len(self._piece(f" {self._test.key(length, depth, sample)}")) + _SPARE_TOKENS
-
-    def _text(self, room: int) -> tuple[TokenIds, TokenIds]:
-        """Return `room` tokens of filler that end with a whole sentence, and the places between its sentences."""
-        unit = len(self._filler)
-        units = -(-room // unit)
-        cut = units * unit - room  # tokens cut from the start
-        ends = (np.arange(units)[:, None] * unit + self._ends).reshape(-1) - cut
-        return np.tile(self._filler, units)[cut:], np.concatenate([[0], ends[ends > 0]])
+        return len(self._filler.piece(f" {self._test.key(length, depth, sample)}")) + _SPARE_TOKENS
 
     def _fixed(self, key: str) -> TokenIds:
-        return np.concatenate([self._start, self._piece(KEY.format(key=key)), self._question])
-
-    def _piece(self, text: str) -> TokenIds:
-        """Return the tokens of a text that follows filler."""
-        before, whole = (self._tokenizer.encode(each) for each in (self._context, self._context + text))
-        is_prefix = len(before) < len(whole) and np.array_equal(whole[: len(before)], before)
-        return whole[len(before) :] if is_prefix else self._tokenizer.encode(text)
+        return np.concatenate([self._filler.start, self._filler.piece(KEY.format(key=key)), self._question])
 
 
 def measure_passkeys(
@@ -307,15 +286,8 @@ def read_depths(text: str) -> tuple[float, ...]:
     return found
 
 
-def _offset(whole: TokenIds, plain: TokenIds) -> int:
-    """Return the index where `plain` begins in `whole`, after the special tokens at the start of a text."""
-    for offset in range(len(whole) - len(plain) + 1):
-        if np.array_equal(whole[offset : offset + len(plain)], plain):
-            return offset
-    return 0
-
-
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
+    """Return a length that a message proposes: the next multiple of 64."""
     return -(-length // 64) * 64
 
 

@@ -133,6 +133,15 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
     return GenerationOptions(**values)
 
 
+def own_max_new_tokens(directory: Path | None) -> int | None:
+    """Return `max_new_tokens` of a model's generation_config.json; None if it sets none.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    return None if directory is None else _defaults(directory).get("max_new_tokens")
+
+
 def given_options(
     options: GenerationOptions | None, given: Mapping[str, object], make: Callable[..., GenerationOptions]
 ) -> GenerationOptions:

@@ -359,6 +359,40 @@ class Session:
         if answer is not self._answer:
             raise UserError("the session has continued after this answer\nfix: call session.generate() again")
 
+    def keep(self, tokens: int) -> int:
+        """Cut the text to its first tokens, whose cache is kept, and return their number: at most `tokens`.
+
+        It is less than `tokens` if the cache is split by tokens (a prompt then starts at a multiple of the groups), and
+        0 with dynamic rotary scaling, where cached keys depend on the length of the whole text. A session that an
+        exception has interrupted can be used again after this call.
+
+        Args:
+            tokens: From 0 to the number of tokens of the text, the same on every rank.
+
+        Raises:
+            UserError: It is outside of these bounds, or ranks have different numbers.
+        """
+        engine, cache = self._batch.engine, self._batch.cache
+
+        def decide() -> tuple[int, str]:
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens <= len(self._tokens):
+                raise UserError(
+                    f"tokens to keep: {tokens!r}\nallowed: 0 to {len(self._tokens)}, the tokens of the text\n"
+                    "fix: session.keep(0) to start anew"
+                )
+            return tokens, f"session.keep\ntokens {tokens}"
+
+        with engine.comm.checking():
+            kept = min(engine.comm.decided(decide), cache.lengths[0])
+        scaling = engine.weights.config.rope_scaling
+        kept -= kept % engine.split.token_groups
+        kept = 0 if scaling is not None and scaling.kind == "dynamic" else kept
+        self._answer = self._batch.logits = None
+        cache.cut(0, kept)
+        text, self._tokens, self._digest = self._tokens[:kept], [], hashlib.blake2b(digest_size=8)
+        self._append(text)
+        return kept
+
     def fork(self) -> "Session":
         """Return an independent session with a copy of the text and its cache."""
         other = copy.copy(self)
@@ -370,7 +404,7 @@ class Session:
         if self._batch.cache.lengths[0] > len(self._tokens):
             raise UserError(
                 "an exception has interrupted this session, and its cache holds tokens that are not in its text\n"
-                "fix: a new session, generator.session(max_tokens), that begins with session.tokens"
+                "fix: session.keep(0), then prefill the whole text again"
             )
         new = self._encoder.ids(ids, "prefill").tokens
         pending = self._tokens[self._batch.cache.lengths[0] :]

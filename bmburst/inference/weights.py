@@ -224,9 +224,10 @@ class GatheredWeights:
 
         full = gather(self._shards[name])
         assert full is not None  # every rank receives it
-        a, b = (self._shards.get(f"{name.removesuffix('.weight')}.lora_{letter}") for letter in "AB")
+        stem = name.removesuffix(".weight")
+        a, b = (self._shards.get(f"{stem}.lora_{letter}") for letter in "AB")
         if a is None or b is None or self._lora is None:
             return full.detach()
         wide = torch.promote_types(full.dtype, torch.float32)
         outward, inward = (self.whole(each.name).to(wide) for each in (b, a))
-        return torch.addmm(full.detach().to(wide), outward, inward, alpha=self._lora.scale).to(full.dtype)
+        return torch.addmm(full.detach().to(wide), outward, inward, alpha=self._lora.scale_of(stem)).to(full.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 from bmburst.errors import UserError
 
+Allowed = Mapping[str, tuple[tuple[object, ...], str]]
 _LOSSES = ("Trainer", "SFTTrainer")
 _SAME = "read by the Trainer; the same on split sequences"
 _NO_LOGITS = "no effect, because predictions are not gathered"
@@ -20,7 +21,7 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(repr, values))
 
 
-_ALLOWED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+_ALLOWED: Allowed = MappingProxyType(
     {
         "auto_find_batch_size": ((False,), "one rank without memory would begin again alone"),
         "average_tokens_across_devices": ((True,), "the loss is the mean over the labels of all ranks"),
@@ -84,10 +85,21 @@ _READ: Mapping[str, str] = MappingProxyType(
     }
 )
 
-ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {name: does for does, names in _READ.items() for name in names.split()}
-    | {name: f"read; allowed: {_listed(values)}, because {why}" for name, (values, why) in _ALLOWED.items()}
-)
+
+def done(read: Mapping[str, str], allowed: Allowed) -> Mapping[str, str]:
+    """Return what is done with each argument.
+
+    Args:
+        read: Names of arguments, separated by spaces, by what is done with them.
+        allowed: The arguments of which some values are exact.
+    """
+    return MappingProxyType(
+        {name: does for does, names in read.items() for name in names.split()}
+        | {name: f"read; allowed: {_listed(values)}, because {why}" for name, (values, why) in allowed.items()}
+    )
+
+
+ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
@@ -98,7 +110,7 @@ def require_loss(trainer: type) -> None:
         UserError: One has.
     """
     for each in trainer.__mro__:
-        if _is_library(each) and "compute_loss" in vars(each) and each.__name__ not in _LOSSES:
+        if is_library(each) and "compute_loss" in vars(each) and each.__name__ not in _LOSSES:
             raise UserError(
                 f"{each.__name__} has a loss of its own, which is not computed on split sequences\n"
                 f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
@@ -106,7 +118,9 @@ def require_loss(trainer: type) -> None:
             )
 
 
-def require_understood(trainer: Any, options: Iterable[str]) -> None:
+def require_understood(
+    trainer: Any, options: Iterable[str], exact: Allowed = _ALLOWED, known: Mapping[str, str] = ARGUMENTS
+) -> None:
     """Check that a Trainer is asked for nothing that means another thing on split sequences.
 
     Fields and parameters that are defined outside of transformers and TRL are the caller's own.
@@ -114,12 +128,14 @@ def require_understood(trainer: Any, options: Iterable[str]) -> None:
     Args:
         trainer: The Trainer, made.
         options: Names of its arguments that are set.
+        exact: The arguments of which some values are exact.
+        known: The arguments that were read.
 
     Raises:
-        UserError: A value is not exact on split sequences, or an argument of transformers or TRL is set that is not in
-            `ARGUMENTS`.
+        UserError: A value is not exact on split sequences, or an argument of transformers or TRL is set that was not
+            read.
     """
-    for name, (allowed, why) in _ALLOWED.items():
+    for name, (allowed, why) in exact.items():
         value = getattr(trainer.args, name, allowed[0])
         if value not in allowed:
             raise UserError(
@@ -127,9 +143,9 @@ def require_understood(trainer: Any, options: Iterable[str]) -> None:
                 f"allowed: {_listed(allowed)}\nfix: leave it out"
             )
     parameters = {
-        name for each in type(trainer).__mro__ if _is_library(each) for name in inspect.signature(each).parameters
+        name for each in type(trainer).__mro__ if is_library(each) for name in inspect.signature(each).parameters
     }
-    unknown = sorted(({*options} & parameters) - {*ARGUMENTS}) + _changed_fields(trainer.args)
+    unknown = sorted(({*options} & parameters) - {*known}) + _changed_fields(trainer.args, known)
     if unknown:
         raise UserError(
             f"{unknown[0]} of {type(trainer).__name__} is not known, so it may mean another thing on split sequences\n"
@@ -137,17 +153,22 @@ def require_understood(trainer: Any, options: Iterable[str]) -> None:
         )
 
 
-def _changed_fields(arguments: Any) -> list[str]:
-    """Return the fields of transformers and TRL that are not in `ARGUMENTS` and do not have their default."""
+def _changed_fields(arguments: Any, known: Mapping[str, str]) -> list[str]:
+    """Return the fields of transformers and TRL that were not read and do not have their default."""
     found = []
-    for owner in filter(_is_library, type(arguments).__mro__):
-        unknown = {*vars(owner).get("__annotations__", {})} - {*ARGUMENTS}
-        fields = [each.name for each in dataclasses.fields(arguments) if each.name in unknown]
-        if fields:  # what a field is by default is known after __post_init__ only
+    for owner in filter(is_library, type(arguments).__mro__):
+        unknown = {*vars(owner).get("__annotations__", {})} - {*known}
+        fields = [
+            each.name
+            for each in dataclasses.fields(arguments)
+            if each.name in unknown and getattr(arguments, each.name) != each.default
+        ]
+        if fields:  # what a field is by default is known after __post_init__ only, which resets accelerate's state
             plain = owner(output_dir=arguments.output_dir, use_cpu=arguments.use_cpu, report_to="none")
             found += [name for name in fields if getattr(arguments, name) != getattr(plain, name)]
     return found
 
 
-def _is_library(owner: type) -> bool:
+def is_library(owner: type) -> bool:
+    """Return whether a class is one of transformers or TRL."""
     return owner.__module__.split(".")[0] in ("transformers", "trl")

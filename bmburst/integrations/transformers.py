@@ -39,6 +39,7 @@ from bmburst.sequence import SequenceShard, gathered
 from bmburst.sequence.packed_tree import PackedTree, tree_facts
 from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
@@ -138,10 +139,10 @@ class Part:
                 model,
                 inputs,
                 lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
-                lambda logits: -label_logps_of(logits, self.labels).sum(),
+                lambda logits: -label_logps_of(logits, self.labels).sum(0, keepdim=True),
             ).sum()
         else:
-            summed = -(self._label_logps(model, **inputs) * self.counts).sum()
+            summed = -(self._logps(model, inputs)[0] * self.counts).sum()
         total = valid_labels(self.mesh, self) if counted is None else counted
         return global_mean(summed, total, self.mesh.world.size) + _nan_of_none(total)
 
@@ -173,19 +174,74 @@ class Part:
             return self.tree, "Part.row_logps"
 
         tree = self.mesh.world.decided(decide)
-        return tree.counted_rows(self.whole(self._label_logps(model, **inputs))[0])
+        return tree.counted_rows(self.whole(self._logps(model, inputs)[0])[0])
 
     @property
     def label_count(self) -> Tensor:
         """Number of labels of this rank that count, a scalar int64 tensor; those of all rows of a tree."""
         return count_valid(self.labels) if self.counts is None else self.counts.sum()
 
-    def _label_logps(self, model: torch.nn.Module, **inputs: object) -> Tensor:
-        """Return the log-probability of each local label, `[batch, local_tokens]`; 0 where there is no label."""
+    def logps(
+        self, model: torch.nn.Module, *, temperature: float = 1.0, entropy: bool = False, **inputs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each label of this rank, and the entropy of its distribution, in nats.
+
+        Both are differentiable. Logits are computed for some thousand tokens at a time, as in `loss`, and only for
+        tokens with a label. `gathered` returns whole tensors on every rank, for a loss that every rank computes.
+
+        Args:
+            model: As in `logits`.
+            temperature: Divides the logits, above 0.
+            entropy: Whether to compute entropies.
+            inputs: As in `logits`.
+
+        Returns:
+            Two tensors `[batch, local_tokens]`, in fp32 or wider; 0 where there is no label. The second is None without
+            `entropy`.
+
+        Raises:
+            UserError: As in `logits`, or `temperature` is not above 0.
+        """
+
+        def decide() -> tuple[float, str]:
+            is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+            if not is_number or not 0 < temperature < math.inf:
+                raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
+            return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
+
+        return self._logps(model, inputs, self.mesh.world.decided(decide), entropy)
+
+    def _logps(
+        self, model: torch.nn.Module, inputs: dict[str, Any], temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `logps`."""
         found = self._of_head(
-            model, inputs, label_logps(self.labels), lambda logits: label_logps_of(logits, self.labels)
+            model,
+            inputs,
+            label_logps(self.labels, temperature, entropy=entropy),
+            lambda logits: label_logps_of(logits, self.labels, temperature, entropy=entropy),
         )
-        return found.view(self.labels.shape)
+        has_label = (self.labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        placed = [
+            values.new_zeros(self.labels.shape).index_put(has_label, values)
+            for values in found.view(1 + entropy, len(has_label[0]))
+        ]
+        return placed[0], placed[1] if entropy else None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the whole tensor on every rank, for a loss that every rank of the sequence computes from it.
+
+        Backward takes this rank's part of the gradient: that of one loss. `whole` sums the gradients of all ranks: that
+        of as many losses as there are ranks.
+
+        Args:
+            x: `[batch, local_tokens, ...]`.
+
+        Returns:
+            `[batch, length, ...]`.
+        """
+        joined: Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
+        return joined
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`; differentiable."""
@@ -336,7 +392,7 @@ class SplitSequences:
         Raises:
             UserError: Shapes differ, there is padding inside a document, arguments contradict each other, a key is
                 unknown, or the ranks pass different batches; or the layout is "balanced" and samples have documents of
-            their own.
+                their own.
         """
         comm = self.mesh.sequence
 
@@ -389,6 +445,18 @@ class SplitSequences:
             changing=self._changing,
             weights=self._weights,
         )
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part) -> Tensor:
+        ctx.cut = part.cut
+        return part.whole(x)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.take(grad), None
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:

@@ -7,9 +7,12 @@ reaches every layer through gradient checkpointing, FSDP2 and DDP. Code that use
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from inspect import getclosurevars
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from bmburst.attention.options import AttentionOptions, MaskOption, require_soft
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.tree import Tree
 from bmburst_ops.flash import Partial
@@ -28,6 +32,7 @@ NAME = "bmburst"
 _NOT_ASKED = frozenset(
     {
         "cache_position",
+        "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
         "position_embeddings",
@@ -38,10 +43,26 @@ _NOT_ASKED = frozenset(
 """Arguments that models pass to attention and that do not change its result."""
 
 
+_SPLIT_CACHE = 'on one rank, model.set_attn_implementation("sdpa") and model.generate'
 _ELSEWHERE = "train this model with another attn_implementation"
 
 _KNOWN = {"s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation")}
 """Arguments of unsupported features, with the name of the feature and the fix."""
+
+
+class Near(NamedTuple):
+    """Which tokens of its document a token sees, besides itself: none of them later.
+
+    Attributes:
+        window: The last tokens, including the token itself; None: all.
+        chunk: The tokens of the same chunk of the document; chunks have this many tokens. None: all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+ALL = Near()
 
 
 class _NoTensor(UserError, AttributeError):
@@ -64,7 +85,8 @@ class SequenceMask:
         length: Number of tokens of a sequence without padding.
         documents: One for all samples, one per sample, or empty.
         mask: Mask of one kind of layer; None until the model makes it with `layer_mask`.
-        window: Number of tokens that these layers see, including the token itself and earlier turns; None: all.
+        near: The tokens that these layers see, of this and of earlier turns.
+        query_scale: Factor on the queries of these layers, `[samples or 1, local_tokens, 1, 1]`, or None.
     """
 
     ndim = 4  # as a complete mask: models modify 2-dimensional masks
@@ -78,10 +100,11 @@ class SequenceMask:
         length: int,
         documents: tuple[Documents | Tree, ...] = (),
         mask: MaskOption | None = None,
-        window: int | None = None,
+        near: Near = ALL,
+        query_scale: Tensor | None = None,
     ) -> None:
         batch, tokens = shape
-        self.window = window
+        self.near, self.query_scale = near, query_scale
         self.shape = (batch, 1, tokens, tokens)  # models read the number of keys from the last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 
@@ -92,19 +115,52 @@ class SequenceMask:
         raise _NoTensor(str(_cannot(f"a model that computes with its mask (mask.{name})", _ELSEWHERE)))
 
     def __getitem__(self, places: object) -> Any:
-        """See `__getattr__`."""
+        """Return the mask, if all of it is asked for; else see `__getattr__`."""
+        if isinstance(places, tuple) and all(place in (slice(None), slice(0, None)) for place in places):
+            return self
         raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
-    def seen(self, window: int | None) -> "SequenceMask":
-        """Return the mask of layers that see the last `window` tokens of their document; None: all tokens.
+    def seen(self, near: Near = ALL) -> "SequenceMask":
+        """Return the mask of layers that see the nearest tokens of their document.
 
         Raises:
-            UserError: The window is shorter than a document, and layout or tree are exact without windows only.
+            UserError: These are fewer than a document has, and layout or tree are exact with all of them only.
         """
-        near = Causal() if window is None or window >= self.longest else SlidingWindow(window)
-        if window is not None and isinstance(near, SlidingWindow):
-            self._require_windows(window)
-        masks = tuple(_joined(near, part) for part in self.documents) or (near,)
+        sees = min(each for each in (near.window, near.chunk, self.longest) if each is not None)
+        if sees < self.longest:
+            self._require_windows(sees)
+        documents = self.documents
+        if near.chunk is not None and near.chunk < self.longest:  # a chunk is a document
+            documents = tuple(_in_chunks(part, near.chunk) for part in documents or (Documents((self.length,)),))
+        last = Causal() if near.window is None or near.window >= self.longest else SlidingWindow(near.window)
+        masks = tuple(_joined(last, part) for part in documents) or (last,)
+        return self._but(mask=masks[0] if len(masks) == 1 else masks, near=near)
+
+    def scaled(self, query_scale: Tensor) -> "SequenceMask":
+        """Return the mask of layers whose queries are multiplied by a factor before attention."""
+        return self._but(mask=self.mask, near=self.near, query_scale=query_scale)
+
+    def laid_out(self, layout: str) -> "SequenceMask":
+        """Return the mask of the same layers in another layout, for queries, keys and values in that layout."""
+        found = self._but(mask=self.mask, near=self.near, query_scale=self.query_scale)
+        found.options = replace(self.options, layout=layout)
+        return found
+
+    def places(self) -> Tensor:
+        """Return the place of each local token in its document, from 0, int64 `[samples or 1, local_tokens]`.
+
+        Raises:
+            UserError: The batch is a tree, or its layout depends on a mask.
+        """
+        self._require_windows(1)
+        layout = make_layout(self.options.layout, self.comm.size, self.shape[-1])
+        runs = layout.runs(self.comm.rank)
+        tokens = np.concatenate([run.start + run.stride * np.arange(run.tokens) for run in runs])
+        edges = [np.asarray((*part.starts, part.length)) for part in self.documents] or [np.zeros(1, np.int64)]
+        starts = [each[np.searchsorted(each, tokens, side="right") - 1] for each in edges]
+        return torch.from_numpy(tokens - np.stack(starts)).to(self.comm.device)
+
+    def _but(self, **changed: Any) -> "SequenceMask":
         batch, _, tokens, _ = self.shape
         return SequenceMask(
             comm=self.comm,
@@ -112,8 +168,7 @@ class SequenceMask:
             shape=(batch, tokens),
             length=self.length,
             documents=self.documents,
-            mask=masks[0] if len(masks) == 1 else masks,
-            window=window,
+            **changed,
         )
 
     def attend(
@@ -126,17 +181,22 @@ class SequenceMask:
         sink: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output. Tensors are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
+        if self.query_scale is not None:
+            q = (q * self.query_scale).to(q.dtype)
         return attend(q, k, v, self._length, self.comm, self._options(scale, softcap), sink=sink)[0]
 
     def attend_behind(
         self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None = None
     ) -> Tensor:
         """Return attention's output over this turn and the earlier tokens in a `SplitLayer`."""
+        if self.near.chunk is not None or self.query_scale is not None:
+            raise _cannot("chunked attention over a split cache", _SPLIT_CACHE)
         options = self._options(scale, softcap)
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
-        if self.window is not None:  # the mask of a turn shorter than the window is causal; earlier tokens need it
-            options = replace(options, mask=SlidingWindow(self.window))
-        layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
+        window = self.near.window
+        if window is not None:  # the mask of a turn shorter than the window is causal; earlier tokens need it
+            options = replace(options, mask=SlidingWindow(window))
+        layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, window, part)
         return part.out
 
     @property
@@ -165,7 +225,8 @@ class SequenceMask:
 
     @property
     def _length(self) -> int | None:
-        return None if self.documents else self.length  # documents include their length
+        has_own = isinstance(self.mask, tuple) or (self.mask is not None and self.mask.length is not None)
+        return None if has_own else self.length  # documents include their length
 
     def _options(self, scale: float | None, softcap: float | None) -> AttentionOptions:
         assert self.mask is not None
@@ -177,13 +238,21 @@ class CachedMask:
 
     Args:
         given: The attention_mask of the call.
-        window: Number of visible tokens; None: all.
+        mask_function: The mask of the layers, as composed by transformers.
     """
 
-    def __init__(self, given: object, window: int | None) -> None:
-        self.given, self.window = given, window
+    def __init__(self, given: object, mask_function: Callable[..., Any]) -> None:
+        self.given, self._mask_function = given, mask_function
         if isinstance(given, Tensor) and not given.is_cuda and not bool((given == 1).all()):
             raise _cannot("padding in generation", "generate from prompts of one length at a time")
+
+    @cached_property
+    def window(self) -> int | None:
+        """Number of visible tokens; None: all."""
+        near = _near(self._mask_function)
+        if near.chunk is not None:
+            raise _cannot("chunked attention over a split cache", _SPLIT_CACHE)
+        return near.window
 
 
 def layer_mask(
@@ -202,13 +271,16 @@ def layer_mask(
             causal sliding window.
     """
     if not isinstance(attention_mask, SequenceMask):
-        return CachedMask(attention_mask, _window(mask_function))
+        return CachedMask(attention_mask, mask_function)
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(
             f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
             "fix: pass use_cache=False; to generate: bmburst.integrations.transformers_cache.generate"
         )
-    return attention_mask.seen(_window(mask_function))
+    if _is(mask_function, "or_masks"):  # depends on the tokens of a rank
+        near = attention_mask.comm.decided(lambda: (_near(mask_function), "mask of a kind of layers"))
+        return attention_mask.seen(near)
+    return attention_mask.seen(_near(mask_function))
 
 
 def attention(
@@ -273,14 +345,19 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings return fp32
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
+    relay = None if layer is None else layer.relay
+    if relay is not None:  # keys and values have been moved to the layout of the cache
+        query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
     width = value.shape[-1]
     if width < key.shape[-1]:  # multi-head latent attention: zeros in, zeros out
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if layer is None:
+    if layer is None or layer.begins:
         out = attention_mask.attend(*inputs, scaling, softcap, sink)
     else:
         out = attention_mask.attend_behind(layer, *inputs, scaling, softcap)
+    if relay is not None:
+        out = relay.back.move(out, 1)
     return out[..., :width].contiguous(), None
 
 
@@ -315,21 +392,30 @@ def require_known_arguments(asked: dict[str, Any]) -> None:
         raise _cannot(*_KNOWN.get(other[0], (other[0], f"leave it out of the call, or {_ELSEWHERE}")))
 
 
-def _window(function: Callable[..., Any]) -> int | None:
-    """Return the sliding window of a mask function of transformers, None for a causal mask.
+def _near(function: Callable[..., Any]) -> Near:
+    """Return which tokens a mask function of transformers lets a token see.
 
-    transformers composes functions of indices from closures. Only causal masks and sliding windows are recognized.
+    transformers composes functions of indices from closures. Only causal masks, sliding windows and chunks are
+    recognized, and with them blocks of other media if there are none.
     """
     from transformers.masking_utils import causal_mask_function
 
     if function is causal_mask_function:
-        return None
+        return ALL
     inside = getclosurevars(function).nonlocals
+    if _is(function, "or_masks"):
+        blocks = [part for part in inside["mask_functions"] if _is(part, "blockwise_overlay")]
+        others = [part for part in inside["mask_functions"] if part not in blocks]
+        if len(others) == 1 and all(bool((_inside(part, "block_sequence_ids") < 0).all()) for part in blocks):
+            return _near(others[0])
     if _is(function, "and_masks"):
         others = [part for part in inside["mask_functions"] if part is not causal_mask_function]
-        if len(others) == 1 and len(inside["mask_functions"]) == 2 and _is(others[0], "sliding_window_overlay"):
-            # 0 means no window: Qwen2-MoE without windows still makes a mask with window 0, which no layer uses.
-            return int(getclosurevars(others[0]).nonlocals["sliding_window"]) or None
+        if len(others) == 1 and len(inside["mask_functions"]) == 2:
+            if _is(others[0], "sliding_window_overlay"):
+                # 0 means no window: Qwen2-MoE without windows still makes a mask with window 0, which no layer uses.
+                return Near(window=int(_inside(others[0], "sliding_window")) or None)
+            if _is(others[0], "chunked_overlay"):
+                return Near(chunk=int(_inside(others[0], "chunk_size")))
     name = function.__qualname__.split(".")[0]
     is_of_encoder = name == "bidirectional_mask_function"
     raise _cannot(
@@ -338,14 +424,26 @@ def _window(function: Callable[..., Any]) -> int | None:
     )
 
 
+def _inside(function: Callable[..., Any], name: str) -> Any:
+    """Return a value that a function of transformers has in its closure."""
+    return getclosurevars(function).nonlocals[name]
+
+
 def _is(function: Callable[..., Any], maker: str) -> bool:
     return function.__module__ == "transformers.masking_utils" and function.__qualname__.startswith(
         f"{maker}.<locals>."
     )
 
 
-def _joined(near: Mask, documents: Documents | Tree) -> Mask:
-    return documents if isinstance(near, Causal) else near & documents
+def _joined(last: Mask, documents: Documents | Tree) -> Mask:
+    return documents if isinstance(last, Causal) else last & documents
+
+
+def _in_chunks(documents: Documents | Tree, chunk: int) -> Documents:
+    """Return documents cut every `chunk` tokens from their first token on."""
+    assert isinstance(documents, Documents)
+    whole = ((chunk,) * (n // chunk) + ((n % chunk,) if n % chunk else ()) for n in documents.lengths)
+    return Documents(tuple(chain.from_iterable(whole)))
 
 
 def _has_window(mask: MaskOption, window: int) -> bool:

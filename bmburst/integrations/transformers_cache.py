@@ -3,16 +3,20 @@
 Every rank holds all weights. Position p of a sequence is cached on rank `p % ranks`, so all ranks cache equally many
 tokens. Prompts and further turns are split in the same way (layout "striped"), so each rank computes the tokens that it
 caches. New tokens attend to each other as in training, and to the cache by passing queries from rank to rank.
+
+Recurrent layers need neighbouring tokens on one rank. Their models are prefilled in "zigzag": attention moves its
+queries, keys and values to "striped", and its output back. The states after the last token are on every rank, so a
+decoding step of a recurrent layer needs no communication.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
 from bmburst.attention.call import AttentionCall
@@ -20,6 +24,7 @@ from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
+from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_models import require_rows, require_splittable
@@ -27,6 +32,7 @@ from bmburst.integrations.transformers_recurrent import refuse_states
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
+from bmburst.schedule.layout import Layout, make_layout
 from bmburst.schedule.tiles import Span
 from bmburst_ops.decode import decode_attention, merge_decode
 from bmburst_ops.flash import Partial
@@ -34,6 +40,14 @@ from bmburst_ops.merge import accumulation_dtype
 
 _ROOM = 64
 """Least number of a rank's tokens by which the memory grows."""
+
+
+class Relay(NamedTuple):
+    """The way of a prefill's tokens to the layout of the cache, for attention, and back."""
+
+    layout: str
+    there: Relayout
+    back: Relayout
 
 
 class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -52,6 +66,8 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         self._width = 0  # head_dim of the values
         self.prefilling: int | None = None
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
+        self.relay: Relay | None = None
+        """Set in a prefill whose tokens are not split as the cache is."""
 
     def share(self, split: CacheSplit) -> None:
         """Set the tokens that this rank caches, before the first of them."""
@@ -74,6 +90,9 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, stored)
         there, split = self._split.tokens(self.length), self._split
+        if self.relay is not None:
+            key_states, stored = self.relay.there.move(key_states, 2), self.relay.there.move(stored, 2)
+            value_states = stored[..., : self._width]
         new = key_states.shape[2] if self.prefilling is None else self.prefilling
         own = split.tokens(self.length + new) - there
         first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
@@ -84,11 +103,16 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             memory[:, there : there + own] = mine
             setattr(self, name, memory)
         self.length += new
-        if self.prefilling is not None and self.length == new:
+        if self.begins and self.relay is None:
             return key_states, value_states
         keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
         keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
+
+    @property
+    def begins(self) -> bool:
+        """Whether the split tokens that were stored last are the first ones."""
+        return self.prefilling is not None and self.length == self.prefilling
 
     def attend(
         self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
@@ -188,6 +212,43 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return grown
 
 
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The states of one recurrent layer after the last token, the same on every rank."""
+
+    def crop(self, max_length: int) -> None:
+        """Do nothing: `SplitCache.crop` refuses to go back."""
+
+
+class StateAndSplitLayer(LinearAttentionLayer, SplitLayer):  # type: ignore[misc]
+    """The cache of a layer that has both recurrence and attention."""
+
+    is_compileable = False
+
+    def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
+        SplitLayer.__init__(self, mesh, split)
+        LinearAttentionLayer.__init__(self)
+
+    def lazy_initialization(self, *states: Tensor, **of_recurrence: Any) -> None:
+        """See `SplitLayer` for two tensors, and `LinearAttentionLayer` for named ones."""
+        if states:
+            SplitLayer.lazy_initialization(self, *states)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **of_recurrence)
+
+    def crop(self, max_length: int) -> None:
+        """See `SplitLayer`."""
+        SplitLayer.crop(self, max_length)
+
+    def reset(self) -> None:
+        """Drop all tokens, and set the states to zero."""
+        SplitLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
+        """Refuse beam search."""
+        raise _no_beams()
+
+
 class SplitCache(Cache):  # type: ignore[misc]
     """A KV cache whose tokens are split over the ranks of a sequence group.
 
@@ -204,21 +265,51 @@ class SplitCache(Cache):  # type: ignore[misc]
         if not hasattr(config, "get_text_config"):
             got = type(config).__name__
             raise UserError(f"config must be a model's config, got {got}\nfix: SplitCache(model.config, mesh)")
-        text = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
         self.mesh = mesh
-        split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, heads, kv_heads)
-        super().__init__(layers=[SplitLayer(mesh, split) for _ in range(text.num_hidden_layers)])
+        split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, 1, 1)
+        super().__init__(layers=[_split_layer(each, mesh, split) for each in DynamicCache(config=config).layers])
+        if not self.split_layers:
+            raise UserError(
+                f"a model of type {config.model_type!r} has no attention layers, so no cache that ranks could share\n"
+                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
+            )
+        self.has_split_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
+        """Whether there are states of recurrent layers, which continue over the ranks in a prefill."""
         self.text: Tensor | None = None
         """The cached tokens of the last `generate`, `[batch, tokens]`."""
+        self.layout = "zigzag"
+        """The layout of a prefill with recurrent layers, "zigzag" or "contiguous"; the others are prefilled striped."""
         self.rotated_for = 0
         """Tokens of the text that the newest prefill was for, which may determine the rotary frequencies."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        kept = [t for layer in self.split_layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+                kept += [state for state in states if state is not None]
+        return sum(tensor.nbytes for tensor in kept)
+
+    @property
+    def split_layers(self) -> list[SplitLayer]:
+        """The layers of the cache that have keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, SplitLayer)]
+
+    def crop(self, max_length: int) -> None:
+        """Drop the tokens from `max_length` on.
+
+        Raises:
+            UserError: There are such tokens, and states of recurrent layers, which cannot go back.
+        """
+        if self.has_split_states and max_length < self.get_seq_length():
+            raise UserError(
+                f"states of recurrent layers cannot go back from {self.get_seq_length()} tokens to {max_length}\n"
+                "fix: a new cache, and the whole text"
+            )
+        for layer in self.split_layers:
+            layer.crop(max_length)
 
     def require_behind(self, input_ids: Tensor) -> None:
         """Check that `input_ids`, `[batch, tokens]`, is the cached text with new tokens behind it.
@@ -230,7 +321,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         whole = "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
         if length >= input_ids.shape[1]:
             raise UserError(f"the cache holds {length} tokens, but input_ids has {input_ids.shape[1]}\n{whole}")
-        batch = len(self.layers[0].keys) if length else len(input_ids)
+        batch = len(self.split_layers[0].keys) if length else len(input_ids)
         if batch != len(input_ids):
             raise UserError(f"the cache holds {batch} texts, but input_ids has {len(input_ids)}\n{whole}")
         if self.text is None or self.text.shape[1] != length:  # filled otherwise than by `generate`
@@ -260,15 +351,17 @@ class SplitCache(Cache):  # type: ignore[misc]
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
                 early = input_ids.shape[1]
-            if early:
-                self._run(model, input_ids[:, :early])
+            # Some recurrences of transformers continue a state for one token at a time only.
+            for tokens in input_ids[:, :early].split(1 if self.has_split_states else early, 1) if early else ():
+                self._run(model, tokens)
             if early < input_ids.shape[1]:
                 self._run_split(model, input_ids[:, early:], whole)
 
     def _run_split(self, model: PreTrainedModel, input_ids: Tensor, whole: int) -> None:
         """Run the model on this rank's part of the tokens, of a text of `whole` tokens."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length()
-        part = SplitSequences(self.mesh, layout="striped").part(input_ids, position_ids=positions[None])
+        layout = self.layout if self.has_split_states else "striped"
+        part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=positions[None])
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
@@ -277,8 +370,9 @@ class SplitCache(Cache):  # type: ignore[misc]
             return None, "SplitCache.prefill"
 
         self.mesh.sequence.decided(decide)
-        for layer in self.layers:
-            layer.prefilling = input_ids.shape[1]
+        relay = _relay(part.cut.layout, self.mesh) if self.has_split_states else None
+        for layer in self.split_layers:
+            layer.prefilling, layer.relay = input_ids.shape[1], relay
         try:
             model.base_model(
                 input_ids=part.input_ids,
@@ -288,13 +382,30 @@ class SplitCache(Cache):  # type: ignore[misc]
                 use_cache=False,  # the model makes no cache of its own
             )
         finally:
-            for layer in self.layers:
-                layer.prefilling = None
+            for layer in self.split_layers:
+                layer.prefilling = layer.relay = None
 
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
         mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
         model.base_model(input_ids=input_ids, attention_mask=mask.long(), past_key_values=self, use_cache=False)
+
+
+def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit) -> Any:
+    """Return the layer of a split cache for one of transformers' own cache."""
+    has_state = isinstance(layer, LinearAttentionLayer)
+    if has_state and layer.number_of_states > 1:
+        raise UserError(f"a layer with {layer.number_of_states} states is not known\nfix: model.generate on one rank")
+    if isinstance(layer, CacheLayerMixin):
+        return StateAndSplitLayer(mesh, split) if has_state else SplitLayer(mesh, split)
+    return StateLayer() if has_state else layer  # a layer without tokens
+
+
+def _relay(source: Layout, mesh: Mesh) -> Relay:
+    """Return the way from the layout of a prefill to that of the cache."""
+    target = make_layout("striped", source.size, source.tokens)
+    comm = mesh.sequence
+    return Relay("striped", Relayout.between(source, target, comm), Relayout.between(target, source, comm))
 
 
 def generate(
@@ -399,7 +510,7 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
     cache = SplitCache(model.config, mesh)
-    for layer in cache.layers:
+    for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
     try:
         cache._run(model, token)

@@ -2,24 +2,27 @@
 
 The logits of a long sequence do not fit in memory: those of 65,536 tokens with a vocabulary of 128,256 take 15.7 GiB in
 bfloat16, and their gradient takes the same again. During a call of the model, the forward function of its head is
-replaced. It computes head and result in one (`bmburst_ops.linear_cross_entropy`), and returns the result as the logits
-of as few tokens as can hold it, `[1, tokens, vocabulary]`: of one token for a loss. So wrappers of the model keep
-working: FSDP2 gathers the head's weight, and sees the output where backward begins.
+replaced. It computes head and result in one (`bmburst_ops.linear_cross_entropy`, `bmburst_ops.linear_logprobs`), and
+returns the result as the logits of as few tokens as can hold it, `[1, tokens, vocabulary]`: of one token for a loss. So
+wrappers of the model keep working: FSDP2 gathers the head's weight, and sees the output where backward begins.
 
 A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the result. This is
 detected: the model then returns something other than the result of the head.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bmburst_ops import IGNORE_INDEX
-from bmburst_ops.linear_cross_entropy import num_chunks, token_cross_entropy
+from bmburst_ops.linear_cross_entropy import num_chunks
+from bmburst_ops.linear_logprobs import linear_logprobs, logprobs
 
 CHUNK = 4096
 """Number of tokens whose fp32 logits exist at once, where a model has computed all logits."""
@@ -28,28 +31,52 @@ OfHead = Callable[[Tensor, Tensor], Tensor]
 """Returns a tensor of one dimension for hidden states `[batch, local_tokens, features]` and the head's weight."""
 
 
-def label_logps(labels: Tensor) -> OfHead:
-    """Return what computes the log-probability of each label in the head, for `computed_in_head`: `[labels]`, fp32."""
-    return lambda hidden, weight: 0 - token_cross_entropy(hidden, weight, labels).flatten()
+def label_logps(labels: Tensor, temperature: float = 1.0, *, entropy: bool = False) -> OfHead:
+    """Return what computes the log-probability of each label in the head, for `computed_in_head`.
+
+    Args:
+        labels: `[batch, local_tokens]`, `IGNORE_INDEX` where there is none.
+        temperature: Divides the logits.
+        entropy: Whether to compute entropies too.
+
+    Returns:
+        A function that returns log-probabilities of the labels that count, in nats, in fp32 or wider; behind them the
+        entropies of their distributions, if they are asked for.
+    """
+    has_label = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    counting = labels[has_label]
+
+    def compute(hidden: Tensor, weight: Tensor) -> Tensor:
+        return _joined(linear_logprobs(hidden[has_label], weight, counting, temperature=temperature, entropy=entropy))
+
+    return compute
 
 
-def label_logps_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label; fp32 logits exist only for a chunk of tokens at a time.
+def label_logps_of(logits: Tensor, labels: Tensor, temperature: float = 1.0, *, entropy: bool = False) -> Tensor:
+    """Return what `label_logps` computes; fp32 logits exist only for a chunk of tokens at a time.
 
     Args:
         logits: `[batch, local_tokens, vocabulary]`.
-        labels: `[batch, local_tokens]`, `IGNORE_INDEX` where there is none.
-
-    Returns:
-        `[batch * local_tokens]` in nats, in fp32 or wider; 0 where there is no label.
+        labels: As in `label_logps`.
+        temperature: As in `label_logps`.
+        entropy: As in `label_logps`.
     """
-    pairs = zip(logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
-    return torch.cat([checkpoint(_chunk_logps, *pair, use_reentrant=False) for pair in pairs])
+    has_label = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    parts = [
+        checkpoint(_of_chunk, *pair, temperature, entropy, use_reentrant=False)
+        for pair in zip(logits[has_label].split(CHUNK), labels[has_label].split(CHUNK), strict=True)
+    ]
+    return torch.cat(parts, 1).flatten()
 
 
-def _chunk_logps(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return 0 - nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+def _of_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return _joined(logprobs(wide, labels, entropy=entropy)).view(1 + entropy, len(labels))
+
+
+def _joined(values: tuple[Tensor, Tensor | None]) -> Tensor:
+    logps, entropies = values
+    return logps if entropies is None else torch.cat((logps, entropies))
 
 
 def computed_in_head(
@@ -70,11 +97,17 @@ def computed_in_head(
         return None, call()
     own = _Head(head, shape, compute)
     head.forward = own  # type: ignore[method-assign, assignment]
+    # With find_unused_parameters, which is the default of transformers' Trainer, DDP returns copies of tensors.
+    inside = model.module if isinstance(model, DistributedDataParallel) else None
+    returned: list[Any] = []
+    hook = inside and inside.register_forward_hook(lambda _, __, output: returned.append(output))
     try:
         found = call()
     finally:
         del head.forward
-    if own.is_result(found):
+        if hook is not None:
+            hook.remove()
+    if own.is_result(getattr(returned[-1], "logits", None) if returned else found):
         return found.flatten()[: own.numbers], None
     return None, found if own.result is None else None
 
@@ -99,7 +132,7 @@ class _Head:
             return nn.functional.linear(hidden, weight)
         found = self._compute(hidden, weight)
         self.numbers, vocabulary = len(found), len(weight)
-        rows = num_chunks(self.numbers, vocabulary)
+        rows = max(1, num_chunks(self.numbers, vocabulary))
         with torch.inference_mode(False):  # inference tensors do not track in-place changes
             # As wide as logits: a model may set the logits of some tokens.
             filled = nn.functional.pad(found, (0, rows * vocabulary - self.numbers))
@@ -107,9 +140,9 @@ class _Head:
         self._version = self.result._version
         return self.result
 
-    def is_result(self, found: Tensor) -> bool:
+    def is_result(self, found: Tensor | None) -> bool:
         """Return whether the model's result is that of the head, unchanged."""
-        return self.calls == 1 and found is self.result and found._version == self._version
+        return self.calls == 1 and found is not None and found is self.result and found._version == self._version
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:

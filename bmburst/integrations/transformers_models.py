@@ -14,13 +14,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME
+from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 
-_ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
+_ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
 """Types of layers that mix tokens only in attention."""
+_RELEASE = "transformers 5.23, or another model"
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
@@ -41,7 +43,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
         raise UserError(
             f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
-    for part in parts:
+    for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
     _require_one_frequency(model, ends, of_rows)
@@ -94,14 +96,15 @@ def refuse_other_tables() -> None:
 
     @wraps(chosen)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **options: Any) -> Any:
+        if requested_attention == NAME:
+            attach(type(self))
+            attach_attention(type(self))
         if requested_attention == NAME and (table := _own_table(self)) is not None:
             raise UserError(
                 f"model type '{self.config.model_type}' has a table of attention classes of its own ({table}) and does "
                 "not use transformers' AttentionInterface\n"
                 "fix: another model type, such as those that docs/families.md lists"
             )
-        if requested_attention == NAME:
-            attach(type(self))
         return chosen(self, requested_attention, *args, **options)
 
     setattr(checked, _MARK, True)
@@ -121,14 +124,23 @@ def _parts(model: object) -> list[PreTrainedModel]:
     return [module for module in modules if isinstance(module, PreTrainedModel)]
 
 
+def _other_media(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the modules in a model that read images or sounds: text does not reach them."""
+    inner = (part for part in _parts(model)[1:] if part.main_input_name != "input_ids")
+    return {id(module) for part in inner for module in part.modules()}
+
+
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
     chosen, was_read = config._attn_implementation, is_read(model)
     if was_read and (changed := unread(model)) is not None:
-        return f"its recurrent layer is not the one that was read: {changed}", "transformers 5.23, or another model"
-    if not was_read and not model._supports_attention_backend:
-        return "it does not call attention through transformers' registry", another
+        return f"its recurrent layer is not the one that was read: {changed}", _RELEASE
+    if (changed := changed_attention(model)) is not None:
+        return f"its attention is not the one that was read: {changed}", _RELEASE
+    uses_registry = was_read or model._supports_attention_backend or type(model).__module__ in READ
+    if not uses_registry:
+        return "it does not say that it calls attention through transformers' registry", another
     if chosen != NAME:
         return f"its attention is {chosen!r}", f'register(), then from_pretrained(..., attn_implementation="{NAME}")'
     known = _ATTENTION | LAYER_TYPES if was_read else _ATTENTION
@@ -140,7 +152,11 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
         return "its layers carry a state from token to token", another
     if recurrent and getattr(model, "use_kernels", False):
         return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
-    inside = {id(module) for mixer in recurrent for module in mixer.modules()}
+    if getattr(config, "alibi", False):
+        return "its attention has a bias by distance (alibi)", another
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return "its positions begin behind the id of padding, and depend on where padding is", another
+    inside = {id(module) for mixer in recurrent for module in mixer.modules()} | _other_media(model)
     mixing = [
         name for name, module in model.named_modules() if isinstance(module, nn.Conv1d) and id(module) not in inside
     ]

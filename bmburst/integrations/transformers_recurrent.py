@@ -21,9 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,10 +30,9 @@ from torch.nn import functional
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
-from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal
 
-__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "refuse_states", "require_layout", "unread"]
+__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "module_of", "refuse_states", "require_layout", "unread"]
 
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
@@ -62,9 +60,18 @@ class Mixer(NamedTuple):
 
 @dataclass(slots=True)
 class _Scope:
-    """A call of a mixer on a split batch."""
+    """A call of a mixer on a split batch.
+
+    Attributes:
+        mask: The batch.
+        state: The layer of a cache, of transformers' `LinearAttentionLayer`, whose states the tokens continue and set.
+        had_state: Whether there were tokens before these.
+        used: The functions that were called.
+    """
 
     mask: SequenceMask
+    state: Any = None
+    had_state: bool = False
     used: set[str] = field(default_factory=set)
 
     def options(self) -> dict[str, Any]:
@@ -72,23 +79,49 @@ class _Scope:
         mask = self.mask
         documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
         length = None if mask.documents else mask.length  # documents include their length
-        return {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+        split = {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+        return split | {"final_state": self.state is not None}
+
+    def tail(self) -> Tensor | None:
+        """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
+        if self.state is None or not self.state.has_previous_state[0]:
+            return None
+        return self.state.conv_states[0][..., 1:].mT
+
+    def recurrent(self) -> Tensor | None:
+        """Return the recurrent state before the first token; None: zeros."""
+        return None if self.state is None or not self.had_state else self.state.recurrent_states[0]
+
+    def convolved(self, found: Any) -> Tensor:
+        """Keep the last tokens, if there is a cache, and return the output of a convolution."""
+        if self.state is None:
+            return cast(Tensor, found)
+        out, tail = found
+        kept = functional.pad(tail.mT, (1, 0))  # transformers keeps one token more, which no later output reads
+        if not self.state.is_conv_states_initialized[0]:
+            self.state.lazy_initialization(conv_states=kept, conv_kernel_size=kept.shape[-1])
+        self.state.conv_states[0].copy_(kept)
+        self.state.has_previous_state[0] = True
+        return cast(Tensor, out)
+
+    def scanned(self, found: Any) -> Tensor:
+        """Keep the final state, if there is a cache, and return the output of a recurrence."""
+        if self.state is None:
+            return cast(Tensor, found)
+        self.state.update_recurrent_state(found[1])
+        return cast(Tensor, found[0])
 
     def begins(self) -> Tensor:
         """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
-        mask = self.mask
-        runs = make_layout(mask.options.layout, mask.comm.size, mask.shape[-1]).runs(mask.comm.rank)
-        positions = np.concatenate([run.start + np.arange(run.tokens) for run in runs])
-        starts = [documents.starts for documents in mask.documents] or [(0,)]
-        return torch.from_numpy(np.stack([np.isin(positions, each) for each in starts])).to(mask.comm.device)
+        return self.mask.places() == 0
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
 
 
 @contextmanager
-def _opened(mask: SequenceMask) -> Iterator[_Scope]:
-    scope = _Scope(mask)
+def _opened(mask: SequenceMask, state: Any = None) -> Iterator[_Scope]:
+    scope = _Scope(mask, state, state is not None and bool(state.has_previous_state[0]))
     token = _scope.set(scope)
     try:
         yield scope
@@ -154,16 +187,19 @@ def require_layout(model: object, layout: str, *, is_tree: bool = False) -> None
 
 
 def refuse_states(model: nn.Module) -> None:
-    """Refuse to generate with recurrent layers: a split KV cache has no states.
+    """Refuse to generate with recurrent layers whose states transformers does not keep in its layers of a cache.
 
     Raises:
-        UserError: The model has a recurrent layer.
+        UserError: The model has such a layer.
     """
-    if found := mixers(model):
-        raise UserError(
-            f"generation over ranks keeps no states of recurrent layers, and {type(model).__name__} has "
-            f"{type(found[0]).__name__}\nfix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
-        )
+    for layer in mixers(model):
+        cls = _mixer_class(type(layer))
+        assert cls is not None
+        if MIXERS[cls.__module__].forward is not None:
+            raise UserError(
+                f"generation over ranks does not read where {cls.__name__} of {type(model).__name__} keeps its state\n"
+                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
+            )
 
 
 def _mixer_class(cls: type) -> type | None:
@@ -216,14 +252,18 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
             from bmburst.attention.uncompiled import uncompiled
 
             return uncompiled(forward, *args, **kwargs)
+        state = None
         for name in ("cache_params", "past_key_values"):
-            if given.arguments.get(name) is not None:
+            cache = given.arguments.get(name)
+            if cache is not None and not getattr(cache, "has_split_states", False):
                 raise UserError(
                     f"{mixer.name} on a split sequence has no cache of transformers, got {name}\n"
                     "fix: pass use_cache=False"
                 )
+            if cache is not None:
+                state, given.arguments[name] = cache.layers[args[0].layer_idx], None
         given.arguments["attention_mask"] = None
-        with _opened(mask) as scope:
+        with _opened(mask, state) as scope:
             found = (mixer.forward or theirs)(*given.args, **given.kwargs)
         if missing := set(mixer.functions) - _FUSED - scope.used:
             raise UserError(
@@ -246,9 +286,8 @@ def _conv(
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
     chosen = "silu" if activation == "swish" else activation
-    found = burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **scope.options())
-    assert isinstance(found, Tensor)
-    return found.mT
+    options = scope.options() | {"initial_state": scope.tail()}
+    return scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **options)).mT
 
 
 def _delta(
@@ -270,7 +309,8 @@ def _delta(
     del chunk_size  # of a kernel; the result does not depend on it
     require_known_arguments(asked | {"initial_state": initial_state, "output_final_state": output_final_state})
     options = scope.options() | {"kind": kind, "normalize": use_qk_l2norm_in_kernel}
-    return burst_linear_attention(query, key, value, g, beta, **options), None
+    options |= {"initial_state": scope.recurrent()}
+    return scope.scanned(burst_linear_attention(query, key, value, g, beta, **options)), None
 
 
 def _ssd(
@@ -293,7 +333,8 @@ def _ssd(
     del chunk_size
     require_known_arguments(asked | {"initial_states": initial_states})
     options = scope.options() | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    found = burst_ssd(hidden, dt, A, B, C, **options)
+    options |= {"initial_state": scope.recurrent()}
+    found = scope.scanned(burst_ssd(hidden, dt, A, B, C, **options))
     return (found, None) if return_final_states else found
 
 
@@ -321,8 +362,7 @@ def _selective(
     step = (functional.softplus(step) if delta_softplus else step).mT[..., None]  # [batch, tokens, channels, 1]
     decay = (step * A.to(wide)).exp()
     added = step * B.to(wide).mT[:, :, None] * hidden.to(wide).mT[..., None]
-    states = burst_scan(decay, added, **scope.options())
-    assert isinstance(states, Tensor)
+    states = scope.scanned(burst_scan(decay, added, **scope.options(), initial_state=scope.recurrent()))
     out = (states @ C.to(wide).mT[..., None])[..., 0].mT
     out = out if D is None else out + hidden * D[:, None]
     return (out if z is None else out * functional.silu(z)).to(hidden.dtype)
@@ -438,33 +478,34 @@ _SHORT = ("causal_conv1d_fn",)
 _NONE = Mixer("")
 
 
-def _module(family: str) -> str:
+def module_of(family: str) -> str:
+    """Return the name of the module of transformers that has a family's models."""
     return f"transformers.models.{family}.modeling_{family}"
 
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
-        _module("bailing_hybrid"): Mixer("BailingHybridDeltaAttention", _KDA),
-        _module("bamba"): Mixer("BambaMixer", _MAMBA2),
-        _module("falcon_h1"): Mixer("FalconH1Mixer", _MAMBA2),
-        _module("falcon_mamba"): Mixer("FalconMambaMixer", _MAMBA1),
-        _module("granitemoehybrid"): Mixer("GraniteMoeHybridMambaLayer", _MAMBA2),
-        _module("jamba"): Mixer("JambaMambaMixer", _MAMBA1),
-        _module("kimi_linear"): Mixer("KimiLinearDeltaAttention", _KDA),
-        _module("lfm2"): Mixer("Lfm2ShortConv", _SHORT),
-        _module("lfm2_moe"): Mixer("Lfm2MoeShortConv", _SHORT),
-        _module("lfm3"): Mixer("Lfm3ShortConv", _SHORT),
-        _module("mamba"): Mixer("MambaMixer", _MAMBA1),
-        _module("mamba2"): Mixer("Mamba2Mixer", _MAMBA2),
-        _module("minimax"): Mixer("MiniMaxLightningAttention", forward=_lightning),
-        _module("nemotron_h"): Mixer("NemotronHMamba2Mixer", _MAMBA2),
-        _module("olmo_hybrid"): Mixer("OlmoHybridGatedDeltaNet", _GDN),
-        _module("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
-        _module("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
-        _module("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
-        _module("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
-        _module("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
-        _module("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
+        module_of("bailing_hybrid"): Mixer("BailingHybridDeltaAttention", _KDA),
+        module_of("bamba"): Mixer("BambaMixer", _MAMBA2),
+        module_of("falcon_h1"): Mixer("FalconH1Mixer", _MAMBA2),
+        module_of("falcon_mamba"): Mixer("FalconMambaMixer", _MAMBA1),
+        module_of("granitemoehybrid"): Mixer("GraniteMoeHybridMambaLayer", _MAMBA2),
+        module_of("jamba"): Mixer("JambaMambaMixer", _MAMBA1),
+        module_of("kimi_linear"): Mixer("KimiLinearDeltaAttention", _KDA),
+        module_of("lfm2"): Mixer("Lfm2ShortConv", _SHORT),
+        module_of("lfm2_moe"): Mixer("Lfm2MoeShortConv", _SHORT),
+        module_of("lfm3"): Mixer("Lfm3ShortConv", _SHORT),
+        module_of("mamba"): Mixer("MambaMixer", _MAMBA1),
+        module_of("mamba2"): Mixer("Mamba2Mixer", _MAMBA2),
+        module_of("minimax"): Mixer("MiniMaxLightningAttention", forward=_lightning),
+        module_of("nemotron_h"): Mixer("NemotronHMamba2Mixer", _MAMBA2),
+        module_of("olmo_hybrid"): Mixer("OlmoHybridGatedDeltaNet", _GDN),
+        module_of("qwen3_5"): Mixer("Qwen3_5GatedDeltaNet", _GDN),
+        module_of("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
+        module_of("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
+        module_of("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
+        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
+        module_of("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
     }
 )
 """The recurrent layer of each module of transformers that was read."""

@@ -150,7 +150,7 @@ class SplitBatches:
             )
         self._trainer.gather_function = self._gather_groups  # the loop resets it
         self._without_labels = 0
-        with _still_to_be_prepared(self._trainer):
+        with still_to_be_prepared(self._trainer):
             output = super().evaluation_loop(  # type: ignore[misc]
                 dataloader, description, True, ignore_keys, metric_key_prefix
             )
@@ -198,7 +198,7 @@ class SplitBatches:
 
 
 @contextmanager
-def _still_to_be_prepared(trainer: Any) -> Iterator[None]:
+def still_to_be_prepared(trainer: Any) -> Iterator[None]:
     """Let an evaluation before the training not be the preparation for it.
 
     accelerate prepares a model once. An evaluation prepares it without DDP, so that a training that follows would not
@@ -241,6 +241,15 @@ def _require_plain(trainer: Any) -> None:
             f"parallelism_config would split batches or matrices a second time: {sizes}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
         )
+    require_known_engine(trainer)
+
+
+def require_known_engine(trainer: Any) -> None:
+    """Check that DDP or FSDP2 averages the gradients of a Trainer.
+
+    Raises:
+        UserError: Another engine would.
+    """
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"
         raise UserError(

@@ -73,7 +73,8 @@ def main() -> int:
         user_error = _is_user_error(error)
         text = str(error) if user_error else _own_traceback(error)
         status = 2 if user_error else 1
-        _leave_error(folder, local_rank, "user" if user_error else "error", status, text)
+        if _leave_error(folder, local_rank, "user" if user_error else "error", status, text):
+            _neighbour("last_error").record(error)
         limit_teardown(folder)
         return status
     _sign_off(folder, local_rank)
@@ -196,8 +197,8 @@ def _run(command: Sequence[str]) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
-def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: str) -> None:
-    """Write this rank's error for the launcher, unless another rank has written one.
+def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: str) -> bool:
+    """Write this rank's error for the launcher, unless another rank has written one; return whether it is written.
 
     The file is created atomically, because a rank may be killed while it writes.
     """
@@ -206,6 +207,8 @@ def _leave_error(folder: Path, local_rank: int, kind: str, status: int, text: st
     with contextlib.suppress(FileExistsError, FileNotFoundError):  # not the first; or the launcher has gone
         part.write_text(json.dumps(content))
         os.link(part, folder / "error")
+        return True
+    return False
 
 
 def limit_teardown(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import bmtrain as bmt
 import torch
 
+from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
 from bmburst.comm.host_memory import host_shard, host_zeros
 from bmburst.errors import UserError, unknown
 from bmburst.optim.updates import (
@@ -162,23 +163,6 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's ZeRO shards of the gradient; copies of some to host memory may be pending."""
         return [p.grad for p in self._parameters() if p.grad is not None]
-
-    @torch.no_grad()
-    def square_sum(self, device: torch.device) -> torch.Tensor:
-        """Return the sum of squares of this rank's gradient, an fp64 scalar. Norms per tensor are fp32 or wider."""
-        norms = []
-        for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if kept := host_shard(parameter):
-                norms.append(kept.norm_on(torch.cuda.current_stream()))
-            else:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
-        if not norms:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([norm.double() for norm in norms]).square().sum()
 
     @torch.no_grad()
     def clip(self, norm: float, most: float | None) -> None:
@@ -337,20 +321,42 @@ def _is_wide(group: dict[str, Any]) -> bool:
     return bool(group["params"][0].dtype == torch.float32)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
-    """Return AdamW over the model's shards, with weight decay on matrices only.
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_ratio: float = 1.0) -> AdamW:
+    """Return AdamW over the model's shards; weight decay is on the kinds of parameters that the configuration names.
+
+    Each parameter group has `lr_factor`, the factor on the learning rate of its step.
 
     Args:
-        model: A model of BMTrain modules, whose vectors are in the parameter group "no_decay".
+        model: A model of BMTrain modules. A block keeps parameters apart that are treated differently, see
+            `bmburst.blocks.kinds.apart`.
         config: Hyperparameters; the trainer overwrites the learning rate before each step.
+        outward_ratio: `lr_factor` of the second matrices of adapters and of vectors (LoRA+, arXiv:2402.12354, as in
+            PEFT's `create_loraplus_optimizer`).
+
+    Raises:
+        UserError: Parameters that a block keeps together need different rates.
     """
-    storages = {id(shard.storage): shard for shard in named_shards(model) if shard.storage.requires_grad}.values()
+    found: dict[tuple[float, float], dict[int, torch.Tensor]] = {}
+    rates: dict[int, tuple[float, float]] = {}
+    for shard in named_shards(model):
+        if not shard.storage.requires_grad:
+            continue
+        kind, of_storage = kind_of(shard.name, shard.shape), id(shard.storage)
+        decay = config.weight_decay if kind in config.weight_decay_on else 0.0
+        has_ratio = shard.name.endswith(OUTWARD) or kind not in MATRICES
+        wanted = decay, outward_ratio if has_ratio else 1.0
+        if rates.setdefault(of_storage, wanted) != wanted:
+            raise UserError(
+                f"{shard.name} is kept in one tensor with parameters of another weight decay or learning rate\n"
+                f"fix: give it a BMTrain group of its own, or build the model with kept_apart={sorted(KINDS)}"
+            )
+        found.setdefault(wanted, {})[of_storage] = shard.storage
     groups = [
-        {"params": [shard.storage for shard in storages if (shard.group == "no_decay") is flat], "weight_decay": decay}
-        for flat, decay in ((False, config.weight_decay), (True, 0.0))
+        {"params": list(found[rates].values()), "weight_decay": rates[0], "lr_factor": rates[1]}
+        for rates in sorted(found, reverse=True)
     ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, adapter_elements
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
@@ -91,17 +91,25 @@ class Task:
 
     @property
     def trained(self) -> int:
-        """Number of trained parameters: all, or those of adapters."""
-        return self._adapters if self.lora else self.model.num_parameters
+        """Number of trained parameters: all, or those of adapters and of modules that are trained whole."""
+        return self.lora.trained(self.model) if self.lora else self.model.num_parameters
+
+    @property
+    def trained_in_blocks(self) -> int:
+        """Number of trained parameters of the blocks."""
+        if self.lora is None:
+            return block_parameters(self.model)
+        return self.adapters + self.lora.saved_in_blocks(self.model)
 
     @property
     def parameters(self) -> int:
         """All parameters."""
-        return self.model.num_parameters + self._adapters
+        return self.model.num_parameters + self.adapters
 
     @property
-    def _adapters(self) -> int:
-        return self.model.num_layers * adapter_elements(self.model, self.lora)
+    def adapters(self) -> int:
+        """Number of parameters of the adapters."""
+        return self.lora.parameters(self.model) if self.lora else 0
 
     @property
     def itemsize(self) -> int:

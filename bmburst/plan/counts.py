@@ -175,11 +175,11 @@ def host_adam_bytes(dtype: str) -> int:
 
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:
     """Return the number of parameters of all blocks, including adapters."""
-    return model.num_layers * (held_block(model) + adapter_elements(model, lora))
+    return model.num_layers * held_block(model) + (lora.parameters(model) if lora else 0)
 
 
 def adapter_elements(model: LlamaConfig, lora: LoRAConfig | None, tensor: int = 1) -> int:
-    """Return the elements of a block's adapters on a tensor rank; 0 for None."""
+    """Return the elements of a block's adapters on a tensor rank, the most of any block; 0 for None."""
     return lora.elements(model, tensor) if lora else 0
 
 
@@ -247,15 +247,17 @@ def forward_flops(model: LlamaConfig, tokens: float, query_key_pairs: float) -> 
     return 2.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs)
 
 
-def frozen_flops(model: LlamaConfig, tokens: float, adapters: int) -> float:
+def frozen_flops(model: LlamaConfig, tokens: float, adapters: int, *, trains_head: bool = False) -> float:
     """Return the FLOPs by which training adapters needs less: no gradients of frozen weights, but those of adapters.
 
     Args:
         model: The model's configuration.
         tokens: Tokens of all sequences.
         adapters: Number of parameters of the adapters; 0 if the weights are trained.
+        trains_head: Whether the head is trained beside the adapters.
     """
-    return (2.0 * multiplied(model) - 6.0 * adapters) * tokens if adapters else 0.0
+    frozen = multiplied(model) - (table(model) if trains_head else 0)
+    return (2.0 * frozen - 6.0 * adapters) * tokens if adapters else 0.0
 
 
 def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:

@@ -119,7 +119,7 @@ def host_state(candidate: Candidate) -> Lines:
     if candidate.offload is Offload.OPTIMIZER:
         return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
     blocks = block_parameters(task.model, task.lora) / nodes
-    trained = task.trained / nodes if task.lora else blocks
+    trained = task.trained_in_blocks / nodes
     state = trained * host_adam_bytes(task.dtype) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
     reference = (
         {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}

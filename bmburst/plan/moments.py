@@ -95,7 +95,7 @@ class StepMoments:
         share, trained = task.parameters / task.gpus, task.trained / task.gpus
         is_hosted = candidate.offload is Offload.WEIGHTS
         blocks = block_parameters(model, task.lora) / task.gpus if is_hosted else 0.0
-        of_blocks = (trained if task.lora else blocks) if is_hosted else 0.0  # those with gradients
+        of_blocks = task.trained_in_blocks / task.gpus if is_hosted else 0.0  # those with gradients
         return {
             "weights": (share - blocks) * task.itemsize,
             "gradients": (trained - of_blocks) * task.itemsize,
@@ -191,6 +191,10 @@ class StepMoments:
         """Return `nbytes`, the bytes of weight gradients of matrices, or 0 if the matrices are frozen."""
         return 0.0 if self.task.lora else nbytes
 
+    def _of_head(self, nbytes: float) -> float:
+        """Return `nbytes`, the bytes of the head's gradient, or 0 if the head is frozen."""
+        return 0.0 if self.task.lora and not self.task.lora.trains_head else nbytes
+
     def _weights(self) -> float:
         """A block's weights as gathered by ZeRO-3; with ZeRO-2 they are always on the GPU and counted elsewhere."""
         return self._block_bytes() if self.candidate.zero == 3 else 0.0
@@ -252,7 +256,7 @@ class StepMoments:
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
             "not yet let go to host memory": self._visiting(backward=False),
-            "embedding and head": self._table() + self._of_matrices(table(model) * float(WIDE)),
+            "embedding and head": self._table() + self._of_head(table(model) * float(WIDE)),
             "gradients in flight": 2 * self.hidden,
             "loss chunk": logits + states * float(task.itemsize),
         }

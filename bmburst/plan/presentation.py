@@ -46,7 +46,9 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--host-memory", f"{task.host_memory:g}G"]
     if task.lora is not None:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
-        words += ["--lora.targets", ",".join(task.lora.targets)]
+        for name in ("targets", "rank_pattern", "modules_to_save"):
+            if value := getattr(task.lora, name):
+                words += [f"--lora.{name}", ",".join(value)]
         words += ["--checkpoint-every", "never"] if task.init_from is None else []  # needed without a base model
     if task.pairs:
         words += ["--dpo.beta", "0.1"]  # a usual value; it has no effect on time and memory

@@ -111,7 +111,7 @@ def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
     query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
     counted = task.model, float(task.batch * task.sequence), query_key_pairs
     done = step_flops(*counted, attention_backward=attention_backward)
-    done -= frozen_flops(*counted[:2], task.trained if task.lora else 0)
+    done -= frozen_flops(*counted[:2], task.adapters, trains_head=task.lora is not None and task.lora.trains_head)
     return done + forward_flops(*counted) if task.pairs else done
 
 
@@ -183,9 +183,10 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
 
 def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
     """Return the seconds of embedding, head and loss, by part of `StepTime`."""
+    lora = candidate.task.lora
     inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
     return dict.fromkeys(inside, 0.0) | {
-        "matmul": _logits(candidate, hardware, products=2 if candidate.task.lora else 3),
+        "matmul": _logits(candidate, hardware, products=2 if lora and not lora.trains_head else 3),
         "elementwise": _loss(candidate, hardware, operators),
         "zero": _zero_of_tables(candidate, hardware),
         # the reference's logits, and those that backward computes again
@@ -196,7 +197,7 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
 def _trained_of_blocks(candidate: Candidate) -> float:
     """Return the number of trained parameters of blocks in a rank's optimizer shard."""
     task = candidate.task
-    return (task.trained if task.lora else block_parameters(task.model)) / task.gpus
+    return task.trained_in_blocks / task.gpus
 
 
 def _products(candidate: Candidate, hardware: Hardware) -> _Work:

@@ -158,6 +158,7 @@ class FlopsMeter:
         peak: Peak FLOP/s of a rank; None if unknown.
         adapters: Number of parameters of low-rank adapters if they are trained instead of the weights, else 0. Weight
             gradients are then neither computed nor counted.
+        trains_head: Whether the head is trained beside the adapters.
         pairs: Whether the run is DPO. The forward pass of the reference is then counted, and in `tflops` also the
             logits that backward recomputes.
     """
@@ -167,11 +168,12 @@ class FlopsMeter:
     ranks: int
     peak: float | None
     adapters: int = 0
+    trains_head: bool = False
     pairs: bool = False
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
         """Return the utilization of a step, given its tokens, `bmburst.plan.counts.causal_pairs` and duration."""
-        frozen = frozen_flops(self.model, tokens, self.adapters)
+        frozen = frozen_flops(self.model, tokens, self.adapters, trains_head=self.trains_head)
         reference = forward_flops(self.model, tokens, query_key_pairs) if self.pairs else 0.0
         usual, kernel, done = (
             flops - frozen + reference
@@ -206,6 +208,7 @@ def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[Fl
         ranks=ranks,
         peak=peak,
         adapters=adapters,
+        trains_head=config.lora.trains_head,
         pairs=config.dpo.is_on,
     )
     return meter, no_peak

@@ -14,13 +14,13 @@ from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
     DataConfig,
     DPOConfig,
     LayoutName,
     OptimizerConfig,
     ParallelConfig,
-    ScheduleConfig,
     filled,
 )
 
@@ -124,6 +124,13 @@ class TrainConfig:
     sample_tokens: int = field(
         "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
     )
+    context_report: bool | None = field(
+        "Whether the run ends with losses of held-out text by position and by document length, and pass keys at three "
+        "depths, in context.json and a picture.",
+        default=None,
+        none_text="auto",
+        default_text="true for sequences of 4096 tokens or more",
+    )
     hang_timeout: float = field(
         "Time after which a step without progress ends the run; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,
@@ -151,6 +158,9 @@ class TrainConfig:
         default=None,
     )
     wandb: str | None = field("Weights & Biases project that also receives the metrics.", default=None)
+    wandb_entity: str | None = field("Team or user of the project.", default=None, default_text="the user's own")
+    wandb_name: str | None = field("Name of the W&B run.", default=None, default_text="that of the run folder")
+    wandb_tags: tuple[str, ...] = field("Tags of the W&B run.", default=())
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
@@ -213,7 +223,9 @@ class TrainConfig:
                 f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
                 "allowed: pack documents, the default for preference pairs\nfix: --pack documents"
             )
-        if self.dpo.is_on and not self.lora.is_on and self.reference is None:
+        self.lora.require_model(self.model)
+        self._require_plain_pairs()
+        if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
             raise UserError(
                 f"dpo.beta {self.dpo.beta} without a reference model\n"
                 "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
@@ -243,7 +255,24 @@ class TrainConfig:
         """Directory of the reference model of preference training; None: the model without its adapters, or no DPO."""
         if not self.dpo.is_on:
             return None
-        return self.dpo.reference or (None if self.lora.is_on else self.init_from)
+        is_own = self.lora.is_on and not self.lora.modules_to_save  # whose frozen weights are the reference's
+        return self.dpo.reference or (None if is_own else self.init_from)
+
+    def _require_plain_pairs(self) -> None:
+        """Check that settings of adapters fit preference training, whose reference is the model without them."""
+        lora = self.lora
+        if self.dpo.is_on and lora.dropout:
+            raise UserError(
+                f"lora.dropout {lora.dropout:g} with dpo.beta {self.dpo.beta:g}: the reference has no dropout, so the "
+                "log ratios would be noisy; TRL disables it, too\n"
+                "allowed: lora.dropout 0\nfix: leave lora.dropout out, or --lora.dropout 0"
+            )
+        if self.dpo.is_on and lora.init_from is not None and self.dpo.reference is None:
+            raise UserError(
+                f"lora.init_from {lora.init_from} with dpo.beta {self.dpo.beta:g}: the model without adapters is not "
+                "the model that training starts from\nallowed: dpo.reference\n"
+                "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
+            )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.
@@ -372,9 +401,9 @@ class EvalConfig(RecordFormat):
         default=False,
     )
     output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture has the same path with suffix .png.",
+        "JSON file for --by-position, --passkey or --tasks; the picture has the same path with suffix .png.",
         default=None,
-        default_text="by_position.json or passkey.json",
+        default_text="by_position.json, passkey.json or tasks.json",
     )
     nproc: int | None = field(
         "Number of ranks to start on this machine; all of them share each sequence.",

@@ -309,6 +309,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
+        tuned.lora.require_model(shape)
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(adapter.Base.open(directory, shape))
     shape.require_packing(config.pack)

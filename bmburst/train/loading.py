@@ -15,6 +15,7 @@ from torch import Tensor
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.sequence import Ids, SequenceShard
+from bmburst_ops.dropout import keys as dropout_keys
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -52,16 +53,26 @@ class LocalBatch:
         length: Tokens of each whole sequence, without padding.
         masks: Document mask of each row; None: each row is one text.
         weights: float64 `[rows, local_tokens]`: factors of the losses of the labels; None: 1.
+        numbers: Numbers of this rank's tokens in the step, int64 `[rows, local_tokens]`: the row in the whole batch
+            times the tokens of a sequence, plus the place in the sequence. None: they are not needed.
+        dropout_seed: What dropout depends on beside the numbers; None: no dropout.
     """
 
     ids: Tensor
     length: int
     masks: tuple[Documents, ...] | None
     weights: Tensor | None = None
+    numbers: Tensor | None = None
+    dropout_seed: str | None = None
 
     @classmethod
-    def read(cls, cut: SequenceShard, rows: SequenceSource) -> "LocalBatch":
+    def read(cls, cut: SequenceShard, rows: SequenceSource, first_row: int | None = None) -> "LocalBatch":
         """Read this rank's part of sequences to the CPU; only this part is read.
+
+        Args:
+            cut: This rank's shard of a sequence.
+            rows: The sequences.
+            first_row: Index of the first row in the whole batch, to number the tokens; None: no numbers.
 
         Raises:
             UserError: The documents do not fit the sequences.
@@ -70,8 +81,12 @@ class LocalBatch:
         masks = None if documents is None else tuple(map(Documents, documents))
         of_rows = masks or (None,) * len(rows)
         parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
+        numbers = None
+        if first_row is not None:
+            places = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
+            numbers = torch.stack([place + (first_row + row) * cut.length for row, place in enumerate(places)])
         weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
-        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights)
+        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights, numbers)
 
     @property
     def labels(self) -> Tensor:
@@ -83,17 +98,35 @@ class LocalBatch:
         """Number of tokens of each text of each row."""
         return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
 
-    def to(self, device: torch.device) -> "LocalBatch":
-        """Return a copy on a device."""
-        weights = None if self.weights is None else self.weights.to(device)
-        return replace(self, ids=self.ids.to(device), weights=weights)
+    def to(self, device: torch.device, *, pinned: bool = False) -> "LocalBatch":
+        """Return a copy on a device; with `pinned`, through pinned host memory, without waiting for it."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+
+        weights = None if self.weights is None else move(self.weights)
+        numbers = None if self.numbers is None else move(self.numbers)
+        return replace(self, ids=move(self.ids), weights=weights, numbers=numbers)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        return tuple(each for each in (self.ids, self.weights, self.numbers) if each is not None)
+
+    @property
+    def dropout_keys(self) -> Tensor | None:
+        """Keys of the tokens for dropout, int32 `[rows, local_tokens]`; None: no dropout."""
+        if self.numbers is None or self.dropout_seed is None:
+            return None
+        return dropout_keys(self.numbers, self.dropout_seed)
 
     def micro_batches(self, size: int) -> Iterator["LocalBatch"]:
         """Yield `size` rows at a time."""
         for first in range(0, self.ids.shape[1], size):
             rows = slice(first, first + size)
             weights = None if self.weights is None else self.weights[rows]
-            yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows], weights=weights)
+            numbers = None if self.numbers is None else self.numbers[rows]
+            masks = self.masks and self.masks[rows]
+            yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
 
 
 def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | None]) -> Tensor:
@@ -120,6 +153,8 @@ def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) 
     """
     tokens, labels, positions = batch.ids
     loss = partial(model.loss, per_token=True) if per_token else model.loss  # a class may have a `loss` without it
+    if (keys := batch.dropout_keys) is not None:
+        loss = partial(loss, keys=keys)
     if batch.masks is None:
         return loss(tokens, positions, labels, batch.length)
     mask = batch.masks[0] if len(batch.masks) == 1 else batch.masks
@@ -190,13 +225,14 @@ class Loader:
     Args:
         cut: This rank's shard of a sequence.
         device: Device of the batches.
+        first_row: Index of this rank's first row in the whole batch, if tokens are numbered; None: they are not.
 
     Attributes:
         cut: As above.
     """
 
-    def __init__(self, cut: SequenceShard, device: torch.device) -> None:
-        self.cut = cut
+    def __init__(self, cut: SequenceShard, device: torch.device, first_row: int | None = None) -> None:
+        self.cut, self._first_row = cut, first_row
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetch = Prefetch(self._prepare)
@@ -211,20 +247,16 @@ class Loader:
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            batch.ids.record_stream(current)
-            if batch.weights is not None:
-                batch.weights.record_stream(current)
+            for tensor in batch.tensors():
+                tensor.record_stream(current)
         return batch
 
     def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
-        batch = LocalBatch.read(self.cut, samples)
+        batch = LocalBatch.read(self.cut, samples, self._first_row)
         if self._stream is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0
             # torch's pinned allocator does not reuse the memory before the copy is done.
-            ids: Tensor = batch.ids.pin_memory().to(self._device, non_blocking=True)
-            weights = batch.weights
-            if weights is not None:
-                weights = weights.pin_memory().to(self._device, non_blocking=True)
-            return replace(batch, ids=ids, weights=weights), self._stream.record_event()
+            batch = batch.to(self._device, pinned=True)
+            return batch, self._stream.record_event()

@@ -49,6 +49,8 @@ class StepMetrics:
         loss_scale: Loss scale of the step; left out unless weights are fp16.
         reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; left out without pairs.
         reward_accuracy: Fraction of the pairs with a positive margin; left out without pairs.
+        grad_norms: Norm of the gradient of each kind of parameter that is trained (`bmburst.blocks.kinds`); written as
+            `grad_norm_attention` and so on.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepMetrics:
     loss_scale: float | None = None
     reward_margin: float | None = None
     reward_accuracy: float | None = None
+    grad_norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,7 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
     values = dataclasses.asdict(metrics)
+    values |= {f"grad_norm_{kind}": norm for kind, norm in values.pop("grad_norms", {}).items()}
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 
 
@@ -294,15 +298,34 @@ class Wandb:
 
     Args:
         project: Name of the project.
-        folder: The run folder. Its name is the name of the W&B run; the package writes its own files there.
+        folder: The run folder. Its name is the id of the W&B run; the package writes its own files there.
         config: All fields of the configuration, for the page of the run.
+        entity: Team or user; None: the user's own.
+        name: Name of the W&B run; None: that of the folder.
+        tags: Tags of the W&B run.
     """
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        project: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        entity: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = folder.resolve().name
+        own = folder.resolve().name
         self._run = wandb.init(
-            project=project, name=name, id=name, dir=str(folder), config=dict(config), resume="allow"
+            project=project,
+            entity=entity,
+            name=name or own,
+            id=own,
+            tags=list(tags),
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:

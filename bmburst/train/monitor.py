@@ -2,6 +2,7 @@
 
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -81,7 +82,14 @@ class StepMonitor:
         self.has_begun = True
 
     def metrics(
-        self, facts: StepFacts, rate: float, seconds: float, *, scale: float | None, text_bytes: int
+        self,
+        facts: StepFacts,
+        rate: float,
+        seconds: float,
+        *,
+        scale: float | None,
+        text_bytes: int,
+        norms: Mapping[str, float],
     ) -> StepMetrics:
         """Return the metrics of a finished step.
 
@@ -91,6 +99,7 @@ class StepMonitor:
             seconds: Its time on this rank.
             scale: Its loss scale.
             text_bytes: Bytes of text that its labels encode.
+            norms: Norm of the gradient of each kind of parameter.
         """
         shape, config = self._shape, self._config
         used = self._flops.of(
@@ -120,4 +129,5 @@ class StepMonitor:
             loss_scale=scale if self.scale.is_dynamic else None,
             reward_margin=margin,
             reward_accuracy=accuracy,
+            grad_norms=norms,
         )

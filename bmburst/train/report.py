@@ -50,7 +50,8 @@ def beginning(
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
     name = config.preset or (config.init_from.name if config.init_from else "model")
     adapters = config.lora.parameters(model)
-    trained = f", {counted(adapters)} of adapters trained" if adapters else ""
+    whole = f" and {counted(saved)} of whole modules" if (saved := config.lora.saved(model)) else ""
+    trained = f", {counted(adapters)} of adapters{whole} trained" if adapters else ""
     tokens = config.batch_size * config.sequence_length
     axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
@@ -61,7 +62,7 @@ def beginning(
         ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
         ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
         ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
-        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup_steps} steps of warm-up"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup(config.steps)} steps of warm-up"),
     ]
     if memory is not None:
         host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""
@@ -308,7 +309,10 @@ class RunReport(contextlib.ExitStack):
         self._writer: MetricsWriter | None = None
         self._bar: ProgressBar | None = None
         if is_main:
-            online = None if config.wandb is None else Wandb(config.wandb, self._folder, to_dict(config))
+            online = None
+            if config.wandb is not None:
+                names: dict[str, Any] = {"entity": config.wandb_entity, "name": config.wandb_name}
+                online = Wandb(config.wandb, self._folder, to_dict(config), tags=config.wandb_tags, **names)
             self._writer = self.enter_context(MetricsWriter(self._folder, first_step, online))
             self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 

@@ -38,7 +38,11 @@ _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
 # Another tokenizer gives other tokens, which the state of a checkpoint refuses.
-_MAY_MOVE = ("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference")
+# Rates of adapters may change, as other rates.
+_MAY_MOVE = (
+    *("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference"),
+    *("lora.init_from", "lora.dropout", "lora.loraplus_lr_ratio"),
+)
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -65,6 +69,7 @@ def resolve(
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
     given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
+    _follow_adapter(given)
     has_two_models = "preset" in above and _names_whole_model(below)
     if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
         raise UserError(
@@ -128,6 +133,10 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
+    for name in ("wandb_entity", "wandb_name", "wandb_tags"):
+        if config.wandb is None and getattr(config, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
     for source in (config.data.source, *config.data.validation_files.values()):
         check_sources(source, config.data.text_field, config.data)
     tokenizer = config.data.tokenizer
@@ -150,9 +159,23 @@ def check_paths(config: TrainConfig) -> None:
         hugging_face.check_weights(config.init_from, config.model)
         if config.resume is True and config.output is not None:
             adapter.check_resumed(config.output, adapter.Base.open(config.init_from, config.model))
+        elif config.lora.init_from is not None:
+            _check_adapter(config, config.lora.init_from)
     if config.reference is not None:
         _check_reference(config, config.reference)
     _check_tokens(config)
+
+
+def _check_adapter(config: TrainConfig, folder: Path) -> None:
+    """Check that the adapter that a run starts from has the configured settings, and is one of its model."""
+    from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.checkpoint.files import verified, warn
+
+    assert config.init_from is not None
+    found = adapter.open_adapter(verified(folder, warn))
+    found.require_like(config.lora)
+    found.require_shapes(adapter.adapter_shapes(config.lora, hugging_face.expected_shapes(config.model)))
+    found.require_base(adapter.Base.open(config.init_from, config.model))
 
 
 def _different(there: LlamaConfig, model: LlamaConfig) -> str | None:
@@ -263,6 +286,22 @@ def _read_file(path: Path) -> dict[str, Any]:
     if is_model_center(values):
         return {"model": to_dict(ModelCenterConfig.from_values(values, str(path)).shape())}
     return values
+
+
+def _follow_adapter(given: dict[str, Any]) -> None:
+    """Take settings that are not given, and the model, from the adapter that the run starts from."""
+    values = given.get("lora") or {}
+    if values.get("init_from") is None or "rank" in values:  # a resumed run has its settings in its file
+        return
+    # Imported here, because it imports torch, which --help does not need.
+    from bmburst.checkpoint.adapter import open_adapter
+    from bmburst.checkpoint.files import verified, warn
+
+    found = open_adapter(verified(Path(values["init_from"]), warn))
+    own = {name: value for name, value in to_dict(found.lora).items() if value is not None}
+    given["lora"] = {**own, **values}
+    if given.get("init_from") is None and "preset" not in given and found.base and Path(found.base).is_dir():
+        given["init_from"] = Path(found.base)
 
 
 def _follow_model(given: dict[str, Any], below: Mapping[str, Any], above: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB
-from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint import adapter, hugging_face
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.adapter import Base
 from bmburst.checkpoint.background import BackgroundSaves
@@ -58,6 +58,8 @@ class RunSaves(BackgroundSaves):
             if config.lora.is_on:
                 self._base = Base.open(base, config.model)
         if newest == folder:
+            if config.lora.init_from is not None:
+                adapter.load(self._model, checkpoint.verified_together(config.lora.init_from), self._base)
             return None
         return checkpoint.load(newest, self._model, self._optimizer, base=self._base)
 

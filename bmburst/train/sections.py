@@ -1,4 +1,4 @@
-"""Sections of a run's configuration: data, optimizer, schedule, parallelism, and their defaults. Imports no torch.
+"""Sections of a run's configuration: data, optimizer, parallelism, and their defaults. Imports no torch.
 
 Learning rate, warm-up, beta2 and weight decay have defaults by model and kind of training (`filled`).
 
@@ -24,11 +24,13 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.kinds import KINDS, MATRICES
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape, can_share, divisors
+from bmburst.train.schedule import ScheduleConfig
 
 STANDARD_LIBRARY = "stdlib"
 HELD_OUT, HELD_OUT_FRACTION = "held_out", 0.05
@@ -139,11 +141,16 @@ class OptimizerConfig:
     )
     eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
     weight_decay: float = field(
-        "Weight decay, on matrices only.",
+        "Weight decay, on the kinds of parameters in optimizer.weight_decay_on.",
         default=None,
         default_text="0.1 as for LLaMA, 0 for adapters",
         unit="per step and lr",
         minimum=0,
+    )
+    weight_decay_on: tuple[str, ...] = field(
+        f"Kinds of parameters with weight decay, some of {', '.join(KINDS)}; adapters are of the kind of their matrix.",
+        default=MATRICES,
+        choices=KINDS,
     )
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
     offload: bool = field(
@@ -204,29 +211,6 @@ class OptimizerConfig:
                 "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
                 "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate schedule; formulas: `bmburst.train.step.learning_rate`. None: as in `OptimizerConfig`."""
-
-    kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
-    warmup_steps: int = field(
-        "Steps of linear warm-up.",
-        default=None,
-        default_text="10 for 1M parameters to 2000 for 8B; with init_from a tenth of the steps, 10 to 2000",
-        unit="steps",
-        minimum=0,
-    )
-    decay_fraction: float = field(
-        "wsd: fraction of all steps in the final decay.", default=0.2, minimum=0, maximum=1, unit="of steps"
-    )
-    final_lr_fraction: float = field(
-        "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -427,7 +411,9 @@ def filled(
         beta2=_or(optimizer.beta2, 0.999 if has_adapters else 0.95),
         weight_decay=_or(optimizer.weight_decay, 0.0 if has_adapters else 0.1),
     )
-    return optimizer, dataclasses.replace(schedule, warmup_steps=_or(schedule.warmup_steps, warmup))
+    if schedule.warmup_fraction is None:
+        schedule = dataclasses.replace(schedule, warmup_steps=_or(schedule.warmup_steps, warmup))
+    return optimizer, schedule
 
 
 def _or(given: Number | None, default: Number) -> Number:

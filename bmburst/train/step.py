@@ -1,4 +1,4 @@
-"""Parts of an optimizer step outside the model: learning rate, loss scale, exchange of facts, stop signals, skips.
+"""Parts of an optimizer step outside the model: loss scale, exchange of facts, stop signals, skips.
 
 `exchange` is the only all-gather of these facts in a step, and the only point at which the host waits for the device.
 
@@ -25,49 +25,10 @@ from bmburst.comm import Communicator
 from bmburst.errors import RunError
 from bmburst.launch.watchdog import polite
 from bmburst.train.clock import StepTiming
-from bmburst.train.config import ScheduleConfig, TrainConfig
+from bmburst.train.config import TrainConfig
 from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS
 
 _FACTOR, _LEAST = 2.0, 1.0  # factor of changes and minimum of the loss scale
-
-
-def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
-    """Return the learning rate of one optimizer step.
-
-    Warm-up is linear and reaches `peak` at step `warmup_steps`; the first step has a rate above 0. After it,
-
-    - "cosine" follows half a cosine (arXiv:1608.03983) down to `final_lr_fraction * peak` at the last step;
-    - "wsd" stays at the peak, then decays linearly to the same value over the last `decay_fraction` of all steps
-      (warm-up, stable, decay: arXiv:2404.06395);
-    - "constant" stays at the peak.
-
-    A run that is resumed with another number of steps continues on the schedule of the new number. Steps after the last
-    one have its rate. If the warm-up is longer than the run, the run ends during warm-up.
-
-    Args:
-        config: The schedule.
-        peak: Peak learning rate.
-        step: Number of the step, from 1.
-        total_steps: Number of steps of the whole run.
-
-    Raises:
-        ValueError: `step` or `total_steps` is below 1.
-    """
-    if step < 1 or total_steps < 1:
-        raise ValueError(f"steps count from 1: got step {step} of {total_steps}")
-    step = min(step, total_steps)
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
-    if config.kind == "constant":
-        return peak
-    decay_start = config.warmup_steps
-    if config.kind == "wsd":
-        decay_start = max(decay_start, total_steps - round(config.decay_fraction * total_steps))
-    if step <= decay_start:
-        return peak
-    progress = (step - decay_start) / (total_steps - decay_start)
-    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.kind == "cosine" else 1 - progress
-    return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * remaining)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +58,7 @@ class StepFacts:
         step: Number of the step, from 1.
         shares: Each rank's contribution to the loss; the mean over ranks is the loss.
         squares: Each rank's sum of squares of its gradient shards.
+        squares_by_kind: The same, summed over all ranks, for each kind of parameter.
         tokens: Number of labels that count in the loss.
         hosts: Facts of each rank.
         rewards: Mean reward margin and accuracy of preference pairs; None without pairs.
@@ -108,6 +70,7 @@ class StepFacts:
     tokens: int
     hosts: tuple[HostFacts, ...]
     rewards: tuple[float, float] | None = None
+    squares_by_kind: tuple[float, ...] = ()
 
     @property
     def query_key_pairs(self) -> float:
@@ -122,8 +85,12 @@ class StepFacts:
     @property
     def grad_norm(self) -> float:
         """Norm of the whole gradient."""
-        total = sum(self.squares)
-        return math.sqrt(total) if total >= 0 else math.nan
+        return _root(sum(self.squares))
+
+    @property
+    def grad_norms(self) -> tuple[float, ...]:
+        """Norm of the gradient of each kind of parameter."""
+        return tuple(map(_root, self.squares_by_kind))
 
     @property
     def is_finite(self) -> bool:
@@ -131,11 +98,15 @@ class StepFacts:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
 def exchange(
     comm: Communicator,
     step: int,
     share: Tensor,
-    square: Tensor,
+    squares: Tensor,
     tokens: Tensor,
     facts: HostFacts,
     rewards: Tensor | None = None,
@@ -146,15 +117,21 @@ def exchange(
         comm: All ranks.
         step: Number of the step.
         share: This rank's contribution to the loss, a scalar on its device.
-        square: Sum of squares of its gradient shards, a scalar on its device.
+        squares: Sums of squares of its gradient shards by kind of parameter, `[kinds]` on its device.
         tokens: Number of labels of all ranks that count, a scalar on its device.
         facts: Facts on its host.
         rewards: This rank's contributions to reward margin and accuracy, `[2]` on its device; None without pairs.
     """
     on_gpu = share.is_cuda
     host = torch.tensor(astuple(facts), dtype=torch.float64, pin_memory=on_gpu)
-    scalars = share, square, tokens, *(share.new_zeros(2) if rewards is None else rewards)
-    mine = torch.cat([torch.stack([scalar.double() for scalar in scalars]), host.to(share.device, non_blocking=True)])
+    scalars = share, squares.sum(), tokens, *(share.new_zeros(2) if rewards is None else rewards)
+    mine = torch.cat(
+        [
+            torch.stack([scalar.double() for scalar in scalars]),
+            host.to(share.device, non_blocking=True),
+            squares.double().reshape(-1),
+        ]
+    )
     (gathered,) = comm.all_gather(mine).wait()
     rows: list[list[float]] = gathered.tolist()
     names = [declared.name for declared in fields(HostFacts)]
@@ -163,8 +140,9 @@ def exchange(
         shares=tuple(row[0] for row in rows),
         squares=tuple(row[1] for row in rows),
         tokens=int(rows[0][2]),
-        hosts=tuple(HostFacts(**dict(zip(names, row[5:], strict=True))) for row in rows),
+        hosts=tuple(HostFacts(**dict(zip(names, row[5 : 5 + len(names)], strict=True))) for row in rows),
         rewards=None if rewards is None else (fmean(row[3] for row in rows), fmean(row[4] for row in rows)),
+        squares_by_kind=tuple(map(sum, zip(*(row[5 + len(names) :] for row in rows), strict=True))),
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bmburst import data
+from bmburst.blocks.kinds import apart
 from bmburst.checkpoint.training import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
@@ -24,6 +25,7 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.sequence import SequenceShard
 from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
+from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
 from bmburst.train.machine import require_dtype
@@ -34,8 +36,9 @@ from bmburst.train.objective import make_objective
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
+from bmburst.train.schedule import learning_rate
 from bmburst.train.sections import HELD_OUT
-from bmburst.train.step import StepFacts, exchange, learning_rate
+from bmburst.train.step import StepFacts, exchange
 from bmburst.train.text import (
     kept_by_rank_0,
     open_text,
@@ -105,6 +108,7 @@ class Trainer:
         import bmtrain as bmt
 
         from bmburst.optim import build_optimizer
+        from bmburst.optim.norms import GradientNorms
 
         parallel = config.parallel
         self.mesh = Mesh.over_bmtrain(
@@ -134,10 +138,12 @@ class Trainer:
             total=None if config.epochs is None else sequences_of_epochs(config, sequences),
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
-        self._loader = Loader(cut, self.runtime.device)
+        rows = config.batch_size // self.mesh.shape.data
+        self._loader = Loader(cut, self.runtime.device, self.mesh.data_rank * rows if config.lora.dropout else None)
         make_model = _model_maker(config, self.mesh, memory)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio)
+        self._norms = GradientNorms(self.model)
         self._objective = make_objective(config, self.model, make_model, self.mesh, cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
@@ -200,7 +206,8 @@ class Trainer:
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
         scale, text_bytes = self._manager.loss_scale, self.batches.text_bytes
-        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes)
+        norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
+        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes, norms=norms)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.
@@ -225,6 +232,8 @@ class Trainer:
             The facts of the step for `update`, equal on all ranks: `loss`, the mean in nats over all valid labels;
             `tokens`, their number; `grad_norm`, the norm of the gradient accumulated since the last `update`.
         """
+        if self.config.lora.dropout:  # depends on the step alone, so that a resumed run goes on alike
+            batch = replace(batch, dropout_seed=f"dropout {self.config.seed} {self.steps_done + 1}")
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
         with self._monitor.clock.work():
@@ -233,9 +242,9 @@ class Trainer:
                     result = objective.forward(part)
                 with traced("backward"):
                     self._manager.backward(result)
-        square = self.optimizer.square_sum(self.runtime.device) / self._manager.loss_scale**2
+        squares = self._norms.square_sums(self.runtime.device) / self._manager.loss_scale**2
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
-        sums = objective.share, square, objective.tokens
+        sums = objective.share, squares, objective.tokens
         return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
 
     def update(self, facts: StepFacts) -> float:
@@ -258,7 +267,7 @@ class Trainer:
         self.steps_done = facts.step
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
         self._monitor.judge(facts)  # sets the loss scale of the next step; the manager has this step's
         self.saves.copied()
         with self._monitor.clock.optimizer(), traced("optimizer"):
@@ -310,6 +319,8 @@ class Trainer:
             report.note(monitor.stopped)
             if config.sample_tokens and not monitor.stopped:
                 self._show_sample(report)
+            if self._wants_context and not monitor.stopped:
+                self._show_context(report)
             report.finish()
         return monitor.stopped
 
@@ -405,6 +416,27 @@ class Trainer:
         if self.is_main:
             (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
 
+    @property
+    def _wants_context(self) -> bool:
+        """Whether the run ends with the report on its context. Losses of pairs are not losses of tokens."""
+        config = self.config
+        asked = config.sequence_length >= LONG if config.context_report is None else config.context_report
+        return asked and config.dpo.beta is None
+
+    def _show_context(self, report: RunReport) -> None:
+        found = measure_context(
+            self.model,
+            self.mesh,
+            self.cut,
+            self._held_out,
+            data.load_tokenizer(self.corpus.tokenizer_name),
+            device=self.runtime.device,
+            limit=self.config.eval_sequences,
+        )
+        if self.is_main:
+            found.write(self.folder)
+        report.note(found.sentence())
+
 
 def _attention(config: TrainConfig, mesh: Mesh) -> Callable[[], Any]:
     from bmburst.attention.module import BurstAttention
@@ -435,6 +467,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
     """Return the constructor of models of a run; without `seed` their weights are not set."""
     from bmburst.blocks.model import Llama
 
+    decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     return partial(
         Llama,
         config.model,
@@ -445,6 +478,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,
         host_memory=memory,
+        kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
 
 

@@ -18,8 +18,10 @@ from bmburst.checkpoint.adapter import KEYS as ADAPTER
 from bmburst.data.messages import MESSAGE_KEYS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED
 from bmburst.inference.generation_fields import GENERATOR, SPLIT_ARGUMENTS, SPLIT_GENERATE
+from bmburst.integrations.grpo_arguments import ARGUMENTS as GRPO
 from bmburst.integrations.trainer_arguments import ARGUMENTS as TRAINER
 from bmburst.integrations.transformers_batch import BATCH_KEYS
+from bmburst.serve.protocol import FIELDS as REQUEST
 
 FOREIGN = "<!-- foreign settings -->"
 UNKNOWN = "unknown: refused"
@@ -108,6 +110,13 @@ def batch_keys() -> set[str]:
     return {key for collate in collators for key in collate(plain if collate is packed else samples)}
 
 
+def request_fields() -> set[str]:
+    """Return the fields of a request of OpenAI's chat completions."""
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+
+    return {*CompletionCreateParamsBase.__annotations__, "stream"}
+
+
 def trainer_arguments() -> set[str]:
     """Return the arguments of transformers' Trainer and TRL's SFTTrainer, and the fields of their configurations."""
     from transformers import Trainer
@@ -116,6 +125,17 @@ def trainer_arguments() -> set[str]:
 
     parameters = {*inspect.signature(Trainer).parameters, *inspect.signature(SFTTrainer).parameters}
     return parameters | {each.name for each in dataclasses.fields(SFTConfig)}
+
+
+def grpo_arguments() -> set[str]:
+    """Return the arguments of TRL's GRPOTrainer and RLOOTrainer, and the fields of their configurations."""
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    parameters = {name for kind in (GRPOTrainer, RLOOTrainer) for name in inspect.signature(kind).parameters}
+    return parameters | {each.name for kind in (GRPOConfig, RLOOConfig) for each in dataclasses.fields(kind)}
 
 
 def said(verb: str, done: Mapping[str, str]) -> dict[str, str]:
@@ -141,8 +161,10 @@ TABLES = (
     Table("Other arguments of generate with a split cache", SPLIT_ARGUMENTS, generate_arguments),
     Table("Batches of transformers", BATCH_KEYS, batch_keys),
     Table("Arguments of Trainer, SFTTrainer and their configurations", TRAINER, trainer_arguments),
+    Table("Arguments of GRPOTrainer, RLOOTrainer and their configurations", GRPO, grpo_arguments),
     Table("Records", {**said("read", RECORD_KEYS), **said("refused", UNSUPPORTED)}),
     Table("Messages", said("read", MESSAGE_KEYS)),
+    Table("Requests of chat completions", REQUEST, request_fields),
 )
 
 

@@ -61,6 +61,7 @@ def test_equals_the_published_formulas(size, layout, name):
     run_ranks(size, body)
 
 
+@pytest.mark.long
 def test_triton_over_processes(monkeypatch):
     """Its interpreter is not for threads."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # where there are GPUs too

@@ -18,7 +18,7 @@ from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
-from tests.pairs import long
+from tests.pairs import in_turn, long
 from tests.refusals import refused
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -61,8 +61,7 @@ def attend(comm, strategy, cases):
         compare(comm, mask, layouts, lengths, *heads[i % 3], strategy=strategy)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, *long(4), 5])
-@pytest.mark.parametrize("strategy", ["heads", "gather", "kv", "burst", "auto"])
+@pytest.mark.parametrize(("strategy", "size"), in_turn(["heads", "gather", "kv", "burst", "auto"], [1, 3, 2, 5, 4]))
 def test_equals_its_definition(size, strategy):
     """Each size and strategy with its own part of the cases."""
     run_ranks(size, attend, strategy, CASES[size + len(strategy) :: 13])
@@ -73,8 +72,7 @@ def test_equals_its_definition_beside_an_exchange_of_heads(strategy):
     run_ranks(4, attend, strategy, CASES[::7])
 
 
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize(("size", "most"), in_turn([2, 5], [1, 2]))
 def test_equals_its_definition_in_units_of_heads(monkeypatch, size, most):
     real = decided.choose_strategy
     monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
@@ -82,7 +80,7 @@ def test_equals_its_definition_in_units_of_heads(monkeypatch, size, most):
     run_ranks(size, attend, "heads", CASES[::23])
 
 
-@pytest.mark.parametrize("strategy", ["kv", "burst"])
+@pytest.mark.parametrize("strategy", [*long("kv"), "burst"])
 def test_equals_its_definition_in_a_double_ring(monkeypatch, strategy):
     real = decided.StrategyRequest.place
 

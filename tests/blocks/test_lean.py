@@ -149,11 +149,11 @@ SEGMENTS = (
     ("size", "zero"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (2, 3), (3, 3)))]
 )
 def test_segments_of_blocks_store_one_input(size, zero):
-    run_program(size, _segments_of_blocks_store_one_input, zero)
+    run_program(size, _segments_of_blocks_store_one_input, size, zero)
 
 
-def _segments_of_blocks_store_one_input(zero):
-    config = tiny.config("qwen3", num_layers=5, num_heads=12, num_kv_heads=6)
+def _segments_of_blocks_store_one_input(size, zero):
+    config = tiny.config("qwen3", num_layers=5, num_heads=4 * size, num_kv_heads=2 * size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         wanted = step(config, "none", torch.float64)
@@ -256,12 +256,15 @@ def _masks_of_a_batch(mask):
                 require_equal(step(config, policy, torch.float64, mask=mask, chunk=11), wanted, torch.float64, policy)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_strategy_attends_with_some_heads_at_a_time(size):
-    run_program(size, _every_strategy_attends_with_some_heads_at_a_time, size)
+@pytest.mark.parametrize(
+    ("size", "strategies"),
+    [(2, ("heads", "burst")), *long((2, ("gather", "kv")), (4, ("heads", "heads+ring")))],
+)
+def test_every_strategy_attends_with_some_heads_at_a_time(size, strategies):
+    run_program(size, _every_strategy_attends_with_some_heads_at_a_time, size, strategies)
 
 
-def _every_strategy_attends_with_some_heads_at_a_time(size):
+def _every_strategy_attends_with_some_heads_at_a_time(size, strategies):
     """And with each head as often as where all attend at once; without gradients, forward and backward."""
     from bmburst.attention.module import BurstAttention
     from bmburst.mesh import Mesh
@@ -274,7 +277,7 @@ def _every_strategy_attends_with_some_heads_at_a_time(size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         watch_forward(patch, lambda call, inputs, _: seen.append((call.strategy.ulysses_degree, inputs[1].shape[2])))
-        for strategy in ("heads", "gather", "kv", "burst") if size == 2 else ("heads", "heads+ring"):
+        for strategy in strategies:
             attention = partial(BurstAttention, group=group, softcap=5.0, strategy=strategy)
             for policy, attended in times.items():
                 seen.clear()

@@ -51,6 +51,28 @@ def test_the_first_numbers_do_not_matter(tmp_path: Path, base: Path, kind: Any) 
     _require_pefts(folder, base)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"layers.0.self_attn.q_proj": 5, "v_proj": 1}, "alpha_pattern": {r".*\.1\..*_proj": 9}},
+        {"modules_to_save": ["norm", "lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 4}},
+        {"modules_to_save": ["model.embed_tokens"]},
+    ],
+)
+def test_settings_that_change_what_is_merged(tmp_path: Path, base: Path, settings: dict[str, Any]) -> None:
+    folder = _adapter(tmp_path / "adapter", base, **settings)
+    path = folder / "adapter_model.safetensors"
+    torch.manual_seed(7)
+    changed = {name: each if "lora" in name else torch.randn_like(each) for name, each in load_file(path).items()}
+    save_file(changed, path, {"format": "pt"})  # modules that were trained
+    if settings == {"modules_to_save": ["model.embed_tokens"]}:
+        with refused("modules_to_save | model.embed_tokens | embed_tokens"):
+            open_merged(folder, base)
+        return
+    _require_pefts(folder, base)
+
+
 @pytest.mark.parametrize("kind", ["pissa", "pissa_niter_4", "olora"])
 def test_first_numbers_that_change_the_model_are_refused(tmp_path: Path, base: Path, kind: str) -> None:
     """PEFT merges another model than W + scale B A of the weights in the files: earlier versions wrote the latter."""
@@ -70,12 +92,9 @@ OTHER: dict[str, Any] = {
     "task_type": "SEQ_CLS",
     "init_lora_weights": "loftq",
     "bias": "lora_only",
-    "modules_to_save": ["lm_head"],
     "trainable_token_indices": [3],
     "target_parameters": ["weight"],
     "exclude_modules": ["k_proj"],
-    "rank_pattern": {"q_proj": 4},
-    "alpha_pattern": {"q_proj": 4},
     "layers_to_transform": [0],
     "layers_pattern": "layers",
     "layer_replication": [[0, 2]],

@@ -207,6 +207,9 @@ def here(tmp_path_factory):
         patch.setattr("bmburst.setup.doctor.can_train", lambda *_: True)
         patch.setattr("bmburst.setup.doctor.to_text", lambda *_: "")
         patch.setattr("bmburst.setup.doctor.to_json", lambda *_: "")
+        patch.setattr("bmburst.setup.doctor.CHECKS", ())
+        patch.setattr("bmburst.cli.serve._serve", lambda _: 15)
+        patch.setattr("bmburst.cli.serve._require_template", lambda _: None)
         patch.setattr("bmburst.setup.build_bmtrain.check_toolchain", lambda spec: spec)
         patch.setattr("bmburst.setup.build_bmtrain.build_wheel", lambda spec, _: spec.output)
         yield folder
@@ -217,6 +220,7 @@ BASE = {
     "check": (),
     "eval": ("--checkpoint", "model", "--data", "file"),
     "generate": ("--checkpoint", "model", "--prompts", "file", "--max-new-tokens", "2"),
+    "serve": ("--checkpoint", "model", "--port", "0"),
     "launch": ("--dry-run",),
     "doctor": (),
     "data": ("--input", "file", "--output", "out.tokens"),

@@ -32,8 +32,8 @@ def bmburst(*words, cwd=ROOT, fresh=False):
 def run(tmp_path_factory):
     """A short main job: the standard library's sources, 2 ranks, and everything else at its default."""
     folder = tmp_path_factory.mktemp("main") / "run"
-    short = ("--steps", 8, "--sequence-length", 1024, "--eval-every", 4, "--checkpoint-every", 4, "--sample-tokens", 8)
-    short += ("--eval-sequences", 2, "--schedule.warmup-steps", 2)
+    short = ("--steps", 4, "--sequence-length", 1024, "--eval-every", 2, "--checkpoint-every", 2, "--sample-tokens", 8)
+    short += ("--eval-sequences", 2, "--schedule.warmup-steps", 1)
     done = bmburst("train", *short, "--output", folder, fresh=True)
     assert done.returncode == 0, done.stderr
     return folder, done
@@ -46,16 +46,16 @@ def lines(path):
 def test_the_run_folder(run):
     folder, done = run
     metrics = lines(folder / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == list(range(1, 9))
+    assert [line["step"] for line in metrics] == list(range(1, 5))
     assert all(set(line) == METRICS for line in metrics)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert [line["step"] for line in lines(folder / "evals.jsonl")] == [4, 8]
+    assert [line["step"] for line in lines(folder / "evals.jsonl")] == [2, 4]
     assert json.loads((folder / "config.json").read_text())["sequence_length"] == 1024
     assert (folder / "loss.png").stat().st_size > 10_000
     assert list((folder / "tensorboard").glob("events.out.*"))
     assert "|" in (folder / "sample.txt").read_text()
-    assert (folder / "checkpoints" / "step-000008" / "model.safetensors").exists()
-    assert "step 8/8" in done.stderr and "bits/byte" in done.stderr and "tokens/s" in done.stderr
+    assert (folder / "checkpoints" / "step-000004" / "model.safetensors").exists()
+    assert "step 4/4" in done.stderr and "bits/byte" in done.stderr and "tokens/s" in done.stderr
     assert done.stderr.count("host runtime") == 1
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
@@ -64,10 +64,10 @@ def test_the_run_folder(run):
 def test_finished_extended_and_evaluated(run, tmp_path):
     folder, _ = run
     done = bmburst("train", "--resume", "--output", folder)
-    assert (done.returncode, done.stderr.strip()) == (0, f"{folder}: finished with 8 steps; a larger --steps goes on")
-    done = bmburst("train", "--resume", "--output", folder, "--steps", 9)
+    assert (done.returncode, done.stderr.strip()) == (0, f"{folder}: finished with 4 steps; a larger --steps goes on")
+    done = bmburst("train", "--resume", "--output", folder, "--steps", 5)
     assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == list(range(1, 10))
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == list(range(1, 6))
 
     text = tmp_path / "text.py"
     text.write_text((ROOT / "bmburst" / "errors.py").read_text())

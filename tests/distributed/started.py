@@ -102,6 +102,19 @@ def run_bmburst(
     return subprocess.CompletedProcess(list(words), program.returncode or 0, out, err)
 
 
+def rank_of(launcher: int, rank: int) -> int:
+    """Return the process id of a rank that a launcher started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"no rank {rank}")
+
+
 def _enter(cwd: str, pipes: list[Connection], words: list[str], first: str, forked: bool) -> None:
     os.chdir(cwd)
     with open(os.devnull) as nothing:

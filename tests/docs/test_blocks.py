@@ -34,8 +34,10 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "hugging_face.md": "test_hugging_face.py",
     "multi_node.md": "test_multi_node.py",
     "fsdp2.md": "test_neighbours.py",
+    "serving.md": "test_serving.py",
     "trainer.md": "test_neighbours.py",
     "trl.md": "test_neighbours.py",
+    "grpo.md": "test_grpo.py",
     "accelerate.md": "test_neighbours.py",
     "model_center_finetune.md": "test_neighbours.py",
 }

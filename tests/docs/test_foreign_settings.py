@@ -28,6 +28,9 @@ ALLOWED = {
     "Other arguments of generate with a split cache": [
         *("assistant_model", "custom_generate", "inputs", "negative_prompt_attention_mask", "negative_prompt_ids")
     ],
+    "Requests of chat completions": [
+        *("audio", "moderation", "prediction", "reasoning_effort", "verbosity", "web_search_options")
+    ],
 }
 
 

@@ -338,7 +338,45 @@ def test_an_interrupted_session_does_not_go_on_with_tokens_that_its_text_lacks()
     with pytest.raises(KeyboardInterrupt):
         session.prefill([4, 5], stop)
     refuse(lambda: session.generate(max_new_tokens=2), "prefill")
-    refuse(lambda: session.prefill([4, 5]), "interrupted", "new session")
+    refuse(lambda: session.prefill([4, 5]), "interrupted", "session.keep(0)")
+    assert session.keep(3) == 3  # its first turn is whole
+    session.prefill(prompt(6))
+    never = {"eos_ids": (VOCAB + 1,)}
+    assert list(session.generate(max_new_tokens=5, **never)) == greedy("llama", (1, 2, 3, *prompt(6)), 5)
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_text_is_cut_and_goes_on_otherwise(ranks: int, cache: str) -> None:
+    """At any place: in the prompt, in the answer whose last token is not cached, and twice."""
+
+    def body(comm: CheckedCommunicator) -> Any:
+        made = over(comm, cache=cache, chunk_tokens=8)
+        session = made.session(max_tokens=60)
+        session.prefill(prompt(13))
+        list(session.generate(max_new_tokens=4, eos_ids=(VOCAB + 1,)))
+        found = []
+        for tokens in (17, 15, 7, 7, 0):
+            before = session.tokens
+            kept = session.keep(tokens)
+            assert session.tokens == before[:kept]
+            refuse(lambda: session.generate(), "prefill")
+            session.prefill([*before[kept:tokens], *prompt(9, seed=tokens)])
+            answer = list(session.generate(max_new_tokens=5, eos_ids=(VOCAB + 1,)))
+            found.append((kept, before[:tokens], answer))
+        return found, made._engine.split.token_groups
+
+    for found, groups in run_ranks(ranks, body):
+        for tokens, (kept, text, answer) in zip((17, 15, 7, 7, 0), found, strict=True):
+            assert min(tokens, 16) - groups < kept <= min(tokens, 16) and kept % groups == 0
+            assert answer == greedy("llama", (*text, *prompt(9, seed=tokens)), 5)
+
+
+def test_keys_that_depend_on_the_length_of_the_text_are_not_kept() -> None:
+    session = prefilled(alone("llama-dynamic"), prompt(20))
+    assert session.keep(10) == 0 and session.tokens == ()
+    for wrong in (-1, 1, True, "0", 1.0):
+        refuse(lambda wrong=wrong: session.keep(wrong), f"{wrong!r}", "allowed: 0")  # type: ignore[misc]
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.families import tiny_model
+from benchmarks.tiny_families import tiny_model
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
+from bmburst.integrations.transformers_cache import SplitCache, generate
 
 FEW = ("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2", "minimax", "recurrent_gemma")
 """A type of each kind of layer: gated delta rule, KDA, Mamba 2, Mamba 1, convolution, Lightning, RG-LRU."""
+OTHERS = ("llama4_text", "gemma4_text", "falcon", "stablelm")
+"""Types whose attention is chunked, shared between layers, a class of its own, or not declared."""
 REST = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba"),
     *("mamba2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2"),
@@ -27,6 +30,14 @@ SPANS = {
     "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
     "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
 }
+ANSWERED = ("qwen3_next", "nemotron_h")
+"""Types that generate in every run: a state and attention in layers of their own."""
+ALSO_ANSWERED = (
+    *("qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
+    *("falcon", "stablelm", "gemma3n_text", "gemma4_text"),
+)
+PROMPTS = (1, 3, 8, 23)
+GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 WRAPS = {"fsdp2": "qwen3_next", "ddp": "nemotron_h", "lora": "qwen3_next"}
 Found = dict[str, Any]
 
@@ -81,6 +92,26 @@ def run(output: Path, types: tuple[str, ...], size: int, wraps: bool) -> None:
         )
     if dist.get_rank() == 0:
         torch.save(found, output)
+
+
+def prompt(length: int) -> Tensor:
+    """Return the token ids of two prompts."""
+    return torch.randint(2, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def answers(output: Path, types: tuple[str, ...]) -> None:
+    """Greedy answers to prompts and to a second turn of each, after prefills in two layouts."""
+    register()
+    mesh, found = Mesh.over_process_group(), {}
+    for name in types:
+        model = tiny_model(name, "bmburst")
+        for length in PROMPTS:
+            cache = SplitCache(model.config, mesh)
+            cache.layout = "contiguous" if length == 8 else "zigzag"
+            first = generate(model, prompt(length), mesh=mesh, past_key_values=cache, **GREEDY)
+            turn = torch.cat((first, prompt(17)), 1)
+            found[f"{name} {length}"] = generate(model, turn, mesh=mesh, past_key_values=cache, **GREEDY)
+    torch.save(found, output / f"{dist.get_rank()}.pt")
 
 
 def _part(split: SplitSequences, case: str) -> Part:

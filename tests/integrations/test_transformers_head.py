@@ -1,5 +1,7 @@
 """`Part.loss` computes head and loss in one where a model lets it, and is the model's own loss in any case.
 
+So does `Part.logps` with log-probabilities and entropies.
+
 Where layers are compiled in parts, attention is between two graphs.
 """
 
@@ -21,7 +23,7 @@ from tests.refusals import refused
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 IDS = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(1))
 RELATIVE = 1e-6  # transformers computes norms and losses in fp32
-ONE = (1, 1, 61)  # the loss, as wide as logits
+ONE = (1, 1, 61)  # the loss, or 2 x 2 x 14 values of tokens with a label, as wide as logits
 WHOLE = (2, 24, 61)  # a cut in zigzag is even
 
 
@@ -99,6 +101,43 @@ def test_the_loss_is_the_models_own(name: str) -> None:
         assert "forward" not in vars(model.lm_head)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_and_entropies_are_those_of_the_logits(name: str) -> None:
+    family, changes, change, seen = CASES[name]
+    model = _model(family, **changes)
+    change(model)
+    labels = IDS.masked_fill(torch.arange(23) < 9, -100)
+    factors = torch.linspace(-1, 2, 23).double()
+    model.set_attn_implementation("eager")
+    with torch.compiler.set_stance("force_eager"):
+        log_p = torch.log_softmax(model(input_ids=IDS, use_cache=False).logits[:, 8:-1] / 0.7, -1)
+    expected = log_p.gather(-1, IDS[:, 9:, None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    gradients = torch.autograd.grad(((expected[0] + 2 * expected[1]) * factors[8:-1]).sum(), list(model.parameters()))
+    model.set_attn_implementation("bmburst")
+    shapes = _of_head(model, model.lm_head)
+    split = SplitSequences(ALONE)
+    for expected_shapes in seen:
+        shapes.clear()
+        part = split.part(IDS, labels=labels)
+        with torch.compiler.set_stance("force_eager"):
+            found = [x for x in part.logps(model, temperature=0.7, entropy=True) if x is not None]
+        assert shapes == expected_shapes
+        whole = [part.gathered(x) for x in found]
+        for ours, theirs in zip(whole, expected, strict=True):
+            torch.testing.assert_close(ours[:, 8:-1], theirs, rtol=1e-5, atol=1e-6)
+            assert not ours[:, :8].any() and not ours[:, -1].any()
+        loss = ((whole[0] + 2 * whole[1]) * factors).sum()
+        for mine, other in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
+            assert float((mine - other).norm() / other.norm()) < 1e-5
+        assert part.logps(model)[1] is None
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, True, float("nan"), "1"])
+def test_temperatures(temperature: Any) -> None:
+    with refused("temperature", repr(temperature), "above 0"):
+        SplitSequences(ALONE).part(IDS).logps(_model("llama"), temperature=temperature)
+
+
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", [_softer, _forbidding])
 def test_logits_changed_in_place_are_noticed(change: Any, without_gradients: Any) -> None:
@@ -154,27 +193,3 @@ def test_compiled_parts_of_layers_have_a_graph_before_attention_and_one_after() 
     for _ in range(2):
         assert split.part(IDS, labels=IDS).loss(model).item() == pytest.approx(loss.item(), rel=RELATIVE)
     assert graphs.frame_count == 2 and shapes == [ONE, ONE]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_log_probabilities_of_labels_are_those_of_the_models_logits(name: str) -> None:
-    family, changes, change, seen = CASES[name]
-    model = _model(family, **changes)
-    change(model)
-    labels = IDS.masked_fill(IDS < 20, -100)
-    factors = torch.linspace(-1, 1, IDS[:, 1:].numel()).double().view_as(IDS[:, 1:])
-    model.set_attn_implementation("eager")
-    with torch.compiler.set_stance("force_eager"):
-        logits = model(input_ids=IDS, use_cache=False).logits[:, :-1]
-    expected = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0].masked_fill(labels[:, 1:] < 0, 0)
-    gradients = torch.autograd.grad((expected.tanh() * factors).sum(), list(model.parameters()))
-    model.set_attn_implementation("bmburst")
-    shapes = _of_head(model, model.lm_head)
-    with torch.compiler.set_stance("force_eager"):
-        found = SplitSequences(ALONE).part(IDS, labels=labels)._label_logps(model)[:, :22]
-    assert (WHOLE in shapes) == (WHOLE in seen[0])
-    torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=RELATIVE)
-    for ours, theirs in zip(
-        torch.autograd.grad((found.tanh() * factors).sum(), list(model.parameters())), gradients, strict=True
-    ):
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5

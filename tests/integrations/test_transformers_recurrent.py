@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from benchmarks.families import tiny_model
+from benchmarks.tiny_families import tiny_model
 from bmburst import Mesh, MeshShape
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations import transformers_recurrent as recurrent
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_cache import generate
+from bmburst.integrations.transformers_cache import SplitCache, generate
 from bmburst.linear.call import ChainCall
 from tests.distributed.processes import run_processes
 from tests.integrations import recurrent_program as program
@@ -59,13 +59,40 @@ def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
     """Also under FSDP2 with recomputation, under DDP with transformers' own, and with adapters on input projections."""
-    compare(tmp_path, 2, program.FEW, wraps=True)
+    compare(tmp_path, 2, program.FEW + program.OTHERS, wraps=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_types(tmp_path: Path, size: int) -> None:
-    compare(tmp_path, size, program.FEW + program.REST, wraps=True)
+    compare(tmp_path, size, program.FEW + program.OTHERS + program.REST, wraps=True)
+
+
+def answered(folder: Path, size: int, types: tuple[str, ...]) -> None:
+    """Compare greedy tokens of two turns with those of transformers on one process."""
+    run_processes(size, program.answers, folder, types)
+    ours = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    assert len(ours[0]) == len(types) * len(program.PROMPTS)
+    for name in types:
+        model = tiny_model(name, "eager")
+        for length in program.PROMPTS:
+            text = program.prompt(length)
+            for turn in (text, program.prompt(17)):
+                text = text if turn is text else torch.cat((text, turn), 1)
+                text = model.generate(text, attention_mask=torch.ones_like(text), **program.GREEDY)
+            key = f"{name} {length}"
+            assert [each[key].tolist() for each in ours] == [text.tolist()] * size, key
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_turns_continue_the_states(tmp_path: Path, size: int) -> None:
+    answered(tmp_path, size, program.ANSWERED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_turns_of_all_types(tmp_path: Path, size: int) -> None:
+    answered(tmp_path, size, program.ANSWERED + program.ALSO_ANSWERED)
 
 
 @pytest.fixture
@@ -113,8 +140,33 @@ def test_a_cache_and_generation(part: Any, model: Any) -> None:
     mamba = tiny_model("mamba2", "bmburst")
     with refused("Mamba2Mixer | cache_params | use_cache=False"):
         part.logits(mamba, use_cache=True)
-    with refused("generation | Qwen3NextGatedDeltaNet | states | fix: on one rank"):
-        generate(model, IDS, mesh=ALONE, max_new_tokens=1)
+    for name, words in (("minimax", "MiniMaxLightningAttention | state"), ("mamba2", "no attention layers")):
+        with refused(f"{words} | on one rank"):
+            generate(tiny_model(name, "bmburst"), IDS, mesh=ALONE, max_new_tokens=1)
+    cache = SplitCache(model.config, ALONE)
+    text = generate(model, IDS, mesh=ALONE, past_key_values=cache, max_new_tokens=2)
+    with refused("cannot go back from | new cache"):
+        cache.crop(text.shape[1] - 2)
+
+
+def test_positions_behind_padding() -> None:
+    """RoBERTa counts positions from the id of padding on, and where a batch has no positions finds padding itself."""
+    register()
+    roberta = tiny_model("roberta", "bmburst")
+    with refused("positions | padding"):
+        SplitSequences(ALONE).part(IDS).logits(roberta)
+
+
+def test_chunks_and_other_media_are_refused_where_they_are_not_read(part: Any) -> None:
+    llama4 = tiny_model("llama4_text", "bmburst")
+    with refused("chunked attention over a split cache | on one rank"):
+        generate(llama4, IDS, mesh=ALONE, max_new_tokens=2)
+    gemma = tiny_model("gemma4_unified", "bmburst")
+    assert part.logits(gemma).shape == (1, 12, program.VOCABULARY)  # one is padding
+    falcon = tiny_model("falcon", "bmburst")
+    falcon.config.alibi = True
+    with refused("bias by distance"):
+        part.logits(falcon)
 
 
 def test_striped_layouts(model: Any) -> None:

@@ -14,7 +14,7 @@ from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
-from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
+from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
 from tests import tiny
 from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_program as program
@@ -103,7 +103,7 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
     [
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 | fix: "),
         ("doge", {}, "mask.dtype | fix: "),
-        ("llama4_text", {"num_local_experts": 2}, "layers | 'chunked_attention'"),
+        ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router | loss | sum over tokens"),
         ("bloom", {}, "attention | registry"),
         ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
@@ -194,7 +194,7 @@ def _call(mask: SequenceMask, **options: Any) -> Tensor:
     ],
 )
 def test_what_layers_ask_for(options: dict[str, Any], words: str) -> None:
-    mask = _part().mask.seen(None)
+    mask = _part().mask.seen()
     _call(mask, sliding_window=11, use_cache=False, position_ids=IDS, softcap=None, output_attentions=False)
     with refused(words):
         _call(mask, **options)
@@ -211,7 +211,7 @@ def test_a_mask_is_no_tensor() -> None:
 def test_a_model_that_makes_its_masks_itself() -> None:
     with refused("masks itself"):
         _call(_part().mask)
-    assert _call(_part().mask.seen(4), sliding_window=4).shape == (2, 12, 4, 8)
+    assert _call(_part().mask.seen(Near(window=4)), sliding_window=4).shape == (2, 12, 4, 8)
 
 
 @pytest.mark.parametrize(

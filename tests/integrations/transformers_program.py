@@ -80,11 +80,11 @@ def cases(ranks: int = 1) -> dict[str, Case]:
     }
 
 
-def run(output: Path) -> None:
-    """The cases on sequences over 2 and 4 of 4 ranks, and FSDP2 and DDP over data and sequence ranks."""
+def run(output: Path, sizes: list[int]) -> None:
+    """The cases on sequences over some of 4 ranks, 2 or 4, and FSDP2 and DDP over data and sequence ranks."""
     register()
     results: dict[int, dict[str, Any]] = {}
-    for size in (2, 4):
+    for size in sizes:
         mesh = Mesh.over_process_group(sequence=size)
         found = results[size] = {}
         for name, case in cases(size).items():

@@ -3,12 +3,11 @@
 import os
 import signal
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from bmburst.config import to_dict, write_json
-from tests.distributed.started import Program
+from tests.distributed.started import Program, rank_of
 from tests.launch.launcher import PATIENT_FOR, ROOT, alive, assert_gone, ended, lines_of, start, wait_until
 from tests.train import run_program as program
 
@@ -125,16 +124,3 @@ def test_a_training_run(end, tmp_path):
         assert len(list((tmp_path / "run" / "profile").glob("steps-2-2.rank-*.json"))) == 3
         assert f"stopped after step {steps} by SIGTERM on rank 0" in err
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
-
-
-def rank_of(launcher, rank):
-    """Return the process id of a rank that a launcher started."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if parent == launcher and f"RANK={rank}".encode() in variables:
-            return int(folder.name)
-    raise AssertionError(f"no rank {rank}")

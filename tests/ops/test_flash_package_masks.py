@@ -19,6 +19,7 @@ from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import some, visible
 from tests.ops.package_stand_ins import check_statistic_memory, install
 from tests.ops.tiles import EPSILON, assert_same, error, one_number_off, room, some_heads, wider_room
+from tests.pairs import pairwise
 
 QUERIES, KEYS = 37, 53
 CUT = (0, 10, 10, 11, 25, QUERIES), (0, 20, 31, 32, 32, KEYS)
@@ -254,9 +255,11 @@ def later_rows(tensor):
     return wide[:, 3:].copy_(tensor)
 
 
-@pytest.mark.parametrize("stand_in", [fa2, fa3, older_fa3, fa4, torchs], ids=lambda stand_in: stand_in.__name__)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{str(case)[:60]}-{case[1]}-{case[2]}")
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("stand_in", "case", "batch"),
+    pairwise([fa2, fa3, older_fa3, fa4, torchs], [(case,) for case in CASES], [1, 2]),
+    ids=lambda value: getattr(value, "__name__", str(value)[:60]),
+)
 def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
     made = stand_in(monkeypatch)
     monkeypatch.setattr("tests.ops.masked.DEVICE", "cpu")

@@ -36,16 +36,18 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(1, 1, 1, "zigzag", 1, True),
     Case(1, 1, 1, "zigzag", 3, False),
     Case(1, 2, 1, "zigzag", 3, True),
     Case(1, 2, 1, "balanced", 1, False),
     Case(1, 3, 1, "contiguous", 1, True),  # the answers of a pair lie on different ranks
+]
+MORE = [
+    Case(1, 1, 1, "zigzag", 1, True),
     Case(3, 1, 1, "zigzag", 1, False),
     Case(1, 3, 1, "striped", 3, False),
     Case(1, 1, 2, "zigzag", 1, True),
 ]
-HALF = CASES[2:4]
+HALF = CASES[1:3]
 """They train in fp16 too: against a model without adapters, and against another model."""
 
 
@@ -73,11 +75,10 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
     return run_program.config(folder, f"run-{case}", **values | changes)
 
 
-def train_all(folder: Path, group: tuple[int, int]) -> None:
-    """Do every case of these ranks."""
-    for case in CASES:
-        if case.group == group:
-            _train(folder, case)
+def train_all(folder: Path, cases: list[Case]) -> None:
+    """Do cases of these ranks."""
+    for case in cases:
+        _train(folder, case)
 
 
 def result(folder: Path, case: Case) -> dict[str, Any]:

@@ -33,9 +33,10 @@ CHUNKS: dict[str, dict[str, Any]] = {  # of 94 rows 5 chunks of 19, the last of 
 FIRST, THEN = 2, 2
 
 
-def begin(folder: Path, tensor: int) -> None:
-    """Train each run to a checkpoint and on, and leave what came of it."""
-    for name, changes in RUNS.items():
+def begin(folder: Path, tensor: int, names: list[str]) -> None:
+    """Train runs to a checkpoint and on, and leave what came of each."""
+    for name in names:
+        changes = RUNS[name]
         trainer = _trainer(folder, f"{name}-{tensor}", tensor, **changes)
         losses = [_step(trainer) for _ in range(FIRST)]
         trainer.save()
@@ -43,9 +44,10 @@ def begin(folder: Path, tensor: int) -> None:
         _leave(trainer, {"steps": losses, "eval": asdict(trainer.evaluate()), "sample": trainer.sample()})
 
 
-def resume(folder: Path, tensor: int, other: int) -> None:
-    """Go on from the checkpoint that another number of ranks left, after writing it again."""
-    for name, changes in RUNS.items():
+def resume(folder: Path, tensor: int, other: int, names: list[str]) -> None:
+    """Go on from the checkpoints that another number of ranks left, after writing them again."""
+    for name in names:
+        changes = RUNS[name]
         trainer = _trainer(folder, f"{name}-{other}", tensor, resume=True, **changes)
         trainer.restore()
         trainer.config = trainer.config.replace(output=folder / f"{name}-{other}-again")
@@ -126,14 +128,14 @@ def refusals() -> None:
     assert start().world_size == start(tensor=2).world_size == 2
 
 
-def two_ranks(folder: Path) -> None:
+def two_ranks(folder: Path, names: list[str]) -> None:
     """All that two ranks which share matrices do, after one rank has begun and before it goes on."""
     refusals()
     storage(folder)
     loss_scale(folder)
     chunks(folder)
-    begin(folder, 2)
-    resume(folder, 2, 1)
+    begin(folder, 2, names)
+    resume(folder, 2, 1, names)
 
 
 def result(folder: Path, name: str) -> dict[str, Any]:

@@ -13,16 +13,17 @@ from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.train.step import learning_rate
+from bmburst.train.schedule import learning_rate
 from tests import chat, tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 from tests.train import answers_program as program
 
-CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """A model with random weights, conversations, and what ranks make of them."""
     folder = tmp_path_factory.mktemp("answers")
     tiny.save(folder / "model", program.SHAPE, std=0.1)
@@ -35,8 +36,9 @@ def folder(tmp_path_factory):
         if len(record["messages"]) > 2:
             record["messages"][1]["weight"] = 0
     chat.write(folder / "chats.jsonl", *records)
-    for size in (1, 2, 3):
-        run_program(size, program.train_all, folder, size)
+    cases = selected(request, "case")
+    for size in sorted({case.ranks for case in cases}):
+        run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
     return folder
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 from tests.train import equality_program as program
 
 SPLITS = [(4, 1), (2, 2), (1, 4)]
@@ -21,23 +22,13 @@ TENSOR_RUNS = [
 ]
 
 
-CASES = program.CASES[:2]  # of `make test`
-MORE = program.CASES[2:]
+CASES = [*program.CASES[:1], *long(*zip(program.CASES[1:]))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """A model with random weights, and what 4 ranks make of it in every split."""
-    return trained(tmp_path_factory.mktemp("equality"), CASES)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    """As `folder`, of the other cases."""
-    return trained(tmp_path_factory.mktemp("more"), MORE)
-
-
-def trained(folder, cases):
+    folder, cases = tmp_path_factory.mktemp("equality"), selected(request, "reference") or program.CASES[:1]
     (folder / "text.txt").write_text("the text is not used: batches are given\n" * 50)
     tiny.save(folder / "model", program.SHAPE)
     run_program(4, program.train_all, folder, SPLITS, cases, seconds=300)
@@ -48,13 +39,10 @@ def trained(folder, cases):
     return folder
 
 
-@pytest.fixture(
-    scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str
-)
-def reference(request):
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def reference(request, folder):
     """One process, the whole batch at once, fp32; and the folder of what the ranks make of the case."""
     case = request.param
-    folder = request.getfixturevalue("folder" if case in CASES else "more")
     model = tiny.load(folder / "model")
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]

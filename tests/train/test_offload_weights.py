@@ -5,6 +5,7 @@ import torch
 
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
 
@@ -68,29 +69,29 @@ def _steps_are_equal(folder, dtype, policy, changes):
     require_equal(held(streamed), held(resident))
 
 
-def test_either_reads_the_checkpoint_of_the_other(tmp_path):
-    run_program(2, _either_reads_the_checkpoint_of_the_other, tmp_path)
+@pytest.mark.parametrize("dtype", ["bfloat16", *long("float32")])
+def test_either_reads_the_checkpoint_of_the_other(tmp_path, dtype):
+    run_program(2, _either_reads_the_checkpoint_of_the_other, tmp_path, dtype)
 
 
-def _either_reads_the_checkpoint_of_the_other(folder):
-    for dtype in ("float32", "bfloat16"):
-        for wrote in (False, True):
-            name = f"{dtype}-{wrote}"
-            made = trainer(folder, name, wrote, dtype)
-            made.save()  # before its first step there is no state
-            fresh = trainer(folder, name, wrote, dtype, resume=True)
-            fresh.restore()
-            require_equal(held(fresh), held(made))
-            losses(made, 3)
-            made.save()  # while weights are being updated
-            for reads in (wrote, not wrote):
-                other = trainer(folder, name, reads, dtype, resume=True)
-                if reads:
-                    other.model.model.layers[0].prefetch()  # old weights
-                other.restore()
-                require_equal(held(other), held(made))
-            assert losses(other, 3) == losses(made, 3)
+def _either_reads_the_checkpoint_of_the_other(folder, dtype):
+    for wrote in (False, True):
+        name = f"{dtype}-{wrote}"
+        made = trainer(folder, name, wrote, dtype)
+        made.save()  # before its first step there is no state
+        fresh = trainer(folder, name, wrote, dtype, resume=True)
+        fresh.restore()
+        require_equal(held(fresh), held(made))
+        losses(made, 3)
+        made.save()  # while weights are being updated
+        for reads in (wrote, not wrote):
+            other = trainer(folder, name, reads, dtype, resume=True)
+            if reads:
+                other.model.model.layers[0].prefetch()  # old weights
+            other.restore()
             require_equal(held(other), held(made))
+        assert losses(other, 3) == losses(made, 3)
+        require_equal(held(other), held(made))
 
 
 def test_bmtrain_saves_loads_and_initializes_it(tmp_path):

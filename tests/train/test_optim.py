@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
+from tests import tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 from tests.train.run_program import SHAPE
@@ -17,21 +18,32 @@ def test_equals_torch():
 
 
 def _equals_torch():
+    from bmburst.blocks.kinds import MATRICES, apart
     from bmburst.blocks.model import Llama
     from bmburst.optim import build_optimizer
+    from bmburst.optim.norms import GradientNorms
     from bmburst.train.config import OptimizerConfig
     from bmburst.zero import gather, named_shards
 
     # Tied: as many storages decay as do not, each of another size.
-    for config in (SHAPE, replace(SHAPE, tie_embeddings=True)):
+    untied, with_biases = tiny.config("qwen2", vocab_size=53), ("attention", "norms", "head")
+    for config, decayed in ((SHAPE, MATRICES), (replace(SHAPE, tie_embeddings=True), MATRICES), (untied, with_biases)):
         # An eps that is felt: without it Adam cancels a wrong scale of the gradient.
-        model = Llama(config, seed=1)
+        model = Llama(config, seed=1, kept_apart=apart(decayed, plus=False))
         shards = named_shards(model)
-        optimizer = build_optimizer(model, OptimizerConfig(lr=0.02, beta2=0.95, eps=0.1, weight_decay=0.5))
+        rates = OptimizerConfig(lr=0.02, beta2=0.95, eps=0.1, weight_decay=0.5, weight_decay_on=decayed)
+        optimizer, norms = build_optimizer(model, rates), GradientNorms(model)
         whole = {shard.name: torch.nn.Parameter(gather(shard)) for shard in shards}
+        places = {"embed": "embeddings", "self_attn": "attention", "mlp": "mlp", "lm_head": "head"}
+        kinds = {
+            name: next(kind for word, kind in places.items() if word in name)
+            if p.dim() > 1
+            else ("biases" if name.endswith("bias") else "norms")
+            for name, p in whole.items()
+        }
         groups = [
-            {"params": [p for p in whole.values() if (p.dim() > 1) is decays], "weight_decay": 0.5 if decays else 0.0}
-            for decays in (True, False)
+            {"params": [p for name, p in whole.items() if kinds[name] == kind], "weight_decay": 0.5 * (kind in decayed)}
+            for kind in dict.fromkeys(kinds.values())
         ]
         expected = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=0.1)
         for step in range(3):
@@ -45,6 +57,19 @@ def _equals_torch():
             assert optimizer.step(partial(_give, shards, whole), scale=4) == 7.0
         for shard in shards:
             torch.testing.assert_close(gather(shard), whole[shard.name].detach())
+        sums = norms.square_sums(torch.device("cpu"))
+        _require_norms(norms.kinds, sums, whole, kinds)
+
+
+def _require_norms(names, sums, whole, kinds):
+    """Check sums of squares of all ranks by kind; gradients were given times 4."""
+    from bmburst.mesh import Mesh
+
+    (total,) = Mesh.over_bmtrain().world.all_reduce(sums).wait()
+    assert {*names} == {*kinds.values()}
+    for kind, found in zip(names, total.tolist(), strict=True):
+        wanted = sum(p.grad.double().square().sum().item() for name, p in whole.items() if kinds[name] == kind)
+        assert found == pytest.approx(16 * wanted, rel=1e-6), kind
 
 
 def test_bf16_weights_take_the_fused_kernel_or_bmtrains():

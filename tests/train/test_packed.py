@@ -13,19 +13,21 @@ import torch
 from bmburst.data import Batches, PackedSequences, open_corpus
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 from tests.train import packed_program as program
 
-CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """A model with random weights, a text of short and long documents, and what ranks make of them."""
     folder = tmp_path_factory.mktemp("packed")
     prepare(folder)
-    for size in (1, 2, 3):
-        run_program(size, program.train_all, folder, size)
+    cases = selected(request, "case")
+    for size in sorted({case.ranks for case in cases}):
+        run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
     return folder
 
 

@@ -179,19 +179,22 @@ from pathlib import Path
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics
 from bmburst.train.metrics import Wandb, require_wandb
 require_wandb()
-with MetricsWriter(Path("run7"), 1, Wandb("longer", Path("run7"), {"steps": 3})) as writer:
+with MetricsWriter(Path("run7"), 1, Wandb("longer", Path("run7"), {"steps": 3}, **MORE)) as writer:
     writer.write(StepMetrics(step=1, loss=2.0, bits_per_byte=float("nan"), lr=1, grad_norm=1, tokens_per_second=1,
                              seconds=1, memory_gib=1))
     writer.write_eval(EvalMetrics(step=1, loss=3.0, bits_per_byte=1, perplexity=1, tokens=5))
 """
 
 
-def test_weights_and_biases_gets_every_finite_number(tmp_path):
+@pytest.mark.parametrize("more", [{}, {"entity": "team", "name": "mine", "tags": ("a", "b")}])
+def test_weights_and_biases_gets_every_finite_number(tmp_path, more):
     (tmp_path / "wandb.py").write_text(WANDB)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + textwrap.dedent(USE)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); MORE = {more!r}\n" + textwrap.dedent(USE)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}, check=True)
     given, first, second = json.loads((tmp_path / "wandb.json").read_text())
-    assert (given["project"], given["name"], given["id"], given["config"]) == ("longer", "run7", "run7", {"steps": 3})
+    assert (given["project"], given["id"], given["config"]) == ("longer", "run7", {"steps": 3})
+    assert (given["entity"], given["name"]) == (more.get("entity"), more.get("name", "run7"))
+    assert given["tags"] == list(more.get("tags", ()))
     assert first[0] == 1 and first[1]["train/loss"] == 2.0
     assert "train/bits_per_byte" not in first[1] and "train/mfu" not in first[1]
     assert second == [

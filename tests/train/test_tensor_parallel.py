@@ -5,23 +5,25 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 from tests.train import tensor_program as program
 
+RUNS = pytest.mark.parametrize("name", ["shared", "offload", *long("dealt", "bf16")])  # offload: in bf16, dealt
 EXACT = {"rel": 1e-5}
 TOLERANCE = {"shared": EXACT, "dealt": EXACT, "bf16": {"rel": 2e-2}, "offload": {"rel": 2e-2}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """Runs begun on one rank and on two, each resumed on the other number of ranks."""
-    folder = tmp_path_factory.mktemp("tensor")
-    run_program(1, program.begin, folder, 1)
-    run_program(2, program.two_ranks, folder, tensor=2)
-    run_program(1, program.resume, folder, 1, 2)
+    folder, names = tmp_path_factory.mktemp("tensor"), selected(request, "name")
+    run_program(1, program.begin, folder, 1, names)
+    run_program(2, program.two_ranks, folder, names, tensor=2)
+    run_program(1, program.resume, folder, 1, 2, names)
     return folder
 
 
-@pytest.mark.parametrize("name", program.RUNS)
+@RUNS
 def test_trains_evaluates_and_samples_as_one_rank(folder, name):
     one, two = (program.result(folder, f"{name}-{ranks}") for ranks in (1, 2))
     for ours, wanted in zip(two["steps"], one["steps"], strict=True):
@@ -31,7 +33,7 @@ def test_trains_evaluates_and_samples_as_one_rank(folder, name):
     assert TOLERANCE[name] is not EXACT or two["sample"] == one["sample"]
 
 
-@pytest.mark.parametrize("name", ["shared", "dealt"])
+@pytest.mark.parametrize("name", ["shared", *long("dealt")])
 def test_weights_and_moments_are_one_ranks(folder, name):
     """After the first steps; the moments hold the gradients, tensor by tensor."""
     for file in ("model", "optimizer"):
@@ -46,7 +48,7 @@ def saved(folder, run, file):
     return load_file(folder / run / "checkpoints" / f"step-{program.FIRST:06d}" / f"{file}.safetensors")
 
 
-@pytest.mark.parametrize("name", program.RUNS)
+@RUNS
 def test_checkpoints_hold_whole_tensors_and_load_on_any_degree(folder, name):
     for wrote in (1, 2):
         steps = program.result(folder, f"{name}-{wrote}")["steps"][program.FIRST :]

@@ -1,0 +1,107 @@
+"""Options of commands that answer with a model: which model, on which ranks, and a note about what is not applied."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bmburst.amounts import tokens
+from bmburst.cli import ranks_to_start
+from bmburst.errors import UserError
+from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT, LaunchSpec
+
+if TYPE_CHECKING:
+    from bmburst.inference.generator import Source
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model answers, and how it is split over ranks."""
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
+    add("--adapter", type=Path, metavar="DIR", help="LoRA adapter to merge into the weights as they are read")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
+        "the model's; a model without one takes and gives token ids)",
+    )
+    add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
+    add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
+    add(
+        "--cache",
+        default="auto",
+        metavar="SPLIT",
+        help="split of the KV cache: heads, tokens, or auto: heads where the ranks can share them (default: auto)",
+    )
+    add(
+        "--chunk-tokens",
+        type=tokens,
+        metavar="N",
+        help="tokens of a prompt that are computed at once, over all ranks (default: 64K a rank)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_HANG_TIMEOUT,
+        help=f"time without a token of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"time until a rank's first token (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
+    )
+
+
+def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int, LaunchSpec]:
+    """Return the number of ranks, and how they are started and watched.
+
+    Args:
+        args: The options of `add_model_options`.
+        world_size: Number of ranks, if another launcher has started them.
+
+    Raises:
+        UserError: --checkpoint is missing, there are fewer GPUs than ranks, or a limit of time is out of range.
+    """
+    if args.checkpoint is None:
+        raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
+    ranks = world_size or ranks_to_start(args.nproc, fewest=1)
+    spec = LaunchSpec(
+        nproc=ranks if world_size is None else 1,
+        host_runtime=False,
+        hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
+    )
+    return ranks, spec
+
+
+def open_source(args: argparse.Namespace, ranks: int) -> "Source":
+    """Open the model of the options; no weights are read yet.
+
+    Raises:
+        UserError: There is no such model, or it cannot run on these ranks with these options.
+    """
+    from bmburst.inference.generator import Source
+    from bmburst.plan.inference import chunk_of
+    from bmburst.schedule.cache_split import CacheSplit
+
+    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
+    config = source.weights.config
+    source.dtype(args.dtype)
+    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
+    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
+    return source
+
+
+def note_ignored(directory: Path, max_new_tokens: int | None) -> None:
+    """Print a note on standard error if the model asks for options of generation that are not applied."""
+    from bmburst.data.tokenizer import GENERATION_CONFIG
+    from bmburst.inference.sampling import ignored_options
+
+    if names := ignored_options(directory, max_new_tokens):
+        print(
+            f"note: bmburst does not apply {', '.join(names)} of {directory / GENERATION_CONFIG}: answers can differ "
+            "from those of transformers' generate",
+            file=sys.stderr,
+        )

@@ -1,0 +1,59 @@
+"""GRPO and RLOO on split sequences are those of TRL on the same processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import run_processes
+from tests.integrations import transformers_grpo_program as program
+
+# TRL computes losses and metrics in fp32; weights are in fp64.
+RELATIVE, ABSOLUTE = 2e-5, 2e-6
+
+
+def _check(root: Path, size: int, names: list[str], sequence: int | None = None) -> None:
+    program.folder_of(root)
+    run_processes(size, program.run, root, names, sequence or size)
+    ranks = [torch.load(root / f"found{rank}.pt") for rank in range(size)]
+    for name in names:
+        for found in ranks:
+            _require_equal(name, found[name, True], found[name, False])
+        first = ranks[0][name, True]["weights"]
+        assert all(
+            torch.equal(weight, rank[name, True]["weights"][key]) for key, weight in first.items() for rank in ranks
+        )
+
+
+def _require_equal(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["completions"] == theirs["completions"] and ours["tokens"] == theirs["tokens"] > 0, name
+    assert 0 < ours["most tokens in the head"] <= 3, "of all values in rows as wide as logits; logits would be of more"
+    assert len(ours["logged"]) == len(theirs["logged"]) >= 4
+    for mine, other in zip(ours["logged"], theirs["logged"], strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=RELATIVE, abs=ABSOLUTE, nan_ok=True), (name, key)
+    assert any(line.get("grad_norm", 0) > 1e-3 for line in theirs["logged"]), name
+    for key, weight in theirs["weights"].items():
+        mine = ours["weights"][key]
+        assert float((mine - weight).abs().max()) < 1e-5, (name, key)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_equals_trl(size: int, tmp_path: Path) -> None:
+    _check(tmp_path, size, ["dapo", "rloo"])
+
+
+def test_equals_trl_on_two_ranks(tmp_path: Path) -> None:
+    _check(tmp_path, 2, ["dapo", "grpo", "bnpo", "fsdp2", "adapters", "generation", "rloo"])
+
+
+@pytest.mark.long
+def test_equals_trl_in_its_other_losses(tmp_path: Path) -> None:
+    _check(tmp_path, 2, ["dr_grpo", "luspo", "sapo", "cispo", "vespo", "vllm"])
+
+
+@pytest.mark.long
+def test_equals_trl_with_two_groups_of_ranks(tmp_path: Path) -> None:
+    _check(tmp_path, 4, list(program.GRPO), 2)

@@ -1,0 +1,172 @@
+"""What GRPO and RLOO on split sequences refuse, by name and before work starts."""
+
+import hashlib
+import inspect
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+
+from bmburst import Mesh, MeshShape
+from bmburst.comm.groups import single_rank_group
+from bmburst.integrations.transformers import SplitSequences, recompute, register
+from bmburst.integrations.transformers_grpo import SplitRows, _rows_of_ranks
+from tests import tiny
+from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
+from tests.refusals import refused
+
+READ = {
+    (GRPOTrainer, "_compute_loss"): "80295546bbdb",
+    (GRPOTrainer, "_generate_and_score_completions"): "1fa48922792d",
+    (GRPOTrainer, "_generate_single_turn"): "e0f02e4fc094",
+    (GRPOTrainer, "_get_per_token_logps_and_entropies"): "ea73c3909275",
+    (GRPOTrainer, "_prepare_inputs"): "f824e7fb0714",
+    (GRPOTrainer, "compute_loss"): "a2d6ef8bd29c",
+    (GRPOTrainer, "prediction_step"): "008b55545107",
+    (GRPOTrainer, "training_step"): "9e18632f7dd8",
+    (RLOOTrainer, "_compute_loss"): "c1f9fa0cd5a6",
+    (RLOOTrainer, "_generate_and_score_completions"): "93ebbf5e70d3",
+    (RLOOTrainer, "_generate_single_turn"): "c68ae4ca477d",
+    (RLOOTrainer, "_get_per_token_logps_and_entropies"): "ea73c3909275",
+    (RLOOTrainer, "_prepare_inputs"): "f824e7fb0714",
+    (RLOOTrainer, "compute_loss"): "3fc1ac07b5c4",
+    (RLOOTrainer, "prediction_step"): "008b55545107",
+    (RLOOTrainer, "training_step"): "9e18632f7dd8",
+}
+"""A digest of each method of TRL that SplitRows replaces or depends on, as it was read."""
+
+
+def _split() -> SplitSequences:
+    register()
+    alone = single_rank_group()
+    return SplitSequences(Mesh(MeshShape(1, 1, 1), 0, alone, alone, alone))
+
+
+def _trainer(folder: Path, **options: Any) -> Any:
+    arguments = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1}
+    made: dict[str, Any] = {
+        "model": tiny.transformers_model(attention="bmburst"),
+        "reward_funcs": rewarded,
+        "args": GRPOConfig(**arguments, **options.pop("args", {})),
+        "train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        "processing_class": tokenizer(),
+    }
+    return options.pop("kind", SplitGRPO)(split=_split(), **(made | options))
+
+
+def test_the_methods_of_trl_are_those_that_were_read() -> None:
+    """If not, read them: what they call, gather and log. Then enter the digests here, and the version in SplitRows."""
+    found = {
+        (owner, name): hashlib.sha256(inspect.getsource(inspect.unwrap(vars(owner)[name])).encode()).hexdigest()[:12]
+        for owner, name in READ
+    }
+    assert found == READ
+
+
+def test_another_version_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bmburst.integrations.transformers_grpo.version", lambda name: metadata.version(name) + "0.1")
+    monkeypatch.setattr("bmburst.integrations.transformers_grpo.TRL", "1.15.")
+    with refused(f"TRL is {metadata.version('trl')}0.1 | GRPOTrainer | allowed: 1.15.* | fix: pip install"):
+        SplitGRPO(split=_split(), model="folder that does not exist")
+
+
+@pytest.mark.parametrize("kind", [DPOTrainer, KTOTrainer, SFTTrainer])
+def test_other_trainers(kind: type) -> None:
+    """They are refused before they read the data."""
+    other: Any = type("Other", (SplitRows, kind), {})
+    with refused(f"{kind.__name__} | GRPOTrainer, RLOOTrainer | SplitBatches | docs/preference.md"):
+        other(split=_split(), model="folder that does not exist")
+
+
+def test_a_trainer_that_replaces_the_same_method() -> None:
+    class Mine(GRPOTrainer):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self) -> None: ...
+
+    other: Any = type("Other", (SplitRows, Mine), {})
+    with refused("Mine | _get_per_token_logps_and_entropies | fix: "):
+        other(split=_split(), model="folder that does not exist")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2 | quantile | allowed: 1.0 | fix: leave it out"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy | in turn | allowed: False"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 | adds in fp32 | allowed: False"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching | allowed: False"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha | noise | allowed: None"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor | TRL ignores it | allowed: 0"),
+        ({"torch_compile": True}, "torch_compile | all logits | allowed: False"),
+        ({"ddp_static_graph": True}, "ddp_static_graph | backward | allowed: None, False"),
+        ({"optim": "lomo"}, "optim='lomo' | each backward | adamw_torch"),
+        ({"loss_type": "another"}, "loss_type='another' | 'dapo' | fix: leave it out"),
+    ],
+)
+def test_arguments(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with refused(words):
+        _trainer(tmp_path, args=arguments)
+
+
+def test_models(tmp_path: Path) -> None:
+    with refused("attention is 'eager' | attn_implementation"):
+        _trainer(tmp_path, model=tiny.transformers_model())
+    with refused("router | router_aux_loss_coef=0.0"):
+        _trainer(tmp_path, model=tiny.transformers_model("qwen3_moe", attention="bmburst"))
+    with refused("cannot generate with attention 'another' | generate_with"):
+        _trainer(tmp_path, generate_with="another")
+
+
+def test_rows_that_are_not_known(tmp_path: Path) -> None:
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    with refused("pixel_values | prompt_ids | fix: text"):
+        _rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
+    with refused("a prompt has no token | allowed: one or more"):
+        _rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
+    trainer = _trainer(tmp_path)
+    for name in ("pixel_values", "token_type_ids"):
+        with refused(f"rows with {name} | allowed: text"):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 2, **{name: ones})
+
+
+def test_rows_of_one_rank_come_back_as_they_are() -> None:
+    rows = {
+        "prompt_mask": torch.ones(2, 3, dtype=torch.int32),
+        "tool_mask": torch.tensor([[True, False]]),
+        "advantages": torch.tensor([0.5, -1.0], dtype=torch.float64),
+        "num_items_in_batch": torch.tensor(7),
+        "old_logps": torch.zeros(2, 0),
+    }
+    (found,) = _rows_of_ranks(_split().mesh, rows)
+    assert found.keys() == rows.keys()
+    for name, tensor in rows.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_reward_models_have_an_attention_of_whole_sequences(tmp_path: Path) -> None:
+    """TRL loads them with the arguments of the policy."""
+    judge = AutoModelForSequenceClassification.from_config(tiny.transformers_config(num_labels=1, pad_token_id=0))
+    register()
+    judge.set_attn_implementation("bmburst")
+    trainer = _trainer(tmp_path, reward_funcs=judge, reward_processing_classes=tokenizer())
+    assert judge.config._attn_implementation == "sdpa"
+    assert trainer.model.config._attn_implementation == "bmburst"
+
+
+def test_a_recompute_policy_stays(tmp_path: Path) -> None:
+    """TRL switches activation checkpointing off for generation, and then on with torch's own function."""
+    model = tiny.transformers_model(attention="bmburst")
+    recompute(model, "block-keep-attention")
+    kept = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    trainer = _trainer(tmp_path, model=model, args={"max_completion_length": 4, "num_generations": 2})
+    seen: list[Any] = []
+    model.model.layers[1].register_forward_hook(
+        lambda layer, *_: seen.append((layer._gradient_checkpointing_func, torch.is_grad_enabled()))
+    )
+    trainer.train()
+    assert any(with_gradients for _, with_gradients in seen)
+    assert all(function is kept[1] for function, with_gradients in seen if with_gradients)

@@ -1,0 +1,115 @@
+"""The report at the end of a run: losses by position and document length are those of each document alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bmburst.inference.passkey import PasskeyCell
+from bmburst.outputs import is_picture
+from bmburst.train.context import Context
+from bmburst.train.evaluate import PositionBin
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+LENGTH = 160  # bytes: enough for the question about a pass key
+TEXTS = ["the quick brown fox " * 6, "jumps", "over the lazy dog, and back " * 3, "and so on. " * 9] * 3
+
+
+def reported(folder: Path, name: str) -> None:
+    """Measure a model of large weights, and write the report to a folder of this name."""
+    from bmburst import data
+    from bmburst.train.context import measure_context
+    from bmburst.train.sections import DataConfig
+    from bmburst.train.trainer import Trainer
+
+    source = DataConfig(source=str(folder / "text.jsonl"), held_out_fraction=0.5)
+    config = program.config(folder, name, sequence_length=LENGTH, pack="documents", data=source, batch_size=2)
+    trainer = Trainer(config)
+    with torch.no_grad():
+        for parameter in trainer.optimizer.param_groups[0]["params"]:
+            parameter.mul_(15)
+    tokenizer = data.load_tokenizer("bytes")
+    found = measure_context(
+        trainer.model, trainer.mesh, trainer.cut, trainer._held_out, tokenizer, device=torch.device("cpu"), limit=None
+    )
+    trainer.save()
+    if trainer.is_main:
+        found.write(trainer.folder)
+        batches = data.evaluation_batches(trainer._held_out, limit=None)
+        rows = [
+            ([each.tolist() for each in batch.read(row, range(LENGTH))], list(batch.documents[row]))
+            for batch in batches
+            for row in range(len(batch))
+        ]
+        (trainer.folder / "rows.json").write_text(json.dumps(rows))
+
+
+def test_it_is_that_of_documents_alone_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{i} {t}"}) + "\n" for i, t in enumerate(TEXTS)))
+    found: list[dict[str, Any]] = []
+    for size in (1, 2):
+        run_program(size, reported, tmp_path, f"run-{size}")
+        found.append(json.loads((tmp_path / f"run-{size}" / "context.json").read_text()))
+        assert is_picture(tmp_path / f"run-{size}" / "context.png")
+    model = LlamaForCausalLM.from_pretrained(next((tmp_path / "run-1" / "checkpoints").iterdir()))
+    sums: dict[str, dict[int, list[float]]] = {"by_position": {}, "by_length": {}}
+    for (ids, labels), lengths in json.loads((tmp_path / "run-1" / "rows.json").read_text()):
+        start = 0
+        for length in lengths:
+            part, wanted = torch.tensor([ids[start : start + length]]), torch.tensor(labels[start : start + length])
+            with torch.no_grad():
+                logits = model(part).logits[0].double()
+            losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none", ignore_index=-100)
+            for position in range(length):
+                if wanted[position] != -100:
+                    for name, value in (("by_position", position), ("by_length", length)):
+                        sums[name].setdefault(value.bit_length(), []).append(float(losses[position]))
+            start += length
+    for report in found:
+        for name, expected in sums.items():
+            bins = {each["first"].bit_length(): each for each in report[name]}
+            assert bins.keys() == expected.keys()
+            for key, losses in expected.items():
+                assert bins[key]["tokens"] == len(losses)
+                assert bins[key]["loss"] == pytest.approx(sum(losses) / len(losses), rel=2e-5)
+        assert [cell["depth"] for cell in report["passkeys"]] == [0, 0.5, 1]
+        assert all(cell["asked"] == 1 and cell["length"] == LENGTH for cell in report["passkeys"])
+        assert "a pass key in 160 tokens" in report["sentence"] and "nats behind" in report["sentence"]
+    assert [each["answers"] for each in found[0]["passkeys"]] == [each["answers"] for each in found[1]["passkeys"]]
+
+
+def test_the_sentence_says_what_was_measured() -> None:
+    bins = [
+        PositionBin(first=n // 2 + n % 2, last=n, nats=3.0 / (n + 1), tokens=10, loss=3.0 / (n + 1)) for n in (0, 1, 3)
+    ]
+    cells = [PasskeyCell(length=4096, depth=depth, right=int(depth > 0), asked=1) for depth in (0, 0.5, 1)]
+    both = Context(by_position=bins, by_length=(), passkeys=cells).sentence()
+    assert both == (
+        "a token costs 0.750 nats behind 2 to 3 others, 3.000 behind 0; "
+        "a pass key in 4,096 tokens is found at 2 of 3 depths"
+    ).replace("4,096", "4K")
+    assert Context(by_position=(), by_length=(), passkeys=()).sentence() == ""
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_run_ends_with_it_if_asked_or_if_its_sequences_are_long(asked: bool | None, tmp_path: Path) -> None:
+    run_program(2, program.train, tmp_path, "run")
+    assert not (tmp_path / "run" / "context.json").exists()
+    run_program(2, _with_report, tmp_path, asked)
+    assert json.loads((tmp_path / "asked" / "context.json").read_text())["by_position"]
+
+
+def _with_report(folder: Path, asked: bool | None) -> None:
+    from bmburst.train import trainer
+
+    if asked is None:
+        trainer.LONG = 48  # as long as the sequences of the test
+    try:
+        program.train(folder, "asked", context_report=asked, steps=2)
+    finally:
+        trainer.LONG = 4096
