@@ -428,7 +428,7 @@ class Trainer:
             self.model,
             self.mesh,
             self.cut,
-            self._held_out,
+            next(iter(self._evaluated.values())),
             data.load_tokenizer(self.corpus.tokenizer_name),
             device=self.runtime.device,
             limit=self.config.eval_sequences,
