@@ -156,9 +156,13 @@ def _origin(annotation: Any) -> Any:
     return typing.get_origin(annotation)
 
 
-@cache
 def type_hints(cls: type) -> Mapping[str, Any]:
     """Return the types of the fields of a configuration by name."""
+    return _type_hints(cls)
+
+
+@cache
+def _type_hints(cls: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(cls))
 
 
@@ -266,8 +270,7 @@ def check_fields(config: Any) -> None:
     Raises:
         UserError: A value has another type, is not one of the choices, or is out of bounds.
     """
-    cls: type = type(config)
-    hints = type_hints(cls)
+    hints = type_hints(type(config))
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
         if value is None and declared.default is None:  # __post_init__ fills it in later
