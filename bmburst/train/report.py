@@ -55,7 +55,7 @@ def beginning(
     tokens = config.batch_size * config.sequence_length
     axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
-    epochs = config.steps * config.batch_size / max(sequences[0], 1)
+    epochs = config.epochs or config.steps * config.batch_size / max(sequences[0], 1)
     rows = [
         ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {config.dtype}"),
         ("data", f"{config.data.source} ({tokenizer}): {sequences[0]:,} sequences, {sequences[1]:,} held out"),

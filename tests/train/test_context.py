@@ -35,12 +35,18 @@ def reported(folder: Path, name: str) -> None:
             parameter.mul_(15)
     tokenizer = data.load_tokenizer("bytes")
     found = measure_context(
-        trainer.model, trainer.mesh, trainer.cut, trainer._held_out, tokenizer, device=torch.device("cpu"), limit=None
+        trainer.model,
+        trainer.mesh,
+        trainer.cut,
+        trainer._evaluated["held_out"],
+        tokenizer,
+        device=torch.device("cpu"),
+        limit=None,
     )
     trainer.save()
     if trainer.is_main:
         found.write(trainer.folder)
-        batches = data.evaluation_batches(trainer._held_out, limit=None)
+        batches = data.evaluation_batches(trainer._evaluated["held_out"], limit=None)
         rows = [
             ([each.tolist() for each in batch.read(row, range(LENGTH))], list(batch.documents[row]))
             for batch in batches
