@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Base
     from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, TensorSource
-    from bmburst.optim import AdamW
+    from bmburst.optim.adamw import AdamW
 
 __all__ = [
     "STATE_FILE",
@@ -235,7 +235,7 @@ def _optimizer_group(model: "Llama", optimizer: "AdamW", part_bytes: int | None)
     import torch
 
     from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import named_shards
 
     tensors = tuple(
@@ -249,7 +249,7 @@ def _optimizer_group(model: "Llama", optimizer: "AdamW", part_bytes: int | None)
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
     from bmburst.checkpoint.sharded_files import open_parts
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import named_shards
 
     file = open_parts(folder, OPTIMIZER)

@@ -11,18 +11,12 @@ from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
+from bmburst.optim.config import OptimizerConfig
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.train.schedule import ScheduleConfig
-from bmburst.train.sections import (
-    DataConfig,
-    DPOConfig,
-    LayoutName,
-    OptimizerConfig,
-    ParallelConfig,
-    filled,
-)
+from bmburst.train.sections import DataConfig, DPOConfig, LayoutName, ParallelConfig, filled
 
 __all__ = [
     "BYTE_IDS",

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from bmburst.amounts import GIB, bytes_text
 from bmburst.errors import UserError
 from bmburst.memory import available_bytes, total_bytes
+from bmburst.optim.config import OptimizerConfig
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
 from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
-from bmburst.train.sections import OptimizerConfig
 
 if TYPE_CHECKING:
     import torch

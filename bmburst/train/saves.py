@@ -19,7 +19,7 @@ from bmburst.train.machine import planned
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-    from bmburst.optim import AdamW
+    from bmburst.optim.adamw import AdamW
 
 
 class RunSaves(BackgroundSaves):

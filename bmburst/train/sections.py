@@ -24,10 +24,10 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.kinds import KINDS, MATRICES
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
+from bmburst.optim.config import OptimizerConfig
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape, can_share, divisors
 from bmburst.train.schedule import ScheduleConfig
@@ -35,8 +35,6 @@ from bmburst.train.schedule import ScheduleConfig
 STANDARD_LIBRARY = "stdlib"
 HELD_OUT, HELD_OUT_FRACTION = "held_out", 0.05
 """Name in the metrics of what is held out of the training data, and its default share."""
-LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
-"""Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,101 +114,6 @@ def _named_files(given: tuple[str, ...]) -> dict[str, str]:
             )
         found[name] = path
     return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW. `TrainConfig` replaces None by the default for its model (`filled`)."""
-
-    lr: float = field(
-        "Peak learning rate.",
-        default=None,
-        default_text="as published for the preset (llama-3-8b 3e-4, llama-tiny 2e-3), else "
-        "2e-3 * (1e6 / parameters)^0.21; a fifteenth of it with init_from, two thirds for adapters; a "
-        "twentieth of these with dpo.beta",
-        above=0,
-    )
-    beta1: float = field("Decay rate of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
-    beta2: float = field(
-        "Decay rate of the mean of squared gradients.",
-        default=None,
-        default_text="0.95 as for LLaMA, 0.999 for adapters",
-        unit="per step",
-        minimum=0,
-        below=1,
-    )
-    eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
-    weight_decay: float = field(
-        "Weight decay, on the kinds of parameters in optimizer.weight_decay_on.",
-        default=None,
-        default_text="0.1 as for LLaMA, 0 for adapters",
-        unit="per step and lr",
-        minimum=0,
-    )
-    weight_decay_on: tuple[str, ...] = field(
-        f"Kinds of parameters with weight decay, some of {', '.join(KINDS)}; adapters are of the kind of their matrix.",
-        default=MATRICES,
-        choices=KINDS,
-    )
-    clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
-    offload: bool = field(
-        "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
-        "per weight of a rank in bfloat16, 8 in float32.",
-        default=False,
-    )
-    offload_weights: bool = field(
-        "With optimizer.offload: keep weights and gradients of blocks in host memory too, and copy them to the GPU "
-        "block by block. Saves another 4 bytes per weight in bfloat16.",
-        default=False,
-    )
-    kernel: Literal["auto", "bmtrain"] = field(
-        "AdamW kernel for 16-bit weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's for bfloat16 "
-        "and torch's for float16.",
-        default="auto",
-    )
-    loss_scale: float | None = field(
-        "With dtype float16: loss scale of the first step, a power of 2. It halves at each step that is skipped "
-        "because its gradient is not finite.",
-        default=None,
-        default_text=f"{LOSS_SCALE:.0f}",
-        minimum=1,
-        maximum=2.0**32,
-    )
-    loss_scale_steps: int | None = field(
-        "With dtype float16: steps without a skipped one after which the loss scale doubles.",
-        default=None,
-        default_text=str(LOSS_SCALE_STEPS),
-        unit="steps",
-        minimum=1,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.offload_weights and not self.offload:
-            raise UserError("optimizer.offload_weights without optimizer.offload\nfix: --optimizer.offload too")
-        if self.loss_scale is not None and math.frexp(self.loss_scale)[0] != 0.5:
-            raise UserError(
-                f"optimizer.loss_scale {self.loss_scale:g} is no power of 2, and scaling by it would round\n"
-                f"allowed: 1, 2, 4 and so on\nfix: --optimizer.loss_scale {2 ** math.floor(math.log2(self.loss_scale))}"
-            )
-
-    def require_dtype(self, dtype: str) -> None:
-        """Check that the fields apply to weights of a dtype.
-
-        Raises:
-            UserError: A field has no effect, or the kernel would keep an overflow in its state.
-        """
-        for name in ("loss_scale", "loss_scale_steps"):
-            if dtype != "float16" and getattr(self, name) is not None:
-                raise UserError(
-                    f"optimizer.{name} {getattr(self, name):g} has no effect with dtype {dtype}, whose gradients need "
-                    f"no loss scale\nallowed: dtype float16\nfix: leave optimizer.{name} out, or --dtype float16"
-                )
-        if dtype == "float16" and self.kernel == "bmtrain" and not self.offload:
-            raise UserError(
-                "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
-                "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from torch import Tensor
 from bmburst.comm import Communicator
 from bmburst.errors import RunError
 from bmburst.launch.watchdog import polite
+from bmburst.optim.config import LOSS_SCALE, LOSS_SCALE_STEPS
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import TrainConfig
-from bmburst.train.sections import LOSS_SCALE, LOSS_SCALE_STEPS
 
 _FACTOR, _LEAST = 2.0, 1.0  # factor of changes and minimum of the loss scale
 

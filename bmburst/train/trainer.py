@@ -107,7 +107,7 @@ class Trainer:
         # Import after `start`: these modules import BMTrain.
         import bmtrain as bmt
 
-        from bmburst.optim import build_optimizer
+        from bmburst.optim.adamw import build_optimizer
         from bmburst.optim.norms import GradientNorms
 
         parallel = config.parallel

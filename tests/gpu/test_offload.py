@@ -62,13 +62,13 @@ def _weights_train_alike(folder, dtype, policy):
 
 
 def make(dtype, is_offloaded, piece=4096):
-    from bmburst.optim import AdamW
+    from bmburst.optim.adamw import AdamW
     from bmburst.optim.updates import HostAdam
 
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]
     parameters = [torch.nn.Parameter(w) for w in weights if len(w) or is_offloaded]
-    with patch("bmburst.optim.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
         optimizer = AdamW(parameters, **RATES, offload=is_offloaded)
     assert host.called == is_offloaded
     return optimizer, [p for p in optimizer.param_groups[0]["params"] if len(p)]

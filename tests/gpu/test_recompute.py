@@ -100,7 +100,7 @@ def _peaks_are_those_of_the_formulas():
     """Four layers of llama-3-8b at 64K tokens: `torch.cuda.max_memory_allocated` within 5 %, and what moves is used."""
     import bmtrain as bmt
 
-    from bmburst.optim import AdamW
+    from bmburst.optim.adamw import AdamW
     from bmburst.zero import named_shards
 
     tokens = 65536

@@ -143,7 +143,7 @@ def rounded(master, dtype):
 
 def make(offload, dtype, size=130, **options):
     """Return the optimizer of two parameters, one of which gets no gradient."""
-    from bmburst.optim import AdamW
+    from bmburst.optim.adamw import AdamW
 
     parameters = [torch.nn.Parameter(torch.linspace(-2, 2, size).to(dtype)) for _ in range(2)]
     return AdamW(parameters, **RATES, weight_decay=0.1, offload=offload, **options), parameters[0]

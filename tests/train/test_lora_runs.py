@@ -31,7 +31,7 @@ def trainer(folder, name, **changes):
 
 
 def state(made):
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import gather, named_shards
 
     found = {}

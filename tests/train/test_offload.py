@@ -42,7 +42,7 @@ def trainer(folder, name, offload, dtype, level, **changes):
         **changes,
     )
     # Every storage in several pieces.
-    with patch("bmburst.optim.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
         made = Trainer(config)
     assert host.called == offload
     return made
@@ -50,7 +50,7 @@ def trainer(folder, name, offload, dtype, level, **changes):
 
 def held(made):
     """Return this rank's weights and optimizer state by name."""
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import named_shards
 
     found = {}

@@ -22,7 +22,7 @@ def trainer(folder, name, streams, dtype, **changes):
 
 def held(made):
     """Return this rank's weights and optimizer state by name."""
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import named_shards
 
     found = {}
@@ -355,7 +355,8 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
 def _memory_and_state_are_prepared(folder):
     from bmburst.blocks.model import Llama
     from bmburst.comm.host_memory import HostMemory
-    from bmburst.optim import AdamW, updates
+    from bmburst.optim import updates
+    from bmburst.optim.adamw import AdamW
 
     memory = HostMemory()
     model = Llama(program.SHAPE, offload_weights=True, host_memory=memory)

@@ -69,7 +69,7 @@ def overflowing(trainer, steps):
 
 def held(trainer):
     """Return this rank's weights and optimizer state, and the steps that it counts."""
-    from bmburst.optim import state_names
+    from bmburst.optim.adamw import state_names
     from bmburst.zero import named_shards
 
     shards = [shard for shard in named_shards(trainer.model) if shard.storage.requires_grad]

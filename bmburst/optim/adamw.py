@@ -1,0 +1,390 @@
+"""AdamW on BMTrain's ZeRO shards, with its state on the GPU or in host memory: `AdamW`, `build_optimizer`."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import bmtrain as bmt
+import torch
+
+from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
+from bmburst.comm.host_memory import host_shard, host_zeros
+from bmburst.errors import UserError, unknown
+from bmburst.optim.config import OptimizerConfig
+from bmburst.optim.updates import (
+    MASTER,
+    MEAN,
+    REMAINDER,
+    SQUARE,
+    STEP,
+    HostAdam,
+    LateUpdates,
+    ShardUpdate,
+    Update,
+    initial_state,
+    step_fused,
+    step_masters,
+    step_wide,
+)
+from bmburst.zero import NamedShard, named_shards, scatter_piece
+from bmburst_ops.fused import triton_twin
+from bmburst_ops.host_adamw import joined, split
+
+_EPS = 1e-6
+KERNELS = ("auto", "bmtrain")
+"""Values of `kernel`. "auto": Triton for 16-bit weights on NVIDIA GPUs that support it, else BMTrain's kernel for bf16
+and torch for fp16."""
+
+
+class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no types
+    """BMTrain's Adam with decoupled weight decay in every dtype (arXiv:1711.05101, algorithm 2).
+
+    BMTrain's 16-bit kernels decouple weight decay. Its fp32 path adds it to the gradient, and on GPUs fails with the
+    step counter that torch 2.11 requires; here fp32 parameters use torch's functional AdamW. 16-bit weights on NVIDIA
+    GPUs use a Triton kernel (`bmburst_ops.triton_elementwise`), which computes the same as BMTrain's kernel with fewer
+    and wider memory accesses; the state of bf16 weights is the same.
+
+    BMTrain's kernel keeps the first moment of fp16 weights in fp16, multiplied by the loss scale. When the scale grows,
+    a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
+    "bmtrain" and the state is on the GPU. `step` clips the gradient of fp16 weights in fp32.
+
+    With `offload` the state and the fp32 master weights are in host memory, where `bmburst.optim.updates` updates
+    them. This frees 12 bytes of GPU memory per 16-bit weight and 8 per fp32 weight. Results may differ in the last
+    bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel multiplies
+    in another order. Moments agree within one unit in the last place. 16-bit weights are rounded to nearest from their
+    master in both cases. `state` and checkpoints have the same content, except for fp16 weights that BMTrain's kernel
+    updates.
+
+    Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. A background thread updates them after `step`
+    returns (`bmburst.optim.updates`). `bmburst.zero` and the methods of this class wait for it before they read them
+    or their state. Each bf16 weight then keeps 2 bytes of its master instead of 4, and a master weight exactly halfway
+    between two bf16 numbers may lose its last bit.
+
+    Args:
+        params: As in any torch optimizer; fp32, bf16 or fp16.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay per unit of `lr`.
+        offload: Whether the state is in host memory and the host computes the update.
+        kernel: Kernel that updates weights on a GPU: one of `KERNELS`.
+
+    Raises:
+        UserError: The kernel is unknown, or weights are in host memory without `offload`.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        offload: bool = False,
+        kernel: str = "auto",
+    ) -> None:
+        if kernel not in KERNELS:
+            raise unknown("optimizer kernel", kernel, KERNELS)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._kernel = kernel
+        self._host = HostAdam() if offload else None
+        self._has_scaled_state = kernel == "bmtrain" and not offload  # of fp16 weights
+        self._late = LateUpdates()
+        self._coming: dict[torch.Tensor, Future[dict[str, Any]]] = {}
+        self._factor: float | None = None
+        if self._host is None and any(host_shard(each) for each in self._parameters()):
+            raise UserError("weights are in host memory, but the optimizer state is not\nfix: AdamW(..., offload=True)")
+
+    def prepare(self, after: Callable[[], None] = lambda: None) -> None:
+        """Start to create the state in host memory in a thread. Weights must not change until the first step.
+
+        Otherwise the first step creates it: touching 90 GiB takes 4 seconds on 16 cores, and so does copying weights.
+
+        Args:
+            after: Called first in the thread, to wait for allocations that are needed earlier: threads that touch new
+                memory at the same time slow each other down.
+        """
+        missing = [p for p in self._parameters() if p.requires_grad and not self.state.get(p)]
+        if self._host is None or not missing:
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        device = torch.cuda.current_device()
+
+        def make(parameter: torch.Tensor) -> dict[str, Any]:
+            torch.cuda.set_device(device)
+            with torch.no_grad(), torch.cuda.stream(side):
+                return self._initial_state(parameter)
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer-state")
+        thread.submit(after)
+        self._coming = {parameter: thread.submit(make, parameter) for parameter in missing}
+        thread.shutdown(wait=False)
+
+    def state_of(self, shard: NamedShard, name: str) -> torch.Tensor:
+        """Return this rank's shard of a parameter's state, flat, fp32; the initial state before the first step.
+
+        Args:
+            shard: The parameter.
+            name: One of `state_names(shard)`.
+        """
+        kept = host_shard(shard.storage)
+        if kept is not None:
+            kept.settle()
+        state = self.state.get(shard.storage) or self._initial_state(shard.storage)
+        if name == MASTER and REMAINDER in state:
+            return joined(shard.local(), shard.local(state[REMAINDER]))
+        return shard.local(state[name])
+
+    @torch.no_grad()
+    def load_state_of(self, shard: NamedShard, name: str, piece: torch.Tensor, step: int) -> None:
+        """Set the state that `state_of` returns, and the number of steps.
+
+        Masters of bf16 weights in host memory set the weights too, because they share their bits.
+
+        Args:
+            shard: The parameter.
+            name: One of `state_names(shard)`.
+            piece: This rank's shard of the state, fp32.
+            step: Number of steps taken.
+        """
+        state = self._state(shard.storage)
+        state[STEP] = step
+        if name == MASTER and REMAINDER in state:
+            weights, remainder = shard.local(), shard.local(state[REMAINDER])
+            split(piece.cpu(), weights, remainder)
+        else:
+            scatter_piece(shard, piece, state[name])
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's ZeRO shards of the gradient; copies of some to host memory may be pending."""
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def clip(self, norm: float, most: float | None) -> None:
+        """Scale the gradient so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Gradients on the GPU are scaled in place. The next `step` scales those in host memory and those of fp16 weights.
+
+        Args:
+            norm: Norm of the whole gradient, over all ranks.
+            most: Maximum norm; None: no clipping.
+        """
+        if most is None or most >= norm + _EPS:
+            return
+        self._factor = most / (norm + _EPS)
+        for parameter in self._parameters():
+            if parameter.grad is not None and host_shard(parameter) is None and not self._is_half(parameter):
+                parameter.grad.mul_(self._factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """See `torch.optim.Optimizer.zero_grad`. Gradients in host memory are always dropped."""
+        self._factor = None
+        for parameter in self._parameters():
+            if host_shard(parameter) is not None:
+                parameter.grad = None
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
+        """Call `closure`, update this rank's shards with gradients divided by `scale`; return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        # fp16 has too little range to clip in place: apply loss scale and clip factor together, in fp32.
+        of_halves = scale if self._factor is None else scale / self._factor
+        if self._host is not None:
+            updates = [update for group in groups for update in self._updates(group)]
+            self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
+            self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
+            # Last: the weights above are needed first, and both updates share the host's memory bandwidth.
+            self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
+            self._factor = None
+            return loss
+        self._factor = None
+        others = []
+        for group in groups:
+            of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
+            if _is_wide(group):
+                parameters = [p for p in group["params"] if p.grad is not None]
+                step_wide(parameters, [self.state[p] for p in parameters], group, scale)
+            elif fused is not None:
+                step_fused(fused, self._updates(group), of_group)
+            elif self._is_half(group["params"][0]):
+                step_masters(self._updates(group), of_group)
+            else:
+                others.append(group)
+        self.param_groups = others
+        try:
+            super().step(scale=scale)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict` of an AdamW with or without offload.
+
+        Raises:
+            UserError: Moments of fp16 weights do not have the dtype that this optimizer uses.
+            ValueError: The parameter groups differ.
+        """
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        states = {
+            parameter: state_dict["state"][key]
+            for key, parameter in zip(saved, self._parameters(), strict=False)
+            if key in state_dict["state"]
+        }
+        wanted = torch.float16 if self._has_scaled_state else torch.float32
+        for parameter, state in states.items():
+            if parameter.dtype == torch.float16 and state[MEAN].dtype != wanted:
+                raise UserError(
+                    f"{MEAN} of fp16 weights is {state[MEAN].dtype}, but {wanted} here: BMTrain's kernel keeps it "
+                    "times the loss scale\nfix: load it with the kernel and the offload that it was saved with"
+                )
+        if self._host is None:
+            super().load_state_dict(state_dict)
+            for parameter, state in states.items():
+                if self._is_half(parameter):  # BMTrain has made it fp16
+                    self.state[parameter][MEAN] = state[MEAN].to(parameter.device, torch.float32, copy=True)
+            return
+        super().load_state_dict({**state_dict, "state": {}})  # it would put the state on the GPU
+        for parameter, state in states.items():
+            self.state[parameter] = {
+                name: value.to("cpu", torch.float32, copy=True) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
+
+    def _on_justify_scale(self, old_scale: float, new_scale: float) -> None:
+        if self._has_scaled_state:
+            super()._on_justify_scale(old_scale, new_scale)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _updates(self, group: dict[str, Any]) -> list[Update]:
+        return [
+            Update(weights=p.data, gradient=p.grad, state=self._state(p), **_rates(group))
+            for p in group["params"]
+            if p.grad is not None and p.requires_grad and host_shard(p) is None
+        ]
+
+    def _shard_updates(self, group: dict[str, Any], scale: float, of_halves: float) -> list[ShardUpdate]:
+        return [
+            ShardUpdate(
+                shard=shard,
+                gradient=p.grad,
+                factor=None if self._is_half(p) else self._factor,
+                state=self._state(p),
+                **_rates(group),
+                scale=of_halves if self._is_half(p) else scale,
+            )
+            for p in group["params"]
+            if p.grad is not None and p.requires_grad and (shard := host_shard(p))
+        ]
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter; create it if it is missing."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            coming = self._coming.pop(parameter, None)
+            state.update(coming.result() if coming else self._initial_state(parameter))
+        return state
+
+    def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if kept := host_shard(parameter):
+            return initial_state(kept.weights)
+        state = _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
+        if parameter.dtype == torch.float16 and self._has_scaled_state:
+            state[MEAN] = state[MEAN].half()
+        return state
+
+    def _fused(self, group: dict[str, Any]) -> Any | None:
+        """Return `triton_elementwise` if it can update this group, else None."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        kinds = {p.dtype for p in parameters}
+        if self._kernel != "auto" or kinds not in ({torch.bfloat16}, {torch.float16}):
+            return None
+        return triton_twin("triton_elementwise", *parameters)
+
+    def _is_half(self, weights: torch.Tensor) -> bool:
+        """Whether weights are fp16 with moments that do not carry the loss scale."""
+        return weights.dtype == torch.float16 and not self._has_scaled_state
+
+
+def _is_wide(group: dict[str, Any]) -> bool:
+    return bool(group["params"][0].dtype == torch.float32)
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_ratio: float = 1.0) -> AdamW:
+    """Return AdamW over the model's shards; weight decay is on the kinds of parameters that the configuration names.
+
+    Each parameter group has `lr_factor`, the factor on the learning rate of its step.
+
+    Args:
+        model: A model of BMTrain modules. A block keeps parameters apart that are treated differently, see
+            `bmburst.blocks.kinds.apart`.
+        config: Hyperparameters; the trainer overwrites the learning rate before each step.
+        outward_ratio: `lr_factor` of the second matrices of adapters and of vectors (LoRA+, arXiv:2402.12354, as in
+            PEFT's `create_loraplus_optimizer`).
+
+    Raises:
+        UserError: Parameters that a block keeps together need different rates.
+    """
+    found: dict[tuple[float, float], dict[int, torch.Tensor]] = {}
+    rates: dict[int, tuple[float, float]] = {}
+    for shard in named_shards(model):
+        if not shard.storage.requires_grad:
+            continue
+        kind, of_storage = kind_of(shard.name, shard.shape), id(shard.storage)
+        decay = config.weight_decay if kind in config.weight_decay_on else 0.0
+        has_ratio = shard.name.endswith(OUTWARD) or kind not in MATRICES
+        wanted = decay, outward_ratio if has_ratio else 1.0
+        if rates.setdefault(of_storage, wanted) != wanted:
+            raise UserError(
+                f"{shard.name} is kept in one tensor with parameters of another weight decay or learning rate\n"
+                f"fix: give it a BMTrain group of its own, or build the model with kept_apart={sorted(KINDS)}"
+            )
+        found.setdefault(wanted, {})[of_storage] = shard.storage
+    groups = [
+        {"params": list(found[rates].values()), "weight_decay": rates[0], "lr_factor": rates[1]}
+        for rates in sorted(found, reverse=True)
+    ]
+    return AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        offload=config.offload,
+        kernel=config.kernel,
+    )
+
+
+def state_names(shard: NamedShard) -> tuple[str, ...]:
+    """Return the names of AdamW's state tensors of a parameter; `AdamW.state_of` returns each in fp32."""
+    return _names(shard.dtype)
+
+
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _names(dtype: torch.dtype) -> tuple[str, ...]:
+    return (MEAN, SQUARE) if dtype == torch.float32 else (MEAN, SQUARE, MASTER)
+
+
+def _initial_state(parameter: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    weights = parameter.data
+    shape, names = weights.shape, _names(weights.dtype)
+    if device == weights.device:
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
+    else:
+        state = {name: host_zeros(shape, torch.float32) for name in names}
+    if MASTER in state:
+        state[MASTER].copy_(weights.to(device))  # cast to fp32 on the target device, to save GPU memory
+    return {STEP: 0, **state}
