@@ -7,7 +7,7 @@ loss. docs/hugging_face.md is the guide.
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -16,10 +16,19 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
+from bmburst.comm.checks import describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
-from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, batch_of_tree, whole_batch
+from bmburst.integrations.transformers_batch import (
+    DocumentsOption,
+    WholeBatch,
+    batch_of_tree,
+    checked_count,
+    ends_of,
+    shard_of,
+    signature_of,
+    whole_batch,
+)
 from bmburst.integrations.transformers_head import OfHead, computed_in_head, label_logps, label_logps_of
 from bmburst.integrations.transformers_models import (
     recompute,
@@ -33,10 +42,8 @@ from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
-from bmburst.schedule.layout import Balanced, make_layout, padded_layout
-from bmburst.schedule.mask import Causal
 from bmburst.sequence import SequenceShard, gathered
-from bmburst.sequence.packed_tree import PackedTree, tree_facts
+from bmburst.sequence.packed_tree import PackedTree
 from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
@@ -131,7 +138,7 @@ class Part:
 
         def decide() -> tuple[Tensor | int | None, str]:
             require_next_token_loss(model)
-            return _count(valid), "Part.loss"
+            return checked_count(valid), "Part.loss"
 
         counted = self.mesh.world.decided(decide)
         if self.counts is None:
@@ -402,7 +409,7 @@ class SplitSequences:
             else:
                 own = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "documents": documents}
                 whole = batch_of_tree(tree, own | {"attention_mask": attention_mask} | others)
-            return (whole, _shard(whole, self.options.layout, comm)), _signature(whole) if comm.active else ""
+            return (whole, shard_of(whole, self.options.layout, comm)), signature_of(whole) if comm.active else ""
 
         with nullcontext() if self._compared else comm.checking():
             whole, cut = comm.decided(decide)
@@ -438,7 +445,7 @@ class SplitSequences:
             mask=mask,
             mesh=self.mesh,
             cut=cut,
-            ends=lambda: _ends(whole, cut),
+            ends=lambda: ends_of(whole, cut),
             largest=whole.largest,
             tree=whole.tree,
             counts=None if whole.tree is None else cut.take(whole.tree.counts[None]).to(device),
@@ -485,57 +492,8 @@ def _nan_of_none(labels: Tensor | int) -> Tensor | float:
     return 0.0 if labels else math.nan
 
 
-def _count(valid: Tensor | int | None) -> Tensor | int | None:
-    """Return the number of labels, checked."""
-    is_count = isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
-    is_tensor = isinstance(valid, Tensor) and valid.numel() == 1 and not valid.is_floating_point()
-    if valid is not None and not is_count and not is_tensor:
-        got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
-        raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
-    return valid
-
-
 def _number(loss: Tensor) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
     return float(loss.item())
-
-
-def _shard(whole: WholeBatch, layout: str, comm: CheckedCommunicator) -> SequenceShard:
-    """Return the shard of this rank.
-
-    Raises:
-        UserError: The layout is "balanced", which needs one mask, and samples have documents of their own.
-    """
-    length = whole.input_ids.shape[1]
-    mask = whole.documents[0] if len(whole.documents) == 1 else Causal()
-    made = padded_layout(layout, comm.size, max(length, comm.size), Causal())
-    if not isinstance(made, Balanced):
-        return SequenceShard(length, made, comm.rank)
-    if len(whole.documents) > 1:
-        raise UserError(
-            "layout 'balanced' needs one mask, but each sample of the batch has documents or padding of its own\n"
-            "fix: batches of 1 sample, or SplitSequences(mesh, layout='zigzag')"
-        )
-    # As attention makes it from the mask.
-    own = make_layout(layout, comm.size, made.tokens, mask, length if mask.length is None else mask.length)
-    return SequenceShard(length, own, comm.rank)
-
-
-def _ends(whole: WholeBatch, cut: SequenceShard) -> tuple[int, ...]:
-    """Return the largest position + 1 of each rank and of each row of a tree."""
-    cuts = [replace(cut, rank=rank) for rank in range(cut.layout.size)]
-    of_rows = () if whole.tree is None else (len(path) + 1 for path in whole.tree.paths)
-    return (*(int(one.take(whole.position_ids).max()) + 1 for one in cuts), *of_rows)
-
-
-def _signature(whole: WholeBatch) -> str:
-    """Return a text that differs for different batches; synchronizes with their device."""
-    tensors = (whole.input_ids, whole.labels, whole.position_ids)
-    names = ("input_ids", "labels", "position_ids")
-    told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]
-    documents = "; ".join(map(str, whole.documents)) or "one"
-    if whole.tree is not None:
-        return f"batch\n{tree_facts(whole.tree)}"
-    return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])

@@ -5,7 +5,7 @@ number the documents, `seq_idx`, or `cu_seq_lens_q`. If there are several, they 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
@@ -14,10 +14,14 @@ from torch import Tensor
 
 from bmburst.amounts import whole_number
 from bmburst.attention.options import require_numbers
+from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, lengths_between
+from bmburst.schedule.layout import Balanced, make_layout, padded_layout
+from bmburst.schedule.mask import Causal
 from bmburst.schedule.tree import Tree
-from bmburst.sequence.packed_tree import PackedTree, require_tree
+from bmburst.sequence import SequenceShard
+from bmburst.sequence.packed_tree import PackedTree, require_tree, tree_facts
 from bmburst_ops import IGNORE_INDEX
 
 DocumentsOption = Documents | Sequence[Documents] | None
@@ -408,3 +412,52 @@ def _counted(labels: Tensor, documents: tuple[Documents, ...], numbers: Tensor |
     if numbers is not None:
         counted[numbers == 0] = IGNORE_INDEX
     return counted
+
+
+def shard_of(whole: WholeBatch, layout: str, comm: CheckedCommunicator) -> SequenceShard:
+    """Return the shard of this rank.
+
+    Raises:
+        UserError: The layout is "balanced", which needs one mask, and samples have documents of their own.
+    """
+    length = whole.input_ids.shape[1]
+    mask = whole.documents[0] if len(whole.documents) == 1 else Causal()
+    made = padded_layout(layout, comm.size, max(length, comm.size), Causal())
+    if not isinstance(made, Balanced):
+        return SequenceShard(length, made, comm.rank)
+    if len(whole.documents) > 1:
+        raise UserError(
+            "layout 'balanced' needs one mask, but each sample of the batch has documents or padding of its own\n"
+            "fix: batches of 1 sample, or SplitSequences(mesh, layout='zigzag')"
+        )
+    # As attention makes it from the mask.
+    own = make_layout(layout, comm.size, made.tokens, mask, length if mask.length is None else mask.length)
+    return SequenceShard(length, own, comm.rank)
+
+
+def ends_of(whole: WholeBatch, cut: SequenceShard) -> tuple[int, ...]:
+    """Return the largest position + 1 of each rank and of each row of a tree."""
+    cuts = [replace(cut, rank=rank) for rank in range(cut.layout.size)]
+    of_rows = () if whole.tree is None else (len(path) + 1 for path in whole.tree.paths)
+    return (*(int(one.take(whole.position_ids).max()) + 1 for one in cuts), *of_rows)
+
+
+def signature_of(whole: WholeBatch) -> str:
+    """Return a text that differs for different batches; synchronizes with their device."""
+    tensors = (whole.input_ids, whole.labels, whole.position_ids)
+    names = ("input_ids", "labels", "position_ids")
+    told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]
+    documents = "; ".join(map(str, whole.documents)) or "one"
+    if whole.tree is not None:
+        return f"batch\n{tree_facts(whole.tree)}"
+    return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])
+
+
+def checked_count(valid: Tensor | int | None) -> Tensor | int | None:
+    """Return the number of labels, checked."""
+    is_count = isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
+    is_tensor = isinstance(valid, Tensor) and valid.numel() == 1 and not valid.is_floating_point()
+    if valid is not None and not is_count and not is_tensor:
+        got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
+        raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
+    return valid
