@@ -36,7 +36,7 @@ from bmburst.config import overlay
 from bmburst.plan.candidates import Task
 from bmburst.plan.search import search
 from bmburst.schedule.hardware import load_hardware
-from bmburst.train.resolve import PLACEHOLDER
+from bmburst.train.sources import PLACEHOLDER
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "recipes", ROOT / "docs" / "recipes.md"

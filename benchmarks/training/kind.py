@@ -33,7 +33,7 @@ from bmburst.amounts import numbers, short
 from bmburst.errors import UserError
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import machine_of
-from bmburst.train.resolve import check_data_path
+from bmburst.train.sources import check_data_path
 
 if TYPE_CHECKING:
     from benchmarks.engine.job import RankRun

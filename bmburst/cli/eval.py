@@ -27,7 +27,7 @@ from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
-from bmburst.train.resolve import check_sources, hold_records
+from bmburst.train.sources import check_sources, hold_records
 
 if TYPE_CHECKING:
     from bmburst.inference.generator import Source

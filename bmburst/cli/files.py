@@ -342,7 +342,7 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _command(best: "Prediction", settings: Mapping[str, Any], path: str) -> str:
-    from bmburst.train.resolve import PLACEHOLDER
+    from bmburst.train.sources import PLACEHOLDER
 
     task, words = best.candidate.task, ["train", "--config", path]
     if str(settings.get("init_from", "")).startswith(PLACEHOLDER):

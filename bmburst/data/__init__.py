@@ -18,7 +18,8 @@ from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
 from bmburst.data.packing import PackedSequences
-from bmburst.data.records import DEFAULT, Reading, hold_groups, hold_records, read_records
+from bmburst.data.record import Reading
+from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file

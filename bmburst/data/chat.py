@@ -20,7 +20,8 @@ from bmburst.data.messages import (
     unread,
     written_as_data,
 )
-from bmburst.data.records import AnyRecord, Pair, Record, template_text
+from bmburst.data.record import AnyRecord, Pair, Record
+from bmburst.data.records import template_text
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line

@@ -1,9 +1,7 @@
 """Reads fine-tuning records: conversations, prompts with completions, preference pairs, segments, texts."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ from bmburst.data.messages import (
     template_variables,
     wrong,
 )
+from bmburst.data.record import AnyRecord, Group, Pair, Reading, Record
 from bmburst.data.sources import SourceFile, unreadable
 from bmburst.errors import UserError
 from bmburst.record_format import RecordFormat
@@ -59,7 +58,6 @@ _READ: Mapping[str, frozenset[str]] = {
 """Keys that have an effect in a record of a kind, beside `weight`."""
 _OTHER_PROMPTS = ("question", "query", "input", "system")  # without them, a pair's prompt would be another one
 DEFAULT = RecordFormat()
-_MOST_COLUMNS = 1000  # a row may name its columns by its own values
 _MOST_CHECKED = 20_000  # lines to render after a bad one: half a minute
 _ONLY_TEXT = "only text is read: remove the record, or the column"
 UNSUPPORTED = {
@@ -70,98 +68,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("train", "loss"), "mark its messages, or give the record a weight; a column of notes: rename it"),
 }
 """Keys of a record that change the training of other libraries and have no equal here: what to do. They are refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One record: messages, or a prompt and a completion as text, or a text.
-
-    Attributes:
-        name: Its origin for error messages, "chats.jsonl:3".
-        messages: Messages of a conversation, each with its role; None for text.
-        answers_from: Index of the first message that can be an answer; earlier ones have no loss, whatever their role.
-        prompt: Text before the completion; None for a text alone.
-        text: The completion or the text; None for a conversation.
-        tools: Variable `tools` of the chat template.
-        template_options: Further variables of the chat template.
-        segments: Texts after one another, and whether each is learned; None for other records.
-        weight: Factor of the losses of its tokens, at least 0.
-    """
-
-    name: str
-    messages: tuple[dict[str, Any], ...] | None = None
-    answers_from: int = 0
-    prompt: str | None = None
-    text: str | None = None
-    tools: list[Any] | None = None
-    template_options: dict[str, Any] = field(default_factory=dict)
-    segments: tuple[tuple[bool, str], ...] | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to one prompt; the first is preferred.
-
-    Attributes:
-        chosen: The prompt with the preferred answer.
-        rejected: The prompt with the other one.
-    """
-
-    chosen: Record
-    rejected: Record
-
-    @property
-    def name(self) -> str:
-        """Its origin for error messages, "pairs.jsonl:3"."""
-        return self.chosen.name
-
-    @property
-    def weight(self) -> float:
-        """Factor of its loss: 1."""
-        return 1.0
-
-
-class Reading:
-    """What was found beside the records that are used, while they are read.
-
-    Attributes:
-        columns: Number of records with each column that has no effect.
-        left_out: Number of records that are left out, by reason.
-    """
-
-    def __init__(self) -> None:
-        self.columns: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-
-    def notes(self) -> dict[str, Any]:
-        """Return both as plain values, without what is empty."""
-        found = {"columns": sorted(self.columns)[:_MOST_COLUMNS], "left_out": dict(self.left_out)}
-        return {key: value for key, value in found.items() if value}
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Several answers to one prompt, all to be learned.
-
-    Attributes:
-        records: The prompt with each answer, one or more.
-    """
-
-    records: tuple[Record, ...]
-
-    @property
-    def name(self) -> str:
-        """Its origin for error messages, "chats.jsonl:3"."""
-        return self.records[0].name
-
-    @property
-    def weight(self) -> float:
-        """Factor of the losses of the answers' tokens."""
-        return self.records[0].weight
-
-
-AnyRecord = Record | Pair | Group
 
 
 def _as_it_is(record: AnyRecord) -> Any:

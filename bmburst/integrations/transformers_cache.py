@@ -10,243 +10,27 @@ decoding step of a recurrent layer needs no communication.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
-from bmburst.attention.call import AttentionCall
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
-from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
+from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import refuse_states
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
-from bmburst.schedule.tiles import Span
-from bmburst_ops.decode import decode_attention, merge_decode
-from bmburst_ops.flash import Partial
-from bmburst_ops.merge import accumulation_dtype
-
-_ROOM = 64
-"""Least number of a rank's tokens by which the memory grows."""
-
-
-class Relay(NamedTuple):
-    """The way of a prefill's tokens to the layout of the cache, for attention, and back."""
-
-    layout: str
-    there: Relayout
-    back: Relayout
-
-
-class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: this rank's tokens, `[batch, capacity, kv_heads, head_dim]`.
-
-    Args:
-        mesh: The ranks; its sequence group shares the cache.
-        split: Defines the tokens that this rank caches.
-    """
-
-    is_sliding = False
-
-    def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
-        super().__init__()
-        self._mesh, self._split, self.length = mesh, split, 0
-        self._width = 0  # head_dim of the values
-        self.prefilling: int | None = None
-        """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
-        self.relay: Relay | None = None
-        """Set in a prefill whose tokens are not split as the cache is."""
-
-    def share(self, split: CacheSplit) -> None:
-        """Set the tokens that this rank caches, before the first of them."""
-        self._split = split
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See `CacheLayerMixin`."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(len(key_states), 0, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_empty(len(value_states), 0, value_states.shape[1], value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return the arguments of the attention function."""
-        self._width = value_states.shape[-1]
-        if self._width < key_states.shape[-1]:  # zeros in, zeros out
-            stored = pad(value_states, (0, key_states.shape[-1] - self._width))
-        else:
-            stored = value_states
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, stored)
-        there, split = self._split.tokens(self.length), self._split
-        if self.relay is not None:
-            key_states, stored = self.relay.there.move(key_states, 2), self.relay.there.move(stored, 2)
-            value_states = stored[..., : self._width]
-        new = key_states.shape[2] if self.prefilling is None else self.prefilling
-        own = split.tokens(self.length + new) - there
-        first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
-        step = 1 if self.prefilling is not None else split.token_groups
-        for name, states in (("keys", key_states), ("values", stored)):
-            mine = states[:, :, first::step][:, :, :own].transpose(1, 2)
-            memory = self._with_room(getattr(self, name), there, own)
-            memory[:, there : there + own] = mine
-            setattr(self, name, memory)
-        self.length += new
-        if self.begins and self.relay is None:
-            return key_states, value_states
-        keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
-        keys.split_layer = self  # read by the attention function
-        return keys, value_states if self.prefilling is not None else self.values
-
-    @property
-    def begins(self) -> bool:
-        """Whether the split tokens that were stored last are the first ones."""
-        return self.prefilling is not None and self.length == self.prefilling
-
-    def attend(
-        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
-    ) -> Tensor:
-        """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
-
-        Args:
-            query: `[batch, heads, tokens, head_dim]`.
-            values: What `update` returned. A model that passes something else computes with values after it caches
-                them.
-            scale: Factor on the scores.
-            window: Number of tokens that each query sees; None: all.
-            softcap: Softcap of the scores, or None; already checked.
-
-        Returns:
-            `[batch, tokens, heads, value_dim]`.
-
-        Raises:
-            NotSplit: `values` is something else.
-        """
-        if values is not self.values:
-            raise NotSplit("the values are not those that the split cache returned\nfix: another model")
-        split, new = self._split, query.shape[2]
-        wide = accumulation_dtype(query.dtype)
-        outs = []
-        for position in range(self.length - new, self.length):
-            one = query[:, :, position - self.length + new]
-            stop = torch.full((len(one),), split.tokens(position + 1), dtype=torch.int32, device=one.device)
-            start = split.tokens(max(0, position + 1 - window)) if window is not None else 0
-            out, lse = decode_attention(
-                one,
-                self.keys,
-                self.values,
-                stop,
-                starts=torch.full_like(stop, start),
-                scale=scale,
-                softcap=softcap,
-                out_dtype=wide,
-            )
-            outs.append(torch.cat((out, lse[..., None].to(wide)), -1))
-        partial = torch.stack(outs, 1)
-        if split.token_groups > 1:
-            (parts,) = self._mesh.sequence.all_gather(partial).wait()
-            parts = parts.flatten(1, 2)  # each token of each sequence is a row of the merge
-            merged, _ = merge_decode(parts[..., :-1], parts[..., -1])
-            partial = merged.unflatten(0, partial.shape[:2])
-        else:
-            partial = partial[..., :-1]
-        return partial[..., : self._width].to(query.dtype)
-
-    def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
-        """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
-
-        Args:
-            call: The attention call of the turn.
-            q: This rank's queries of the turn, `[batch, local_tokens, heads, head_dim]`.
-            window: Number of tokens that each query sees; None: all.
-            into: Attention within the turn; overwritten.
-        """
-        assert self.prefilling is not None
-        split, start = self._split, self.length - self.prefilling
-        span = Span(start, start + q.shape[1] * split.token_groups)
-        tiles = [striped_tiles(split, span, start, source, window) for source in range(split.token_groups)]
-        earlier = split.tokens(start)
-        merge_earlier(call, split.token_group, q, self.keys[:, :earlier], self.values[:, :earlier], tiles, into)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See `CacheLayerMixin`."""
-        return (query_length if self.prefilling is not None else self.length + query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of cached tokens of a sequence, over all ranks."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return -1: memory grows."""
-        return -1
-
-    def crop(self, max_length: int) -> None:
-        """Drop the tokens from `max_length` on; later tokens overwrite them."""
-        self.length = min(self.length, max_length)
-
-    def reset(self) -> None:
-        """Drop all tokens and free their memory."""
-        if self.is_initialized:
-            self.length, self.keys, self.values = 0, self.keys[:, :0].clone(), self.values[:, :0].clone()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
-        """Refuse beam search."""
-        raise _no_beams()
-
-    def _with_room(self, memory: Tensor, there: int, own: int) -> Tensor:
-        if memory.shape[1] >= max(1, there + own):
-            return memory
-        grown = memory.new_empty(len(memory), there + own + max(_ROOM, there // 8), *memory.shape[2:])
-        grown[:, :there] = memory[:, :there]
-        return grown
-
-
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The states of one recurrent layer after the last token, the same on every rank."""
-
-    def crop(self, max_length: int) -> None:
-        """Do nothing: `SplitCache.crop` refuses to go back."""
-
-
-class StateAndSplitLayer(LinearAttentionLayer, SplitLayer):  # type: ignore[misc]
-    """The cache of a layer that has both recurrence and attention."""
-
-    is_compileable = False
-
-    def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
-        SplitLayer.__init__(self, mesh, split)
-        LinearAttentionLayer.__init__(self)
-
-    def lazy_initialization(self, *states: Tensor, **of_recurrence: Any) -> None:
-        """See `SplitLayer` for two tensors, and `LinearAttentionLayer` for named ones."""
-        if states:
-            SplitLayer.lazy_initialization(self, *states)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, **of_recurrence)
-
-    def crop(self, max_length: int) -> None:
-        """See `SplitLayer`."""
-        SplitLayer.crop(self, max_length)
-
-    def reset(self) -> None:
-        """Drop all tokens, and set the states to zero."""
-        SplitLayer.reset(self)
-        LinearAttentionLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
-        """Refuse beam search."""
-        raise _no_beams()
 
 
 class SplitCache(Cache):  # type: ignore[misc]
@@ -551,7 +335,7 @@ def _require_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None
             continue
         if has_effect(name, value) and SPLIT_GENERATE.get(name, REFUSED) == REFUSED:
             if name in ("num_beams", "num_return_sequences"):
-                raise _no_beams()
+                raise no_beams()
             unset = "leave it out" if name in options else f"generation_config.{name} = None"
             raise _not_possible(name, value, unset)
 
@@ -570,7 +354,3 @@ def _plain(value: object) -> str:
         return f"[{', '.join(map(_plain, value))}]"
     is_plain = isinstance(value, int | float | str | GenerationConfig | None)
     return repr(value) if is_plain else type(value).__name__
-
-
-def _no_beams() -> UserError:
-    return UserError("a split cache holds one sequence a prompt\nfix: num_beams=1 and num_return_sequences=1")

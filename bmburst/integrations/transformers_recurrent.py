@@ -15,13 +15,10 @@ read. docs/families.md lists the types.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +26,8 @@ from torch.nn import functional
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
+from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
-from bmburst.schedule.mask import Causal
 
 __all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "module_of", "refuse_states", "require_layout", "unread"]
 
@@ -56,77 +53,6 @@ class Mixer(NamedTuple):
     name: str
     functions: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
-
-
-@dataclass(slots=True)
-class _Scope:
-    """A call of a mixer on a split batch.
-
-    Attributes:
-        mask: The batch.
-        state: The layer of a cache, of transformers' `LinearAttentionLayer`, whose states the tokens continue and set.
-        had_state: Whether there were tokens before these.
-        used: The functions that were called.
-    """
-
-    mask: SequenceMask
-    state: Any = None
-    had_state: bool = False
-    used: set[str] = field(default_factory=set)
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that say how the sequence is split."""
-        mask = self.mask
-        documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
-        length = None if mask.documents else mask.length  # documents include their length
-        split = {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
-        return split | {"final_state": self.state is not None}
-
-    def tail(self) -> Tensor | None:
-        """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
-        if self.state is None or not self.state.has_previous_state[0]:
-            return None
-        return cast(Tensor, self.state.conv_states[0][..., 1:].mT)
-
-    def recurrent(self) -> Tensor | None:
-        """Return the recurrent state before the first token; None: zeros."""
-        return None if self.state is None or not self.had_state else self.state.recurrent_states[0]
-
-    def convolved(self, found: Any) -> Tensor:
-        """Keep the last tokens, if there is a cache, and return the output of a convolution."""
-        if self.state is None:
-            return cast(Tensor, found)
-        out, tail = found
-        kept = functional.pad(tail.mT, (1, 0))  # transformers keeps one token more, which no later output reads
-        if not self.state.is_conv_states_initialized[0]:
-            self.state.lazy_initialization(conv_states=kept, conv_kernel_size=kept.shape[-1])
-        self.state.conv_states[0].copy_(kept)
-        self.state.has_previous_state[0] = True
-        return cast(Tensor, out)
-
-    def scanned(self, found: Any) -> Tensor:
-        """Keep the final state, if there is a cache, and return the output of a recurrence."""
-        if self.state is None:
-            return cast(Tensor, found)
-        self.state.update_recurrent_state(found[1])
-        return cast(Tensor, found[0])
-
-    def begins(self) -> Tensor:
-        """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
-        return self.mask.places() == 0
-
-
-_scope: ContextVar[_Scope | None] = ContextVar("bmburst_mixer", default=None)
-
-
-@contextmanager
-def _opened(mask: SequenceMask, state: Any = None) -> Iterator[_Scope]:
-    scope = _Scope(mask, state, state is not None and bool(state.has_previous_state[0]))
-    token = _scope.set(scope)
-    try:
-        yield scope
-    finally:
-        _scope.reset(token)
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -229,7 +155,7 @@ def _over_ranks(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        scope = _scope.get()
+        scope = SCOPE.get()
         if scope is None:
             return theirs(*args, **kwargs)
         scope.used.add(name)
@@ -263,7 +189,7 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
             if cache is not None:
                 state, given.arguments[name] = cache.layers[args[0].layer_idx], None
         given.arguments["attention_mask"] = None
-        with _opened(mask, state) as scope:
+        with opened(mask, state) as scope:
             found = (mixer.forward or theirs)(*given.args, **given.kwargs)
         if missing := set(mixer.functions) - _FUSED - scope.used:
             raise UserError(
@@ -276,7 +202,7 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
 
 
 def _conv(
-    scope: _Scope,
+    scope: Scope,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -291,7 +217,7 @@ def _conv(
 
 
 def _delta(
-    scope: _Scope,
+    scope: Scope,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -314,7 +240,7 @@ def _delta(
 
 
 def _ssd(
-    scope: _Scope,
+    scope: Scope,
     hidden: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -339,7 +265,7 @@ def _ssd(
 
 
 def _selective(
-    scope: _Scope,
+    scope: Scope,
     hidden: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -379,7 +305,7 @@ def _lightning(
     """The forward function of MiniMax' Lightning Attention, whose own loops over blocks of tokens."""
     del position_embeddings, attention_mask, past_key_values
     require_known_arguments(asked)
-    scope = _scope.get()
+    scope = SCOPE.get()
     assert scope is not None
     mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
     q, k, v = mixed.split(self.head_dim, -1)
@@ -402,7 +328,7 @@ def _griffin(
     del attention_mask
     del position_ids  # its reset at position 0 would miss a document behind padding
     require_known_arguments(asked | {"use_cache": use_cache})
-    scope = _scope.get()
+    scope = SCOPE.get()
     assert scope is not None
     options = scope.options()
 

@@ -1,7 +1,6 @@
 """Builds `TrainConfig` from presets, files, options and data, and checks its files. Imports no torch at its top."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +23,19 @@ from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
+from bmburst.train.sources import (
+    check_sources,
+    have_groups,
+    hold_records,
+    require_filled,
+    sources_in,
+)
 
 if TYPE_CHECKING:
-    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+    pass  # imports numpy, which --help does not need
 
 CONFIG_FILE = "config.json"
-_PLAIN = RecordFormat()
 _RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
-PLACEHOLDER = "PATH/TO/"
-"""Prefix of paths in recipes that the user must replace."""
 # Not part of a run's config.json, so that it can start another run.
 _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
@@ -358,76 +361,6 @@ def _at(values: Any, name: str) -> Any:
     return values
 
 
-def require_filled(name: str, value: object, option: str) -> None:
-    """Check that a path is not a recipe's placeholder.
-
-    Args:
-        name: Name of the field.
-        value: Its value.
-        option: Command line option of the field.
-
-    Raises:
-        UserError: The path is a placeholder.
-    """
-    if str(value).startswith(PLACEHOLDER):
-        raise UserError(
-            f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
-            f"fix: add {option} to the command, or change it in the recipe"
-        )
-
-
-def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
-    """Call `check_data_path` for a source, or for all sources of a mixture."""
-    for each in _sources(source):
-        check_data_path(each.path, each.text_field(text_field), each.form(form))
-
-
-def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
-    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
-
-    Args:
-        source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
-        form: As in `DataConfig`.
-
-    Raises:
-        UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
-            first line has no such field.
-    """
-    if source == STANDARD_LIBRARY:
-        return
-    require_filled("data.source", source, "--data FILE")
-    path = Path(source)
-    try:
-        if not path.exists():
-            raise UserError(
-                f"data {source}: no such file or directory\n"
-                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
-                "fix: correct the path"
-            )
-        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
-        is_readable = os.access(path, os.R_OK)
-    except OSError as error:
-        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
-    if not is_readable:
-        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
-    if not (path.is_dir() or path.is_file()):
-        raise UserError(
-            f"data {source}: is a device, a pipe or a socket\n"
-            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
-        )
-    if empty:
-        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
-    # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data import records
-    from bmburst.data.documents import check_beginnings
-    from bmburst.data.sources import find_sources
-    from bmburst.data.token_file import is_token_file
-
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
-        check_beginnings(files, text_field=text_field)
-
-
 def set_defaults_of_data(given: dict[str, Any]) -> None:
     """Set defaults that depend on the data: pack "documents" for records, and the tokenizer of `init_from`.
 
@@ -445,7 +378,7 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     from bmburst.data.token_file import is_token_file
 
     try:
-        sources = _sources(str(source))
+        sources = sources_in(str(source))
         are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
@@ -456,7 +389,7 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         return  # the check of the fields raises
     have_records = hold_records(str(source), text_field, form)
     if have_records and "pack" not in given:
-        given["pack"] = _pack_of_prompts(given) if any(_have_groups(each, form) for each in sources) else "documents"
+        given["pack"] = _pack_of_prompts(given) if any(have_groups(each, form) for each in sources) else "documents"
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
         return
     if (own := _tokenizer_of(folder)) is not None:
@@ -467,38 +400,3 @@ def _pack_of_prompts(given: Mapping[str, Any]) -> str:
     """Return the packing of records with several answers to a prompt."""
     model = overlay(_base_model(given), given.get("model") or {})
     return "trees" if model.get("sliding_window") is None else "documents"
-
-
-def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
-    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
-
-    Args:
-        source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
-        form: As in `DataConfig`.
-    """
-    # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data import are_records
-
-    def holds(each: "Source") -> bool:
-        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
-
-    try:
-        return any(map(holds, _sources(source)))
-    except (OSError, UserError):
-        return False  # the check of the paths raises
-
-
-def _have_groups(source: "Source", form: RecordFormat) -> bool:
-    # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data import have_groups
-
-    return source.path != STANDARD_LIBRARY and have_groups(source.path, source.form(form))
-
-
-def _sources(source: str) -> "tuple[Source, ...]":
-    """Return the sources of a mixture, or the single source."""
-    # Imported here, because it imports numpy, which --help does not need.
-    from bmburst.data.mixture import sources_of
-
-    return sources_of(source)

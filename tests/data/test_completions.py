@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bmburst.data import LengthReport, open_corpus
+from bmburst.data import open_corpus
+from bmburst.data.report import LengthReport
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked
 from bmburst.data.whole_documents import LEAST_SHARED, pack_sequences

@@ -10,7 +10,8 @@ import pytest
 from bmburst.config import build_config, read_layer
 from bmburst.data import load_tokenizer
 from bmburst.data.chat import RecordEncoder
-from bmburst.data.records import Pair, hold_records, read_records
+from bmburst.data.record import Pair
+from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.errors import UserError
 from bmburst.record_format import RecordFormat

@@ -10,7 +10,8 @@ from pyarrow import parquet
 
 from bmburst.data import load_tokenizer, open_corpus
 from bmburst.data.chat import RecordEncoder
-from bmburst.data.records import Record, hold_records, read_records
+from bmburst.data.record import Record
+from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.record_format import RecordFormat
 from tests import chat

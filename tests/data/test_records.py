@@ -15,7 +15,8 @@ from bmburst.config import parse_json
 from bmburst.data import Batches, ByteTokenizer, documents, evaluation_batches, load_tokenizer, open_corpus
 from bmburst.data.chat import RecordEncoder
 from bmburst.data.documents import check_arrays, first_row
-from bmburst.data.records import Record, hold_records, read_records
+from bmburst.data.record import Record
+from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked, write_masked_file

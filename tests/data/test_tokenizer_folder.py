@@ -10,7 +10,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from bmburst.data import load_tokenizer, open_corpus
 from bmburst.data.chat import ChatTemplate, RecordEncoder
-from bmburst.data.records import Record
+from bmburst.data.record import Record
 from bmburst.data.tokenizer import tokenizer_files
 from bmburst.data.tokenizer_folder import PLAIN_CLASSES, TOKENIZER_CONFIG_KEYS, kept_files
 from bmburst.inference.prompts import PromptEncoder

@@ -16,7 +16,8 @@ from bmburst.cli.files import FIRST_LINE
 from bmburst.plan.search import predict
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.machine import planned
-from bmburst.train.resolve import PLACEHOLDER, check_paths, read_hugging_face_config, resolve
+from bmburst.train.resolve import check_paths, read_hugging_face_config, resolve
+from bmburst.train.sources import PLACEHOLDER
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says
 

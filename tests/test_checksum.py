@@ -3,13 +3,11 @@
 import json
 import os
 import random
-import runpy
-import sys
 import zlib
 
 import pytest
 
-from bmburst.checkpoint import checksum
+from bmburst import checksum
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (0, 5), (7, 13), (100, 70_001)])
@@ -45,17 +43,3 @@ def test_json_that_carries_its_checksum():
         flipped[at] ^= 1 << flips.randrange(8)
         assert not checksum.is_sealed(bytes(flipped))
     assert not checksum.is_sealed(data + b" ")
-
-
-def test_the_command_prints_checksum_and_speed(tmp_path, capsys, monkeypatch):
-    def command(path):
-        monkeypatch.setattr(sys, "argv", ["checksum", str(path)])
-        monkeypatch.delitem(sys.modules, checksum.__name__, raising=False)  # as in a process of its own
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module(checksum.__name__, run_name="__main__")
-        return ended.value.code
-
-    (tmp_path / "x").write_bytes(b"123456789")
-    assert command(tmp_path / "x") == 0
-    assert "crc32:cbf43926" in capsys.readouterr().out
-    assert command(tmp_path / "gone") == 2

@@ -1,0 +1,99 @@
+"""Records for fine-tuning: one, a preference pair, several answers to a prompt, and what is found beside them."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_COLUMNS = 1000  # a row may name its columns by its own values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record: messages, or a prompt and a completion as text, or a text.
+
+    Attributes:
+        name: Its origin for error messages, "chats.jsonl:3".
+        messages: Messages of a conversation, each with its role; None for text.
+        answers_from: Index of the first message that can be an answer; earlier ones have no loss, whatever their role.
+        prompt: Text before the completion; None for a text alone.
+        text: The completion or the text; None for a conversation.
+        tools: Variable `tools` of the chat template.
+        template_options: Further variables of the chat template.
+        segments: Texts after one another, and whether each is learned; None for other records.
+        weight: Factor of the losses of its tokens, at least 0.
+    """
+
+    name: str
+    messages: tuple[dict[str, Any], ...] | None = None
+    answers_from: int = 0
+    prompt: str | None = None
+    text: str | None = None
+    tools: list[Any] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[tuple[bool, str], ...] | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt; the first is preferred.
+
+    Attributes:
+        chosen: The prompt with the preferred answer.
+        rejected: The prompt with the other one.
+    """
+
+    chosen: Record
+    rejected: Record
+
+    @property
+    def name(self) -> str:
+        """Its origin for error messages, "pairs.jsonl:3"."""
+        return self.chosen.name
+
+    @property
+    def weight(self) -> float:
+        """Factor of its loss: 1."""
+        return 1.0
+
+
+class Reading:
+    """What was found beside the records that are used, while they are read.
+
+    Attributes:
+        columns: Number of records with each column that has no effect.
+        left_out: Number of records that are left out, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.columns: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+
+    def notes(self) -> dict[str, Any]:
+        """Return both as plain values, without what is empty."""
+        found = {"columns": sorted(self.columns)[:_MOST_COLUMNS], "left_out": dict(self.left_out)}
+        return {key: value for key, value in found.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several answers to one prompt, all to be learned.
+
+    Attributes:
+        records: The prompt with each answer, one or more.
+    """
+
+    records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        """Its origin for error messages, "chats.jsonl:3"."""
+        return self.records[0].name
+
+    @property
+    def weight(self) -> float:
+        """Factor of the losses of the answers' tokens."""
+        return self.records[0].weight
+
+
+AnyRecord = Record | Pair | Group

@@ -1,0 +1,86 @@
+"""A scope in which the functions of a recurrent layer compute over the ranks, and its states in a cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn import functional
+
+from bmburst.integrations.transformers_attention import SequenceMask
+from bmburst.schedule.mask import Causal
+
+
+@dataclass(slots=True)
+class Scope:
+    """A call of a mixer on a split batch.
+
+    Attributes:
+        mask: The batch.
+        state: The layer of a cache, of transformers' `LinearAttentionLayer`, whose states the tokens continue and set.
+        had_state: Whether there were tokens before these.
+        used: The functions that were called.
+    """
+
+    mask: SequenceMask
+    state: Any = None
+    had_state: bool = False
+    used: set[str] = field(default_factory=set)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that say how the sequence is split."""
+        mask = self.mask
+        documents = mask.documents[0] if len(mask.documents) == 1 else mask.documents
+        length = None if mask.documents else mask.length  # documents include their length
+        split = {"mask": documents or Causal(), "length": length, "layout": mask.options.layout, "group": mask.comm}
+        return split | {"final_state": self.state is not None}
+
+    def tail(self) -> Tensor | None:
+        """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
+        if self.state is None or not self.state.has_previous_state[0]:
+            return None
+        return cast(Tensor, self.state.conv_states[0][..., 1:].mT)
+
+    def recurrent(self) -> Tensor | None:
+        """Return the recurrent state before the first token; None: zeros."""
+        return None if self.state is None or not self.had_state else self.state.recurrent_states[0]
+
+    def convolved(self, found: Any) -> Tensor:
+        """Keep the last tokens, if there is a cache, and return the output of a convolution."""
+        if self.state is None:
+            return cast(Tensor, found)
+        out, tail = found
+        kept = functional.pad(tail.mT, (1, 0))  # transformers keeps one token more, which no later output reads
+        if not self.state.is_conv_states_initialized[0]:
+            self.state.lazy_initialization(conv_states=kept, conv_kernel_size=kept.shape[-1])
+        self.state.conv_states[0].copy_(kept)
+        self.state.has_previous_state[0] = True
+        return cast(Tensor, out)
+
+    def scanned(self, found: Any) -> Tensor:
+        """Keep the final state, if there is a cache, and return the output of a recurrence."""
+        if self.state is None:
+            return cast(Tensor, found)
+        self.state.update_recurrent_state(found[1])
+        return cast(Tensor, found[0])
+
+    def begins(self) -> Tensor:
+        """Return which local tokens are the first of a document, `[samples or 1, local_tokens]`."""
+        return self.mask.places() == 0
+
+
+SCOPE: ContextVar[Scope | None] = ContextVar("bmburst_mixer", default=None)
+"""The call of a mixer that is computed at present."""
+
+
+@contextmanager
+def opened(mask: SequenceMask, state: Any = None) -> Iterator[Scope]:
+    """Open a scope for the call of a mixer."""
+    scope = Scope(mask, state, state is not None and bool(state.has_previous_state[0]))
+    token = SCOPE.set(scope)
+    try:
+        yield scope
+    finally:
+        SCOPE.reset(token)

@@ -1,0 +1,125 @@
+"""Checks the sources of a run's data, and says what kind of records they hold. Imports no numpy at its top."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bmburst.errors import UserError
+from bmburst.record_format import RecordFormat
+from bmburst.train.sections import STANDARD_LIBRARY
+
+if TYPE_CHECKING:
+    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+
+
+_PLAIN = RecordFormat()
+
+
+PLACEHOLDER = "PATH/TO/"
+"""Prefix of paths in recipes that the user must replace."""
+
+
+def require_filled(name: str, value: object, option: str) -> None:
+    """Check that a path is not a recipe's placeholder.
+
+    Args:
+        name: Name of the field.
+        value: Its value.
+        option: Command line option of the field.
+
+    Raises:
+        UserError: The path is a placeholder.
+    """
+    if str(value).startswith(PLACEHOLDER):
+        raise UserError(
+            f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
+            f"fix: add {option} to the command, or change it in the recipe"
+        )
+
+
+def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
+    """Call `check_data_path` for a source, or for all sources of a mixture."""
+    for each in sources_in(source):
+        check_data_path(each.path, each.text_field(text_field), each.form(form))
+
+
+def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
+    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
+
+    Raises:
+        UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
+            first line has no such field.
+    """
+    if source == STANDARD_LIBRARY:
+        return
+    require_filled("data.source", source, "--data FILE")
+    path = Path(source)
+    try:
+        if not path.exists():
+            raise UserError(
+                f"data {source}: no such file or directory\n"
+                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
+                "fix: correct the path"
+            )
+        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+        is_readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
+    if not is_readable:
+        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(
+            f"data {source}: is a device, a pipe or a socket\n"
+            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
+        )
+    if empty:
+        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data import records
+    from bmburst.data.documents import check_beginnings
+    from bmburst.data.sources import find_sources
+    from bmburst.data.token_file import is_token_file
+
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
+        check_beginnings(files, text_field=text_field)
+
+
+def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
+    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+        form: As in `DataConfig`.
+    """
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data import are_records
+
+    def holds(each: "Source") -> bool:
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+
+    try:
+        return any(map(holds, sources_in(source)))
+    except (OSError, UserError):
+        return False  # the check of the paths raises
+
+
+def have_groups(source: "Source", form: RecordFormat) -> bool:
+    """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst import data
+
+    return source.path != STANDARD_LIBRARY and data.have_groups(source.path, source.form(form))
+
+
+def sources_in(source: str) -> "tuple[Source, ...]":
+    """Return the sources of a mixture, or the single source."""
+    # Imported here, because it imports numpy, which --help does not need.
+    from bmburst.data.mixture import sources_of
+
+    return sources_of(source)
