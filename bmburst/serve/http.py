@@ -29,9 +29,10 @@ from bmburst.serve import protocol
 from bmburst.serve.protocol import Question, Refusal
 from bmburst.serve.worker import STOPPING, End, Event, Failure, Job, Text, drain
 
-_KEEP_SECONDS = 65  # of a connection without a request: longer than the 5 s after which clients close it themselves
+_KEEP_SECONDS = 65  # of an idle connection; clients close theirs after 5 s, and their requests must not meet the end
 _MOST_BYTES = 64 << 20  # of a request's body: several million tokens of text
 _READ_SECONDS = 60.0  # until a request's body has arrived
+_SEND_SECONDS = 5.0  # from the time-out of a request until its client has read what was sent
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0
 _T = TypeVar("_T")
 _FINISH = {"length": "length", "stop": "stop", "eos": "stop"}
@@ -214,7 +215,8 @@ class _App:
                 prepared = asyncio.ensure_future(respond(question, waiting))
                 response = await _unless_gone(prepared, receive)
                 if response is not None:
-                    await response(scope, receive, send)
+                    async with asyncio.timeout_at(until + _SEND_SECONDS):  # a client may never read
+                        await response(scope, receive, send)
             finally:
                 waiting.job.is_over = True
 
@@ -315,7 +317,7 @@ class _Endpoint:
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnect):
+        with contextlib.suppress(ClientDisconnect, TimeoutError):
             await self._call(scope, receive, send)
 
 

@@ -22,7 +22,7 @@ from tests.serve.test_serve import program
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-CHATS, EPOCHS = 60, 2
+CHATS, EPOCHS = 24, 2
 NAMES = {
     "messages_field": "dialog",
     "role_field": "speaker",
@@ -33,7 +33,7 @@ TRAIN = (
     *("train", "--init-from", "base", "--data", "chats.parquet", "--data.validation", "later=later.parquet"),
     *(word for name, value in NAMES.items() for word in (f"--data.{name}", value)),
     *("--lora.rank", "4", "--lora.dropout", "0.1", "--epochs", str(EPOCHS), "--nproc", "2"),
-    *("--sequence-length", "128", "--batch-size", "2", "--checkpoint-every", "5", "--eval-every", "10"),
+    *("--sequence-length", "128", "--batch-size", "2", "--checkpoint-every", "3", "--eval-every", "4"),
     *("--eval-sequences", "2", "--sample-tokens", "0", "--context-report", "true", "--output", "tuned"),
 )
 
@@ -87,7 +87,7 @@ def test_from_chats_to_answers(tmp_path: Path) -> None:
     assert {each["data"] for each in evals} == {"later"} and evals[-1]["loss"] < evals[0]["loss"]
     assert json.loads((tmp_path / "tuned" / "context.json").read_text())["sentence"]
 
-    words = ("--tasks", "all", "--lengths", "1K,2K", "--samples", 2, "--nproc", 2)
+    words = ("--tasks", "all", "--lengths", "1K,2K", "--samples", 1, "--nproc", 2)
     table = said(tmp_path, "eval", "--checkpoint", "base", "--compare", "tuned", *words).splitlines()
     assert [line.split()[:2] for line in table[1:5]] == [[n, m] for n in ("base", "tuned") for m in ("1K", "2K")]
     said(tmp_path, "convert", "tuned", "merged", "--to", "huggingface", "--merge", "--base", "base")

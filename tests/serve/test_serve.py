@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from openai._constants import DEFAULT_CONNECTION_LIMITS
 
 from bmburst.cli import CommandParser, find_command, serve
 from bmburst.comm.groups import communicator
 from bmburst.inference.generator import Generator, Source
 from bmburst.inference.session import Session
+from bmburst.serve import http as http_server
 from bmburst.serve.http import Server
 from bmburst.serve.protocol import FIELDS
 from bmburst.serve.worker import Failure, Job, Worker
@@ -241,6 +243,12 @@ def test_pages_of_other_hosts_do_not_ask_by_a_browser(running: Served) -> None:
         assert running.raw("GET", "/v1/models", host=host)[0] in (403, 400)
 
 
+def test_clients_close_idle_connections_before_the_server_does(running: Served) -> None:
+    """A request that arrives while the server closes its connection is lost."""
+    expiry = DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert expiry and running.server._server.config.timeout_keep_alive > 2 * expiry
+
+
 def test_a_client_that_leaves_frees_the_slot(running: Served, generator: Generator) -> None:
     client = running.client()
     for stream in (True, False):
@@ -255,6 +263,34 @@ def test_a_client_that_leaves_frees_the_slot(running: Served, generator: Generat
         assert answer.choices[0].message.content == expected(generator, conversation(4))
         until(lambda: running.health()["open"] == 0)
         assert running.health()["answered"] == before + 1
+
+
+def test_a_client_that_does_not_read_frees_the_slot(
+    model: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_SEND_SECONDS", 0.2)
+    body = json.dumps({**FOREVER, "messages": conversation(3), "stream": True}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+    sent: list[str] = []
+
+    async def ask(app: Any) -> None:
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Any:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+            if len(sent) > 1:  # the buffer of the connection is full
+                await asyncio.Event().wait()
+
+        async with asyncio.timeout(60):
+            await app(scope, receive, send)
+
+    with served(model, generator, "--timeout", "2") as found:
+        asyncio.run(ask(found.server._app.routed()))
+        assert sent == ["http.response.start", "http.response.body"] and found.health()["open"] == 0
 
 
 def test_limits_of_questions_that_wait(model: Path, generator: Generator) -> None:
