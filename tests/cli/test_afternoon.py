@@ -6,6 +6,7 @@ The chats are parquet with other names of columns, fields and roles, beside a va
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def said(folder: Path, *words: object) -> str:
     """Run a command to its end, and return what it says: nothing that is no message to a person."""
     done = run_bmburst(*words, cwd=folder, env=ENVIRONMENT, timeout=300)
     text = done.stdout + done.stderr
-    print(" ".join(map(str, words)), text, sep="\n")  # with a later failure
+    sys.stdout.write(f"{' '.join(map(str, words))}\n{text}\n")  # with a later failure
     assert done.returncode == 0, text
     assert not re.search(r"Traceback|Warning|\bnan\b", text), text
     return text

@@ -507,11 +507,11 @@ def test_no_answer_of_some_clients_is_lost_or_mixed(running: Served, generator: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_no_answer_of_50_clients_in_a_minute_is_lost_or_mixed(model: Path, generator: Generator, ranks: str) -> None:
+@pytest.mark.parametrize(("ranks", "seconds"), [("1", 10), ("2", 60)])
+def test_no_answer_of_50_clients_is_lost_or_mixed(model: Path, generator: Generator, ranks: str, seconds: int) -> None:
     right = right_answers(generator)
     with program(model, "--nproc", ranks) as (server, url):
-        end = time.monotonic() + 60
+        end = time.monotonic() + seconds
         try:
             asyncio.run(crowd(url, right, 50, lambda count: count > 50 and time.monotonic() > end))
         except ExceptionGroup as errors:

@@ -111,7 +111,7 @@ def test_killed_at_random_moments_of_saves(tmp_path):
 
 
 def _train_for(folder, name, steps):
-    program.train(folder, name, steps=steps)
+    program.train(folder, name, steps=steps, checkpoint_every=0, eval_every=0)
 
 
 def resume(folder, name, changes):
