@@ -141,6 +141,15 @@ def test_fraction_out_of_range(tmp_path, fraction):
         PackedSequences(file, split="train", sequence_length=2, held_out_fraction=fraction)
 
 
+def test_nothing_held_out(tmp_path):
+    """A run with validation files of its own trains on all of its text."""
+    file = tiny.token_file(tmp_path / "x", ["some text"])
+    everything = PackedSequences(file, split="train", sequence_length=2, held_out_fraction=0)
+    assert everything.label_count == PackedSequences(file, split="all", sequence_length=2).label_count
+    with refused("held_out_fraction", "allowed: above 0", "below 1", "fix: ", 0):
+        PackedSequences(file, split="held_out", sequence_length=2, held_out_fraction=0)
+
+
 @settings(deadline=None)
 @given(corpora, st.integers(1, 70), st.sampled_from(["train", "held_out", "all"]))
 def test_every_token_is_a_label_once_after_the_one_before_it(tmp_path_factory, texts, length, split):
