@@ -433,9 +433,7 @@ def test_no_answer_of_some_clients_is_lost_or_mixed(running: Served, generator: 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "seconds"), [("1", 10), ("2", 60)])
-def test_no_answer_of_50_clients_is_lost_or_mixed(
-    model: Path, generator: Generator, ranks: str, seconds: int
-) -> None:
+def test_no_answer_of_50_clients_is_lost_or_mixed(model: Path, generator: Generator, ranks: str, seconds: int) -> None:
     right = right_answers(generator)
     with program(model, "--nproc", ranks) as (server, url):
         end = time.monotonic() + seconds
