@@ -92,8 +92,12 @@ def save_picture(figure: Any, path: Path) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    from matplotlib.image import imsave
+
+    figure.set_dpi(_DOTS)
+    figure.canvas.draw()  # once: `savefig` lays the figure out and draws it twice
     with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=_DOTS, metadata=dict(PICTURE))
+        imsave(partial, figure.canvas.buffer_rgba(), format="png", dpi=_DOTS, metadata=dict(PICTURE))
 
 
 def is_picture(path: Path) -> bool:

@@ -94,11 +94,18 @@ def test_every_method_gives_one_perplexity(tmp_path):
     assert len({row["tokens"] for row in found["rows"].values()}) == 1
 
 
+def held_out(folder):
+    """Return the options of one sequence of a short text."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
+    return ["--data", str(text), "--sequences", "1"]
+
+
 @pytest.mark.long
 def test_a_method_that_cannot_evaluate_a_model_says_why(tmp_path):
     """A peer without a window would give another model's perplexity."""
     folder = tiny.save(tmp_path / "mistral", "mistral", vocab_size=300, sliding_window=9)
-    words = ["--model", str(folder), "--tokens", "32", "--sequences", "1", "--output", str(tmp_path / "p.json")]
+    words = ["--model", str(folder), "--tokens", "32", *held_out(tmp_path), "--output", str(tmp_path / "p.json")]
     assert perplexity.main(words) == 0
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     refused = {name for name, row in rows.items() if "sliding window" in row.get("refused", "")}
@@ -112,7 +119,7 @@ def test_methods_that_need_equal_parts_refuse_others(tmp_path):
     """4 heads and 2 KV heads on 3 ranks, then 31 tokens on 2."""
     folder = tiny.save(tmp_path / "llama", "llama", vocab_size=300)
     for ranks, tokens, reason in ((3, 33, "heads"), (2, 31, "31 tokens do not divide by 2 ranks")):
-        words = ["--model", str(folder), "--ranks", str(ranks), "--tokens", str(tokens), "--sequences", "1"]
+        words = ["--model", str(folder), "--ranks", str(ranks), "--tokens", str(tokens), *held_out(tmp_path)]
         assert perplexity.main([*words, "--output", str(tmp_path / "p.json")]) == 0
         rows = json.loads((tmp_path / "p.json").read_text())["rows"]
         assert list(rows) == list(perplexity.WAYS) and reason in rows["ulysses"]["refused"]

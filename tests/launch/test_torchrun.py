@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
         *("train", "--config", "config.json", "--output", "run", "--nproc", "2"),
         cwd=folder,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(folder / "run")) == STEPS
