@@ -63,6 +63,7 @@ _ONLY_TEXT = "only text is read: remove the record, or the column"
 UNSUPPORTED = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
     **dict.fromkeys(("label", "kto_tag"), "a record with a good or a bad answer: keep the good ones, without the key"),
+    "labels": "marks of steps, or ids of tokens: keep the good answers as text, without the key",
     **dict.fromkeys(("functions", "function_call"), "the older format of tools: write them as tools and tool_calls"),
     "documents": 'write them as "chat_template_kwargs": {"documents": [...]}',
     **dict.fromkeys(("train", "loss"), "mark its messages, or give the record a weight; a column of notes: rename it"),
