@@ -151,6 +151,7 @@ def test_a_cache_and_generation(part: Any, model: Any) -> None:
 
 def test_limits_of_dt() -> None:
     """The tiny types have none; these cut every step, which is 0.5 to 1 without them."""
+    register()
     logits = {}
     for attention in ("bmburst", "eager"):
         nemotron = tiny_model("nemotron_h", attention)
@@ -166,7 +167,7 @@ def test_limits_of_dt() -> None:
 
 
 def test_synced_gpus_is_refused_before_work(model: Any) -> None:
-    """Groups whose texts have ended go on, and a state cannot go back: other groups would wait for the one that fails."""
+    """A group whose text has ended would go on, and fail while the others wait for it: a state cannot go back."""
     with refused("synced_gpus | recurrent | fix: "):
         generate(model, IDS, mesh=ALONE, max_new_tokens=1, synced_gpus=True)
 
