@@ -50,12 +50,13 @@ class RecordFormat:
         "Field of a message that holds its text.", default=None, default_text="content or value"
     )
     roles: tuple[str, ...] = field(
-        "Roles by the names that messages have, for example bot=assistant,client=user.", default=()
+        "Roles by the names that messages have, for example bot=assistant,client=user.", default=(), pairs=True
     )
     columns: tuple[str, ...] = field(
         "Columns of records that have other names: ours=theirs, for example prompt=question,completion=answer. Ours: "
         f"{', '.join(COLUMNS)}.",
         default=(),
+        pairs=True,
     )
     learned_roles: tuple[str, ...] = field(
         "Roles whose messages have a loss. Of another role than assistant, the text and the end of the message are "

@@ -22,7 +22,7 @@ from tests.refusals import refused
 
 # The first's backward is differentiable itself (tests/attention/test_sequence.py), the second's is the identity, and
 # the third's gives nothing.
-DIFFERENTIABLE = {"_Shard", "_ShownInBackward", "_Root"}
+DIFFERENTIABLE = {"_Shard", "_Shown", "_ShownInBackward", "_Root"}
 ROOT = Path(bmburst.__file__).parents[1]
 
 

@@ -40,8 +40,9 @@ class LoRAConfig:
         "Ranks of some adapters, as NAME=RANK: NAME is a regular expression for the end of a module's name, from a dot "
         "on; the first that fits counts. Example: layers.0.self_attn.q_proj=32,v_proj=4.",
         default=(),
+        pairs=True,
     )
-    alpha_pattern: tuple[str, ...] = field("Alphas of some adapters, as lora.rank_pattern.", default=())
+    alpha_pattern: tuple[str, ...] = field("Alphas of some adapters, as lora.rank_pattern.", default=(), pairs=True)
     modules_to_save: tuple[str, ...] = field(
         f"Modules that are trained whole beside the adapters: {', '.join(SAVABLE)}; all modules whose name ends so.",
         default=(),

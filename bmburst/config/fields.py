@@ -42,6 +42,7 @@ class FieldSpec:
         below: Exclusive upper bound.
         none_text: Word for None in messages. "none" is also accepted.
         choices: The allowed texts, from the table that owns them; empty for any.
+        pairs: Whether each value is NAME=VALUE, so that a file may also have an object of them.
     """
 
     help: str
@@ -53,6 +54,7 @@ class FieldSpec:
     below: float | None = None
     none_text: str = "none"
     choices: tuple[str, ...] = ()
+    pairs: bool = False
 
     @property
     def counts_tokens(self) -> bool:
@@ -102,6 +104,7 @@ def field(
     below: float | None = None,
     none_text: str = "none",
     choices: Iterable[str] = (),
+    pairs: bool = False,
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
@@ -117,6 +120,7 @@ def field(
         below=below,
         none_text=none_text,
         choices=tuple(choices),
+        pairs=pairs,
     )
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
@@ -289,7 +293,7 @@ def _convert_tuple(name: str, value: Any, annotation: Any, spec: FieldSpec) -> t
     arguments = typing.get_args(annotation)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, Mapping) and arguments[0] is str:  # of names and numbers, as YAML and PEFT write patterns
+    if isinstance(value, Mapping) and spec.pairs:  # as YAML and PEFT write patterns
         value = [f"{key}={part}" for key, part in value.items()]
     open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
     if not isinstance(value, list | tuple) or not (open_ended or len(value) == len(arguments)):

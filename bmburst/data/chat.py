@@ -88,7 +88,7 @@ class ChatTemplate:
             )
         return chosen
 
-    def rendered(self, name: str, messages: tuple[Message, ...], **options: Any) -> str:
+    def rendered(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> str:
         """Return the text of messages, as `applied` with `tokenize=False`.
 
         Args:
@@ -108,7 +108,7 @@ class ChatTemplate:
             )
         return text
 
-    def applied(self, name: str, messages: tuple[Message, ...], **options: Any) -> Any:
+    def applied(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> Any:
         """Return what `apply_chat_template` returns for messages, without marks, with "?" for unpaired surrogates.
 
         Args:

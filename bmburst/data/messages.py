@@ -74,15 +74,13 @@ def template_variables(name: str, value: Mapping[str, Any]) -> tuple[list[Any] |
 
 
 def _own_arguments() -> frozenset[str]:
-    """Return the arguments of `apply_chat_template` that are not variables of the template."""
+    """Return the arguments of `apply_chat_template` that are not variables of the template, and `messages`."""
     try:
         from transformers import PreTrainedTokenizerBase
     except ImportError:  # without transformers, no template is rendered
         return frozenset()
-    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
-        "kwargs",
-        "documents",
-    }
+    arguments = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    return arguments - {"kwargs", "documents"} | {"messages"}
 
 
 def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -> tuple[Message, ...]:

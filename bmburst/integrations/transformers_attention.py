@@ -271,6 +271,8 @@ def layer_mask(
             causal sliding window.
     """
     if not isinstance(attention_mask, SequenceMask):
+        if not _is(mask_function, "or_masks"):
+            _near(mask_function)  # refuses what is not causal
         return CachedMask(attention_mask, mask_function)
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +29,7 @@ from bmburst.serve import protocol
 from bmburst.serve.protocol import Question, Refusal
 from bmburst.serve.worker import STOPPING, End, Event, Failure, Job, Text, drain
 
+_KEEP_SECONDS = 65  # of a connection without a request: longer than the 5 s after which clients close it themselves
 _MOST_BYTES = 64 << 20  # of a request's body: several million tokens of text
 _READ_SECONDS = 60.0  # until a request's body has arrived
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0
@@ -73,8 +74,9 @@ class Server:
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self._app = _App(service, self.jobs)
         config = uvicorn.Config(
-            self._app.routed(), log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio",
-            http="h11", server_header=False, timeout_graceful_shutdown=int(_STOP_SECONDS),
+            self._app.routed(), log_level="error", access_log=False, lifespan="off", ws="none", loop="asyncio",
+            http="h11", server_header=False, timeout_keep_alive=_KEEP_SECONDS,
+            timeout_graceful_shutdown=int(_STOP_SECONDS),
         )  # fmt: skip
         self._server, self._listener = uvicorn.Server(config), listener
         # A daemon: a rank whose communication has failed ends without waiting for clients.
@@ -155,7 +157,7 @@ class _App:
 
     def routed(self) -> Starlette:
         """Return the ASGI application."""
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
@@ -164,22 +166,24 @@ class _App:
             ],
             exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _failed},
         )
+        app.router.redirect_slashes = False  # a redirect has no error that a client could show
+        return app
 
     async def _health(self, request: Request) -> Response:
         del request
         state = "stopping" if self.is_stopping else "ok"
         facts = {"status": state, "open": self._open, "answered": self._answered}
-        return JSONResponse(facts, 503 if self.is_stopping else 200)
+        return _Json(facts, 503 if self.is_stopping else 200)
 
     async def _models(self, request: Request) -> Response:
         self._require_right(request)
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return _Json({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> Response:
         self._require_right(request)
         if (name := request.path_params["name"]) != self._service.name:
             raise Refusal(404, f"model {name!r} is not served; allowed: {self._service.name!r}", "model_not_found")
-        return JSONResponse(self._described())
+        return _Json(self._described())
 
     def _described(self) -> Mapping[str, Any]:
         return protocol.model_of(self._service.name, self._created, self._service.max_tokens)
@@ -278,7 +282,7 @@ class _App:
             pieces.append(event.text)
         answer = protocol.Response(self._service.name)
         self._answered += 1
-        return JSONResponse(answer.whole("".join(pieces), _FINISH[event.finish], _usage(waiting, event)))
+        return _Json(answer.whole("".join(pieces), _FINISH[event.finish], _usage(waiting, event)))
 
     async def _stream(self, question: Question, waiting: _Waiting) -> Response:
         first = await waiting.next()  # what is refused before the first token has a status of its own
@@ -335,8 +339,20 @@ def _usage(waiting: _Waiting, end: End) -> dict[str, Any]:
     return protocol.usage_of(len(waiting.job.prompt), end.new, end.cached)
 
 
+class _Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return _encoded(content)
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    """Return JSON. A name that a request gives may have an unpaired surrogate, which UTF-8 cannot encode."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
 def _line(value: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + _encoded(value) + b"\n\n"
 
 
 def _is_local_name(host: str) -> bool:
@@ -353,14 +369,14 @@ def _is_local_name(host: str) -> bool:
 async def _refused(_request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-    return JSONResponse(error.to_json(), error.status, headers)
+    return _Json(error.to_json(), error.status, headers)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(Refusal(error.status_code, reason).to_json(), error.status_code, error.headers)
+    return _Json(Refusal(error.status_code, reason).to_json(), error.status_code, error.headers)
 
 
 async def _failed(_request: Request, error: Exception) -> Response:
-    return JSONResponse(Refusal(500, f"the server failed: {type(error).__name__}").to_json(), 500)
+    return _Json(Refusal(500, f"the server failed: {type(error).__name__}").to_json(), 500)

@@ -144,8 +144,11 @@ def _read_object(body: bytes) -> dict[str, Any]:
             raise ValueError("a key is given twice")
         return dict(pairs)
 
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
     try:
-        given = json.loads(body, object_pairs_hook=unique)
+        given = json.loads(body, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise Refusal(400, f"the body is not valid JSON: {str(error) or 'nested too deeply'}", "invalid_json") from None
     if not isinstance(given, dict):
@@ -199,7 +202,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(400, f"{name}: {shown(value)}; allowed: a number", "invalid_type", name)
-        if options.get(option, value) != value:
+        if option in options and options[option] != value:
             raise Refusal(400, f"{name}: {value}, but max_tokens: {options[option]}; give one", "invalid_value", name)
         options[option] = _converted(name, option, value)
     if "stop" in given:

@@ -158,6 +158,9 @@ class Worker:
             tell(Failure(STOPPING if stopped() else "nobody waits for the answer"))
         except UserError as error:  # the same on every rank
             tell(Failure("; ".join(str(error).splitlines())))
+        except Exception as error:  # ends the server, and the client is told before
+            tell(Failure(f"the model has failed: {type(error).__name__}"))
+            raise
         text.tokens = np.array(text.session.tokens, np.int64)
 
     def _place(self, prompt: TokenIds) -> _Text:

@@ -60,6 +60,7 @@ class DataConfig(RecordFormat):
         "Text or records of your own to evaluate on: FILE or NAME=FILE, several separated by commas. NAME, by default "
         "that of the file, is its name in the metrics.",
         default=(),
+        pairs=True,
     )
     held_out_fraction: float = field(
         "Fraction of the training text held out for evaluation; 0: none, with data.validation. If both are given, both "

@@ -29,9 +29,9 @@ def embedding_lives(tied):
     llama = blocks.Llama(replace(MODEL, tie_embeddings=tied), attention=BurstAttention)
     run, loss_of, given, alive = llama.model.forward, blocks.token_loss_sum, [], []
 
-    def forward(tokens, positions, length, embedding, mask):
+    def forward(tokens, positions, length, embedding, mask, keys):
         given.append(weakref.ref(embedding))
-        return run(tokens, positions, length, embedding, mask)
+        return run(tokens, positions, length, embedding, mask, keys)
 
     def token_loss_sum(*args, **options):
         alive.append(given[0]() is not None)

@@ -1,13 +1,19 @@
-"""A person's afternoon: from chats to an adapter, through a kill, to scores, a merged model and answers of a server."""
+"""A person's afternoon: from chats to an adapter, through a kill, to scores, a merged model and answers of a server.
+
+The chats are parquet with other names of columns, fields and roles, beside a validation file.
+"""
 
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from bmburst.inference.generator import Generator
@@ -17,10 +23,18 @@ from tests.serve.test_serve import program
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-STEPS = 60
+CHATS, EPOCHS = 60, 2
+NAMES = {
+    "messages_field": "dialog",
+    "role_field": "speaker",
+    "content_field": "said",
+    "roles": "client=user,bot=assistant",
+}
 TRAIN = (
-    *("train", "--init-from", "base", "--data", "chats.jsonl", "--lora.rank", "4", "--nproc", "2"),
-    *("--sequence-length", "128", "--batch-size", "2", "--steps", str(STEPS), "--checkpoint-every", "5"),
+    *("train", "--init-from", "base", "--data", "chats.parquet", "--data.validation", "later=later.parquet"),
+    *(word for name, value in NAMES.items() for word in (f"--data.{name}", value)),
+    *("--lora.rank", "4", "--lora.dropout", "0.1", "--epochs", str(EPOCHS), "--nproc", "2"),
+    *("--sequence-length", "128", "--batch-size", "2", "--checkpoint-every", "5", "--eval-every", "10"),
     *("--eval-sequences", "2", "--sample-tokens", "0", "--context-report", "true", "--output", "tuned"),
 )
 
@@ -29,15 +43,33 @@ def said(folder: Path, *words: object) -> str:
     """Run a command to its end, and return what it says: nothing that is no message to a person."""
     done = run_bmburst(*words, cwd=folder, env=ENVIRONMENT, timeout=300)
     text = done.stdout + done.stderr
+    sys.stdout.write(f"{' '.join(map(str, words))}\n{text}\n")  # with a later failure
     assert done.returncode == 0, text
     assert not re.search(r"Traceback|Warning|\bnan\b", text), text
     return text
 
 
+def write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write chats under other names than those of OpenAI's messages."""
+    roles = {"user": "client", "assistant": "bot"}
+    dialogs = [
+        [{"speaker": roles[each["role"]], "said": each["content"]} for each in record["messages"]] for record in records
+    ]
+    pq.write_table(pa.table({"dialog": dialogs}), path)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.long
 def test_from_chats_to_answers(tmp_path: Path) -> None:
     chat.directory(tiny.save(tmp_path / "base", vocab_size=chat.VOCAB, max_position_embeddings=4096, seed=3))
-    chat.write(tmp_path / "chats.jsonl", *chat.records(60))
+    write_parquet(tmp_path / "chats.parquet", chat.records(CHATS))
+    write_parquet(tmp_path / "later.parquet", chat.records(8, seed=1))
+    names = [word for name, value in NAMES.items() for word in (f"--{name.replace('_', '-')}", value)]
+    shown = said(tmp_path, "data", "--input", "chats.parquet", "--tokenizer", "base", "--show", 3, *names)
+    assert shown.count("<|im_start|>assistant") >= 3
     training = Program(list(TRAIN), cwd=tmp_path, env=ENVIRONMENT)
     try:
         checkpoints, limit = tmp_path / "tuned" / "checkpoints", time.monotonic() + 300
@@ -49,9 +81,11 @@ def test_from_chats_to_answers(tmp_path: Path) -> None:
         training.wait()
     assert training.returncode == -9
     assert "tuned" in said(tmp_path, "train", "--resume", "--output", "tuned", "--nproc", 2)
-    steps = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in steps] == list(range(1, STEPS + 1))
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert (config["epochs"], config["lora"]["dropout"]) == (EPOCHS, 0.1)
+    steps, evals = lines(tmp_path / "tuned" / "metrics.jsonl"), lines(tmp_path / "tuned" / "evals.jsonl")
+    assert [each["step"] for each in steps] == list(range(1, config["steps"] + 1))
+    assert {each["data"] for each in evals} == {"later"} and evals[-1]["loss"] < evals[0]["loss"]
     assert json.loads((tmp_path / "tuned" / "context.json").read_text())["sentence"]
 
     words = ("--tasks", "all", "--lengths", "1K,2K", "--samples", 2, "--nproc", 2)

@@ -20,7 +20,8 @@ CACHE = str(Path(tempfile.gettempdir()) / "bmburst-tests")
 LIBRARIES = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 ENVIRONMENT = os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE}
 ALWAYS = {declared.name for declared in dataclasses.fields(StepMetrics)}
-METRICS = ALWAYS - {"reward_margin", "reward_accuracy", "loss_scale"}
+KINDS = ("embeddings", "attention", "mlp", "head", "norms")
+METRICS = ALWAYS - {"reward_margin", "reward_accuracy", "loss_scale", "grad_norms"} | {f"grad_norm_{k}" for k in KINDS}
 
 
 def bmburst(*words, cwd=ROOT, fresh=False):

@@ -134,11 +134,20 @@ def test_one_document_holds_out_its_end(tmp_path):
     assert split.held_out.tolist() == [[900, 1000]]
 
 
-@pytest.mark.parametrize("fraction", [0, 1, -0.5, 2, float("nan")])
+@pytest.mark.parametrize("fraction", [1, -0.5, 2, float("nan")])
 def test_fraction_out_of_range(tmp_path, fraction):
     file = tiny.token_file(tmp_path / "x", ["some text"])
     with refused("held_out_fraction", "allowed: above 0", "below 1", "fix: ", fraction):
         PackedSequences(file, split="train", sequence_length=2, held_out_fraction=fraction)
+
+
+def test_nothing_held_out(tmp_path):
+    """A run with validation files of its own trains on all of its text."""
+    file = tiny.token_file(tmp_path / "x", ["some text"])
+    everything = PackedSequences(file, split="train", sequence_length=2, held_out_fraction=0)
+    assert everything.label_count == PackedSequences(file, split="all", sequence_length=2).label_count
+    with refused("held_out_fraction", "allowed: above 0", "below 1", "fix: ", 0):
+        PackedSequences(file, split="held_out", sequence_length=2, held_out_fraction=0)
 
 
 @settings(deadline=None)

@@ -35,6 +35,7 @@ IMPORTED = [
     "bmburst.attention.api",
     "bmburst.train.trainer",
     "bmburst.launch.launcher",
+    "tests.distributed.settled",  # the last
 ]
 
 

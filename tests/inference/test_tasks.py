@@ -106,16 +106,16 @@ def test_ranks_that_share_the_text_give_the_same_answers(cache: str) -> None:
 def test_checkpoints_are_compared_in_a_table(ranks: str, tmp_path: Path, capfd: Any) -> None:
     copytree(MODEL, tmp_path / "other-with-a-long-name")
     given = ("--checkpoint", str(MODEL), "--compare", str(tmp_path / "other-with-a-long-name"), "--nproc", ranks)
-    words = ("--tasks", "needle,variables", "--lengths", "512,1K", "--samples", "2", "--tokenizer", "bytes")
+    words = ("--tasks", "needle,variables", "--lengths", "576,1K", "--samples", "2", "--tokenizer", "bytes")
     output = tmp_path / "found.json"
     assert main(["eval", *given, *words, "--output", str(output)]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 80
     assert lines[0].split() == ["checkpoint", "tokens", "needle", "variables", "mean"]
-    assert lines[3].split()[1:] == lines[1].split()[1:] and lines[1].split()[1] == "512"
+    assert lines[3].split()[1:] == lines[1].split()[1:] and lines[1].split()[1] == "576"
     found = json.loads(output.read_text())
     one, two = found["checkpoints"].values()
-    assert one == two and [cell["length"] for cell in one] == [512, 512, 1024, 1024]
+    assert one == two and [cell["length"] for cell in one] == [576, 576, 1024, 1024]
     for cell in one:
         assert cell["score"] == sum(each["score"] for each in cell["answers"]) / 2
     assert found["settings"]["tasks"] == ["needle", "variables"] and is_picture(output.with_suffix(".png"))

@@ -115,12 +115,12 @@ def test_models(family: str, options: dict[str, Any], words: str) -> None:
         _part().loss(model)
 
 
-@pytest.mark.parametrize("family", ["falcon", "gptj", "gpt_neo"])
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
 def test_a_model_with_a_table_of_attention_classes(family: str) -> None:
     """It is refused while it is made, where transformers would say KeyError; transformers' own choices still work."""
     register()
     register()  # wraps once
-    table = {"falcon": "FALCON_", "gptj": "GPTJ_", "gpt_neo": "GPT_NEO_"}[family] + "ATTENTION_CLASSES"
+    table = {"gptj": "GPTJ_", "gpt_neo": "GPT_NEO_"}[family] + "ATTENTION_CLASSES"
     with refused(f"model type '{family}'", table, "AttentionInterface", "fix: another model type", lines=2):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(family), attn_implementation="bmburst")
     small = AutoConfig.for_model("falcon", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)

@@ -73,7 +73,7 @@ def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: 
     from bmburst.checkpoint.tensor_files import SafetensorsWriter
 
     draws = Random(seed)
-    target, delay = str(draws.randrange(2)), draws.uniform(0.0, 2.0)
+    target, delay = str(draws.randrange(2)), draws.uniform(0.0, 1.0)  # seconds: some saves
     copy, write_run, wait = Staging.copy, SafetensorsWriter.write_run, BackgroundSaves.wait
     timers: list[Timer] = []
 
@@ -84,7 +84,7 @@ def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: 
         copy(*args)
 
     def slowly(*args: Any) -> None:
-        sleep(0.01)
+        sleep(0.005)
         write_run(*args)
 
     def noted(saves: Any) -> None:
@@ -96,4 +96,4 @@ def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: 
 
     Staging.copy, SafetensorsWriter.write_run = begun, slowly  # type: ignore[method-assign]
     BackgroundSaves.wait = noted  # type: ignore[method-assign]
-    train(folder, name, steps=steps, resume=resume)
+    train(folder, name, steps=steps, eval_every=0, resume=resume)

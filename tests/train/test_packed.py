@@ -54,7 +54,7 @@ def reference(folder):
         betas=(options.beta1, options.beta2),
         eps=options.eps,
     )
-    from bmburst.train.step import learning_rate
+    from bmburst.train.schedule import learning_rate
 
     found = {"losses": [], "norms": []}
     for step in range(program.STEPS):

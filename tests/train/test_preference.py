@@ -131,7 +131,7 @@ def reference_of(folder, pack):
                             leaves[stem + end] = program.adapter(stem + end, shape).requires_grad_()
                 weights = base | {
                     f"{stem}.weight": base[f"{stem}.weight"]
-                    + program.LORA.scale * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"]
+                    + program.LORA.alpha / program.LORA.rank * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"]
                     for stem in {name.rpartition(".")[0] for name in leaves}
                 }
             else:

@@ -76,10 +76,10 @@ def _stopped(folder):
     assert last.steps_done == last.config.steps
 
 
-def _while_told(ours, method, **options):
+def _while_told(ours, method, *arguments, **options):
     for _ in range(2 * ours.runtime.rank):
         os.kill(os.getpid(), signal.SIGTERM)
-    return method(**options)
+    return method(*arguments, **options)
 
 
 def facts(step=1, shares=(1.0, 1.0), squares=(1.0, 1.0)):

@@ -1,0 +1,312 @@
+"""The command line: runs one command, and turns bad input into one message and an exit status.
+
+Every command is a module `bmburst/cli/<command>.py` with `HELP` (a description), `configure(parser)` and `run(args)`.
+Small commands share a module (`TOGETHER`), which has a `Command` of these three for each. A module is imported only
+when its command is called, so that `bmburst --help` takes milliseconds.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import importlib
+import math
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from bmburst import __version__
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
+from bmburst.config import FieldHelpFormatter, nearest_name, show_rare
+from bmburst.errors import UserError
+from bmburst.launch import last_error
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
+        "generate": "answer prompts with a model, split over ranks, with a KV cache",
+        "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
+        "serve": "answer questions through OpenAI's API, with a model split over ranks",
+        "launch": "start any BMTrain script on all ranks and supervise it",
+        "doctor": "show what is installed and usable, and the commands that repair the rest",
+        "check": "run a configuration on N ranks and on one rank, and compare every tensor",
+        "data": "tokenize text into a token file",
+        "convert": "convert weights between Hugging Face, bmburst and ModelCenter",
+        "bench": "measure attention and training steps against one GPU and other projects",
+        "plan": "predict step time and memory for every mesh, and print the best command",
+        "build-bmtrain": "build BMTrain from source for this Python and CUDA",
+    }
+)
+TOGETHER: Mapping[str, str] = MappingProxyType(
+    {
+        "doctor": "machine",
+        "build-bmtrain": "machine",
+        "launch": "machine",
+        "bench": "machine",
+        "data": "files",
+        "convert": "files",
+    }
+)
+"""Modules of the commands that share one."""
+# argparse's message for a value of the wrong type.
+_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens|gibibytes) value: '(.*)'", re.DOTALL)
+_KINDS = MappingProxyType(
+    {
+        "int": "a whole number",
+        "float": "a number",
+        "tokens": f"a whole number, {TOKENS_TOO}",
+        "gibibytes": f"a number of GiB, {GIB_TOO}",
+    },
+)
+_BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
+_FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
+INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+"""Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
+
+
+class Command(NamedTuple):
+    """A command of a module with several, as other modules define it."""
+
+    HELP: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser without abbreviations, whose errors are UserErrors that name the nearest option."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=False
+        )
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", help="show this help and exit")
+        self.register("type", int, whole)
+        self.register("type", float, _number)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message as a UserError.
+
+        Raises:
+            UserError: Always.
+        """
+        if found := _WRONG_TYPE.fullmatch(message):
+            option, kind, value = found.groups()
+            is_large = kind == "int" and value.lstrip("+-").isdecimal()
+            allowed = f"a whole number of at most {MOST:,}" if is_large else _KINDS[kind]
+            raise UserError(f"{option} {value}\nallowed: {allowed}\nfix: {self.prog} --help lists every option")
+        raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the parsed arguments.
+
+        Raises:
+            UserError: An option or argument is unknown, or an option lacks its value.
+        """
+        own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
+        texts = {option for option, action in self._option_string_actions.items() if action.type is any_text}
+        for before, word in zip(("", *own), own, strict=False):
+            is_name = before not in texts and word.partition("=")[0] not in texts
+            if (reason := why_not_text(word, is_name=is_name)) is not None:
+                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
+        try:
+            args, rest = self.parse_known_args(list(argv))
+        except UserError:  # a required option may be missing because its name was misspelled
+            given = (word.partition("=")[0] for word in own if word.startswith("--"))
+            if unknown := next((word for word in given if word not in self._option_string_actions), None):
+                raise self._unexpected(unknown) from None
+            raise
+        if rest:
+            raise self._unexpected(rest[0].partition("=")[0])
+        return args
+
+    def _unexpected(self, word: str) -> UserError:
+        if not word.startswith("-") or word == "--":
+            return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help lists every option")
+        known: dict[str, str] = {}
+        for option in self._option_string_actions:
+            if option.startswith("--"):
+                # For an option with two spellings the message shows the first, as in help.
+                known.setdefault(option[2:].replace("-", "_"), option)
+        near = nearest_name(word.lstrip("-"), known)
+        hint = f"; did you mean '{known[near]}'?" if near else ""
+        return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+class _Help(argparse.Action):
+    """Prints help and exits: `--help` the options that people use, `--help all` every option."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, values: object, _option: str | None = None
+    ) -> None:
+        if values not in (None, "all"):
+            raise UserError(f"--help {values}\nallowed: --help, or --help all\nfix: --help all lists every option")
+        if values == "all":
+            show_rare(parser)
+        parser.print_help()
+        parser.exit()
+
+
+def any_text(text: str) -> str:
+    """Return the value of an option that may hold line breaks: the type of options that are not names or numbers."""
+    return text
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError("not a number")
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 2 for bad input, 130 for Ctrl-C, else the command's own.
+
+    Args:
+        argv: Arguments without the program name; None for `sys.argv[1:]`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    started, status = time.time(), 1
+    try:
+        status = _caught(words)
+    except Exception as error:
+        if LAUNCHED not in os.environ:
+            last_error.record(error)
+        raise
+    finally:
+        if status not in (0, INTERRUPTED) and LAUNCHED not in os.environ:
+            _note_command(words, started)
+    return status
+
+
+def _note_command(words: Sequence[str], started: float) -> None:
+    """Keep the command beside its error, for a report of the doctor."""
+    if not words or words[0] not in COMMANDS:
+        return
+    with contextlib.suppress(Exception):  # the command has failed already, and that is what the user must see
+        from bmburst.cli.report import shown_options
+
+        parser = _parser(words[0])
+        last_error.add_command(words[0], shown_options(parser, words[1:]), started)
+
+
+def _caught(words: Sequence[str]) -> int:
+    """Run a command, and turn bad input into a message and a status."""
+    command = words[0] if words else ""
+    try:
+        if command in ("-h", "--help"):
+            print(_overview(), flush=True)
+            return 0
+        if command == "--version":
+            print(f"bmburst {__version__}", flush=True)
+            return 0
+        if command not in COMMANDS:
+            raise _unknown_command(command)
+        _require_open_files()
+        return _run(command, words[1:])
+    except UserError as error:
+        if LAUNCHED in os.environ:
+            raise
+        last_error.record(error)
+        name = f"bmburst {command}" if command in COMMANDS else "bmburst"
+        print(f"{name}: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output, for example head, has closed the pipe. Python would fail again in its flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except OSError as error:
+        # The user gave a path that no file system accepts, or has no permission for it.
+        if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
+            raise
+        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
+        print(f"bmburst {command}: {refusal}", file=sys.stderr)
+        return _BAD_INPUT
+
+
+def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
+    """Return the number of ranks for this machine: `asked`, else one per GPU, else `fewest` processes on the CPU.
+
+    Raises:
+        UserError: There are fewer GPUs than ranks.
+    """
+    import torch
+
+    from bmburst.launch.spec import require_devices
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nproc = devices or fewest if asked is None else asked
+    require_devices(nproc, devices)
+    return nproc
+
+
+def leaves_errors_to_rank_0() -> bool:
+    """Return whether this rank leaves errors of all ranks to rank 0: it is another rank, and torchrun started it."""
+    return os.environ.get("RANK", "0") != "0" and LAUNCHED not in os.environ
+
+
+def _require_open_files() -> None:
+    """Raise a low limit on open files as far as permitted. Importing torch alone can exceed it.
+
+    Raises:
+        UserError: The hard limit is below what any command needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
+        return
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if most < _FEWEST_FILES:
+        raise UserError(
+            f"the limit of open files is {hard} (ulimit -n)\n"
+            f"allowed: at least {_FEWEST_FILES}; each rank opens one for every connection\n"
+            f"fix: ulimit -n {_ENOUGH_FILES}; in a service set LimitNOFILE, in a container --ulimit nofile="
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def find_command(name: str) -> Any:
+    """Import a command of `COMMANDS`, and return its module, or its `Command` where commands share a module."""
+    module = importlib.import_module(f"bmburst.cli.{TOGETHER.get(name, name.replace('-', '_'))}")
+    return module.COMMANDS[name] if name in TOGETHER else module
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    command, parser = find_command(name), _parser(name)
+    try:
+        args = parser.read(words)
+    except SystemExit as stop:  # --help has printed
+        sys.stdout.flush()
+        return int(stop.code or 0)
+    status = command.run(args)
+    sys.stdout.flush()
+    return int(status)
+
+
+def _parser(name: str) -> CommandParser:
+    command = find_command(name)
+    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP)
+    command.configure(parser)
+    return parser
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    usage = "usage: bmburst COMMAND [OPTIONS]\n\nTrain on sequences longer than one GPU holds, exactly.\n\ncommands:\n"
+    return usage + "\n".join(rows) + "\n\nbmburst COMMAND --help lists the command's options. bmburst --version"
+
+
+def _unknown_command(command: str) -> UserError:
+    listed = ", ".join(COMMANDS)
+    if not command:
+        return UserError(f"no command was given\ncommands: {listed}\nfix: bmburst train, or bmburst --help")
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return UserError(f"unknown command '{command}'{hint}\ncommands: {listed}\nfix: give one of them, or bmburst --help")

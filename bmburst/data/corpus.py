@@ -1,0 +1,284 @@
+"""Data pipeline: tokenizes text, packs it into sequences, and distributes batches over the data ranks.
+
+This module opens a corpus as a token file: it tokenizes and caches text if needed, and filters records by length.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from bmburst.amounts import bytes_text
+from bmburst.data.batches import Batches, Samples, evaluation_batches
+from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
+from bmburst.data.documents import read_documents
+from bmburst.data.packing import PackedSequences
+from bmburst.data.record import Reading
+from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
+from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
+from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
+from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
+from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, Tokenizer, load_tokenizer
+from bmburst.errors import UserError
+from bmburst.outputs import require_folder
+from bmburst.record_format import RecordFormat
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "PackedSequences",
+    "Samples",
+    "TokenFile",
+    "Tokenizer",
+    "evaluation_batches",
+    "load_tokenizer",
+    "open_corpus",
+]
+
+_LONG = 4 << 20  # bytes of text that take a second or more
+
+
+class Text(NamedTuple):
+    """Text to tokenize, with its tokenizer."""
+
+    tokenizer: PromptTokenizer
+    files: Sequence[SourceFile]
+    encoder: RecordEncoder | None = None
+    """Encoder of records; None if the files are text."""
+    text_field: str = "text"
+    """Key of the text in a line of JSONL."""
+    form: RecordFormat = DEFAULT
+    """Names of the columns, fields and roles of records."""
+
+
+def find_corpus(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: str | None,
+    *,
+    text_field: str = "text",
+    form: RecordFormat = DEFAULT,
+    chat_template: Path | None = None,
+) -> TokenFile | Text:
+    """Return the token file of a source, or its text or records if it still must be tokenized.
+
+    Args:
+        source: As in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+        text_field: As in `open_corpus`.
+        form: As in `open_corpus`.
+        chat_template: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no text or no such tokenizer, or a token file was made with another tokenizer.
+    """
+    if isinstance(source, str | Path):
+        if (file := find_token_file(source, tokenizer)) is not None:
+            return file
+        source = [source]
+    files = find_sources(source)
+    found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
+    form = form.record_format
+    if not hold_records(files, text_field, form):
+        return Text(found, files, None, text_field)
+    return Text(found, files, RecordEncoder(found, chat_template, form.learned_roles), text_field, form)
+
+
+def are_records(source: str | Path, text_field: str, form: RecordFormat = DEFAULT) -> bool:
+    """Return whether a source contains records or is a token file of records; False if it cannot be read."""
+    try:
+        if is_token_file(Path(source)):
+            return TokenFile.open(source).loss_mask is not None
+        return hold_records(find_sources([source]), text_field, form)
+    except (OSError, UserError):
+        return False
+
+
+def have_groups(source: str | Path, form: RecordFormat = DEFAULT) -> bool:
+    """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
+    try:
+        if is_token_file(Path(source)):
+            return TokenFile.open(source).groups
+        return hold_groups(find_sources([source]), form)
+    except (OSError, UserError):
+        return False
+
+
+def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
+    """Open a source that is a token file, with `tokenizer` as its tokenizer's name; None if it is not a token file.
+
+    Args:
+        source: As in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no such tokenizer, or the file was made with another one.
+    """
+    if source == STANDARD_LIBRARY or not is_token_file(Path(source)):
+        return None
+    file = TokenFile.open(source)
+    if tokenizer is None or tokenizer == file.tokenizer_name:
+        return file
+    given = load_tokenizer(tokenizer)
+    if given.identity != file.tokenizer_identity:
+        raise UserError(
+            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
+            f"fix: give the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
+        )
+    return replace(file, tokenizer_name=tokenizer)
+
+
+def open_corpus(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: str | None,
+    cache_dir: str | Path,
+    *,
+    text_field: str = "text",
+    form: RecordFormat = DEFAULT,
+    chat_template: Path | None = None,
+    progress: bool = False,
+    on_skip: Callable[[str], object] | None = None,
+) -> TokenFile:
+    """Return the corpus as a token file; tokenize it first unless the cache contains it.
+
+    Several ranks may call it at once: each then writes the same file under a temporary name and renames it. To tokenize
+    only once, let one rank call it first.
+
+    Args:
+        source: A token file, a text or JSONL file, a directory, a list of these (without token files), or "stdlib" for
+            the source files of the running Python's standard library.
+        tokenizer: Argument of `load_tokenizer`; None: that of the token file, or bytes for text.
+        cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
+            text, and the tokenizer, are the same.
+        text_field: Key of the text in a line of JSONL.
+        form: Names of the columns, fields and roles of records, and the roles that are learned.
+        chat_template: For records, a file whose chat template replaces that of the tokenizer.
+        progress: Whether to show a progress bar on stderr while tokenizing.
+        on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
+            tokenizing with a line about each file that is not text. None: these are left out without a line.
+
+    Returns:
+        The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
+        the file was written.
+
+    Raises:
+        UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
+    """
+    found = find_corpus(source, tokenizer, text_field=text_field, form=form, chat_template=chat_template)
+    if isinstance(found, TokenFile):
+        return found
+    if on_skip is not None:  # listing a large folder again takes time, on every rank
+        for line in left_out(source):
+            on_skip(line)
+    cached = _cached(cache_dir, found)
+    if cached.exists():
+        return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
+    heard = on_skip or (lambda _: None)
+    return tokenize(found, cached, progress=progress, on_skip=heard)
+
+
+def require_cache(option: str, cache_dir: Path, text: Text) -> None:
+    """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
+
+    Args:
+        option: Name of the option that sets the cache, for the error message.
+        cache_dir: As in `open_corpus`.
+        text: The text.
+
+    Raises:
+        UserError: The tokens are not cached, and the cache is not writable.
+    """
+    if not has_tokens(cache_dir, text):
+        require_folder(option, cache_dir)
+
+
+def has_tokens(cache_dir: Path, text: Text) -> bool:
+    """Return whether a cache has the tokens of a text; the arguments are those of `require_cache`."""
+    return _cached(cache_dir, text).exists()
+
+
+def tokenize(
+    text: Text,
+    output: Path,
+    *,
+    progress: bool = False,
+    on_skip: Callable[[str], object] = lambda _: None,
+    keep: Callable[[Masked], bool] = lambda _: True,
+) -> TokenFile:
+    """Write the documents of a text, or records, to the token file `output` and open it.
+
+    Args:
+        text: The text or the records.
+        output: The file.
+        progress: As in `open_corpus`.
+        on_skip: As in `open_corpus`.
+        keep: Returns whether to write a record.
+
+    Raises:
+        UserError: There is no text, or a file cannot be read or written.
+    """
+    reading = Reading()
+    with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
+        if text.encoder is not None:
+            encoded = read_records(
+                text.files,
+                text_field=text.text_field,
+                form=text.form,
+                on_read=on_read,
+                check=text.encoder.encode,
+                reading=reading,
+            )
+            return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
+        documents = read_documents(
+            text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip, on_columns=reading.columns.update
+        )
+        return write_token_file(output, documents, text.tokenizer, reading.notes)
+
+
+def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
+    """Yield the name of each document or record of a text, and its text, or its ids and answers if it is a record.
+
+    Raises:
+        UserError: As `tokenize`.
+    """
+    if text.encoder is None:
+        for document in read_documents(text.files, text_field=text.text_field):
+            yield document.name, "".join(islice(document.pieces, 1))
+        return
+    encoder = text.encoder
+    yield from read_records(
+        text.files,
+        text_field=text.text_field,
+        form=text.form,
+        check=lambda record: (record.name, encoder.encode(record)),
+    )
+
+
+def _cached(cache_dir: str | Path, text: Text) -> Path:
+    """Return the cache path of a text's tokens: a hash of the tokenizer and of paths, sizes and times of its files."""
+    texts = []
+    for file in text.files:
+        parts = sorted(file.path.rglob("*")) if file.kind == "dataset" else [file.path]
+        for path in parts:
+            status = path.stat()
+            texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
+    masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
+    masked += [repr(text.form)] if text.form.renames else []
+    key = json.dumps([VERSION, text.tokenizer.identity, text.text_field, texts, *masked])
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
+
+
+@contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar; yields a function to call with the number of bytes of each read."""
+    from tqdm import tqdm
+
+    if shown and total >= _LONG and not sys.stderr.isatty():  # tqdm shows nothing there
+        sys.stderr.write(f"tokenizing {bytes_text(total)} of text, once\n")
+    with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
+        yield bar.update
