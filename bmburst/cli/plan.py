@@ -27,6 +27,7 @@ HELP = (
 )
 _USAGE = (
     "bmburst plan --preset NAME --sequence-length N --nproc N [--nodes N] [--hardware NAME|FILE] [--write FILE]\n"
+    "       bmburst plan --model DIR --sequence-length N --nproc N [--hardware NAME|FILE] [--json]\n"
     "       bmburst plan --longest --preset NAME --nproc N [--hardware NAME|FILE] [--host-memory GIB] [--json]\n"
     "       bmburst plan --generate --preset NAME --sequence-length N --nproc N [--max-new-tokens N] [--json]\n"
     "       bmburst plan --calibrate --output machine.toml [--nproc N]"
@@ -58,6 +59,7 @@ _SETTINGS = MappingProxyType(
     }
 )
 _OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
+_OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
 
@@ -68,6 +70,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--nproc", type=int, metavar="N", help="GPUs of each node (default: 8; with --calibrate: those of this machine)"
+    )
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="folder with a config.json of transformers: a model of `--init-from`, or a hybrid with recurrent layers, "
+        "whose step in transformers is estimated",
     )
     add("--nodes", type=int, metavar="N", default=1, help="number of nodes (default: 1)")
     add(
@@ -132,7 +141,9 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
     settings = dict(_flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
-        _refuse(args, settings, (*_SETTINGS, "generate", "longest", "write", "json", "nodes"), "--calibrate", ())
+        _refuse(
+            args, settings, (*_SETTINGS, "generate", "longest", "model", "write", "json", "nodes"), "--calibrate", ()
+        )
         if args.output is not None:
             require_file("--output", args.output, "a hardware file of bmburst plan --calibrate", _is_hardware)
         return _calibrate(args)
@@ -145,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse(args, settings, ("sequence_length", "output", "write", "ways", "zero"), "--longest", ())
     if args.output is not None and args.output.suffix == ".png":
         require_file("--output", args.output, "a picture of bmburst", is_picture)
+    if args.model is not None and not _is_own(args, settings):
+        return _hybrid(args, settings)
     _require_question(args, settings)
     return _generate(args, settings) if args.generate else _plan(args, settings)
 
@@ -181,9 +194,69 @@ def _require_question(args: argparse.Namespace, settings: Mapping[str, Any]) -> 
     if all(has_model):
         raise UserError("--preset and --init-from both name the model\nfix: leave --preset out, or --init-from")
     if not any(has_model):
-        raise UserError("--preset is missing\nallowed: --preset NAME, or --init-from DIR\nfix: --preset llama-3-8b")
+        raise UserError(
+            "--preset is missing\nallowed: --preset NAME, --init-from DIR, or --model DIR\nfix: --preset llama-3-8b"
+        )
     if not args.longest and "sequence_length" not in settings:
         raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
+
+
+def _is_own(args: argparse.Namespace, settings: dict[str, Any]) -> bool:
+    """Return whether --model is a model of bmburst; then it is as if --init-from had been given.
+
+    Raises:
+        UserError: There is no such folder, or another option names the model too.
+    """
+    from bmburst.blocks.families import FAMILIES
+    from bmburst.config.files import read_json
+
+    for name in ("preset", "init_from"):
+        if name in settings:
+            other = option_name(name, {})
+            raise UserError(f"--model and {other} both name the model\nfix: leave --model out, or {other}")
+    path = args.model / "config.json"
+    if not path.is_file():
+        what = "it has no config.json" if args.model.is_dir() else "no such directory"
+        raise UserError(f"--model {args.model}: {what}\nfix: give the directory of a model of transformers")
+    if read_json(path).get("model_type") not in FAMILIES:
+        return False
+    settings["init_from"] = args.model
+    return True
+
+
+def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
+    """Estimate a step of a hybrid of transformers."""
+    from bmburst.plan.hybrid import hybrid_json, hybrid_report, hybrid_step
+    from bmburst.schedule.hardware import load_hardware
+
+    others = (
+        "generate",
+        "max_new_tokens",
+        "longest",
+        "nodes",
+        "recompute",
+        "zero",
+        "tensor",
+        "ways",
+        "write",
+        "output",
+    )
+    _refuse(args, settings, (*_SETTINGS, *others), "--model of a hybrid", _OF_HYBRIDS)
+    if "sequence_length" not in settings:
+        raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
+    try:
+        from bmburst.integrations.transformers_shapes import read_hybrid
+    except ImportError as error:
+        raise UserError(f"--model of a hybrid needs {error.name}\nfix: pip install transformers") from None
+
+    model, hardware = read_hybrid(args.model), load_hardware(args.hardware)
+    task = settings["sequence_length"], settings.get("batch_size", 1), _gpus(args)
+    step = hybrid_step(model, *task, hardware)
+    if args.json:
+        print(json.dumps(hybrid_json(model, step, *task, hardware), indent=1))
+    else:
+        print(hybrid_report(model, step, *task, hardware))
+    return 0
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":

@@ -240,6 +240,11 @@ def generate(
         if attention_mask is not None and not bool((attention_mask == 1).all()):
             raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
         _require_options(model, options)
+        if options.get("synced_gpus") and cache.has_split_states:
+            raise UserError(
+                "synced_gpus goes on after the end of a text, and states of recurrent layers cannot go back\n"
+                "fix: leave it out; each group of ranks needs all weights"
+            )
         told = [f"{name} {_plain(value)}" for name, value in sorted(options.items()) if name != "streamer"]
         told += [] if "generation_config" in options else [f"generation_config {_plain(model.generation_config)}"]
         seeded = f"seed {whole_number('seed', seed, 0)}"

@@ -37,6 +37,7 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "serving.md": "test_serving.py",
     "trainer.md": "test_neighbours.py",
     "trl.md": "test_neighbours.py",
+    "hybrids.md": "test_neighbours.py",
     "grpo.md": "test_grpo.py",
     "accelerate.md": "test_neighbours.py",
     "model_center_finetune.md": "test_neighbours.py",

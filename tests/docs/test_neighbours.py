@@ -20,6 +20,7 @@ SCRIPTS = {
     "fsdp2.md": ("train_with_fsdp2.py", "model.safetensors", 8),
     "trainer.md": ("train_with_trainer.py", "model.safetensors", 10),
     "trl.md": ("train_with_trl.py", "adapter_model.safetensors", 10),
+    "hybrids.md": ("train_hybrids.py", "nemotron_h/model.safetensors", 12),
     "accelerate.md": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
 }
 
@@ -44,7 +45,7 @@ def numbers(printed: str) -> list[tuple[float, ...]]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> None:
-    if name == "trl.md":
+    if name in ("trl.md", "hybrids.md"):
         pytest.importorskip("trl")
     script, weights, count = SCRIPTS[name]
     page: Page = run_page(name)

@@ -149,6 +149,29 @@ def test_a_cache_and_generation(part: Any, model: Any) -> None:
         cache.crop(text.shape[1] - 2)
 
 
+def test_limits_of_dt() -> None:
+    """The tiny types have none; these cut every step, which is 0.5 to 1 without them."""
+    register()
+    logits = {}
+    for attention in ("bmburst", "eager"):
+        nemotron = tiny_model("nemotron_h", attention)
+        for layer in recurrent.mixers(nemotron):
+            layer.time_step_limit = (0.01, 0.1)
+        with torch.no_grad():
+            logits[attention] = (
+                nemotron(IDS, use_cache=False).logits
+                if attention == "eager"
+                else SplitSequences(ALONE).part(IDS).logits(nemotron)[:, : IDS.shape[1]]
+            )
+    torch.testing.assert_close(logits["bmburst"], logits["eager"], rtol=1e-5, atol=1e-5)
+
+
+def test_synced_gpus_is_refused_before_work(model: Any) -> None:
+    """A group whose text has ended would go on, and fail while the others wait for it: a state cannot go back."""
+    with refused("synced_gpus | recurrent | fix: "):
+        generate(model, IDS, mesh=ALONE, max_new_tokens=1, synced_gpus=True)
+
+
 def test_positions_behind_padding() -> None:
     """RoBERTa counts positions from the id of padding on, and where a batch has no positions finds padding itself."""
     register()

@@ -4,11 +4,12 @@ from functools import cached_property
 
 import pytest
 
+import bmburst
 from bmburst.linear import check
 from bmburst.schedule.chain import Chain, make_chain
 from bmburst_ops.linear import Recurrence
 from tests.distributed.threads import run_ranks
-from tests.linear.split import KINDS, compare
+from tests.linear.split import FUNCTIONS, KINDS, compare
 
 halos = Chain.halos
 LAYOUTS = ("zigzag", "contiguous", "balanced")
@@ -87,3 +88,12 @@ def test_mistakes_are_seen(monkeypatch, owner, name, broken):
     with pytest.raises(AssertionError):
         run_ranks(3, products, ("zigzag",), ("one" if name.startswith("act") else "documents",), (kind,))
     make_chain.cache_clear()
+
+
+def test_missing_limits_of_dt_are_seen(monkeypatch):
+    """The limits belong to the decay, and so to M."""
+    monkeypatch.setitem(
+        FUNCTIONS, "ssd", lambda **given: bmburst.burst_ssd(**given | {"dt_limit": (0.0, float("inf"))})
+    )
+    with pytest.raises(AssertionError):
+        run_ranks(3, products, ("zigzag",), ("one",), ("ssd",))

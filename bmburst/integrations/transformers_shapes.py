@@ -1,0 +1,128 @@
+"""Sizes of a hybrid of transformers from its configuration, for `bmburst plan --model DIR`. No weights are made."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bmburst.errors import UserError
+from bmburst.integrations.transformers_recurrent import mixers
+from bmburst.plan.hybrid import AttentionLayer, Hybrid, RecurrentLayer
+
+_DELTA = ("num_v_heads", "head_k_dim", "head_v_dim", "conv_dim", "conv_kernel_size")
+_SSD = ("num_heads", "ssm_state_size", "head_dim", "conv_dim", "conv_kernel_size")
+_SHARES = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def read_hybrid(folder: Path) -> Hybrid:
+    """Return the sizes of the model of a config.json.
+
+    Args:
+        folder: A folder with a config.json of transformers. Code in the folder is not run.
+
+    Raises:
+        UserError: The configuration cannot be read, or has a layer that cannot be priced.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {folder}: transformers makes no causal LM of it: {line}") from None
+    return hybrid_of(model)
+
+
+def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
+    """Return the sizes of a model, also on the meta device.
+
+    Raises:
+        UserError: The model has a layer that cannot be priced.
+    """
+    recurrent = Counter(_recurrent(layer) for layer in mixers(model))
+    attention = Counter(
+        _attention(model, each) for each in model.modules() if type(each).__name__.endswith("Attention")
+    )
+    if not recurrent:
+        raise _unpriced(model, "it has no recurrent layers that bmburst knows")
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    config: Any = model.config.get_text_config(decoder=True)
+    if len(blocks) != config.num_hidden_layers:
+        raise _unpriced(model, f"its {len(blocks)} blocks are not one for each of {config.num_hidden_layers} layers")
+    head = model.get_output_embeddings()
+    vocabulary, hidden = head.weight.shape
+    products = [_products(model, block) for block in blocks]
+    return Hybrid(
+        name=config.model_type,
+        layers=len(blocks),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        weights=model.num_parameters(),
+        active=vocabulary * hidden + sum(active for active, _ in products),
+        largest=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+        widest=max(wide for _, wide in products),
+        attention=attention,
+        recurrent=recurrent,
+    )
+
+
+def _products(model: nn.Module, block: nn.Module) -> tuple[float, float]:
+    """Return the weights of a block's matrix products that a token meets, and the numbers that these products give.
+
+    Of experts, a token meets those that its router chooses.
+    """
+    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    active = wide = 0.0
+    for module in block.modules():
+        if isinstance(module, nn.Conv1d):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Linear) and weight.dim() == 2:
+                active, wide = active + weight.numel(), wide + weight.shape[0]
+            elif weight.dim() == 3:
+                every = next((n for n in (getattr(config, key, None) for key in _SHARES) if n), None)
+                chosen = getattr(config, "num_experts_per_tok", None)
+                if every != weight.shape[0] or not chosen:
+                    raise _unpriced(model, f"the products of {type(module).__name__}.{name} are not known")
+                active, wide = active + weight.numel() * chosen / every, wide + chosen * weight.shape[1]
+    return active, wide
+
+
+def _recurrent(layer: nn.Module) -> RecurrentLayer:
+    """Return the sizes of a recurrent layer."""
+    found: Any = layer
+    if _has(layer, _DELTA):
+        state = found.num_v_heads, found.head_k_dim, found.head_v_dim
+        return RecurrentLayer(state, True, found.conv_dim, found.conv_kernel_size)
+    if _has(layer, _SSD):
+        state = found.num_heads, found.ssm_state_size, found.head_dim
+        return RecurrentLayer(state, False, found.conv_dim, found.conv_kernel_size)
+    if _has(layer, ("conv",)) and isinstance(found.conv, nn.Conv1d):
+        return RecurrentLayer((), False, found.conv.in_channels, *found.conv.kernel_size)
+    raise _unpriced(layer, "its recurrence is not the gated delta rule, Mamba 2 or a convolution")
+
+
+def _attention(model: nn.Module, layer: nn.Module) -> AttentionLayer:
+    """Return the sizes of an attention layer."""
+    found: Any = layer
+    if not _has(layer, ("k_proj", "v_proj", "head_dim", "num_key_value_groups")):
+        raise _unpriced(model, f"{type(layer).__name__} has no plain projections of keys and values")
+    if getattr(layer, "sliding_window", None):
+        raise _unpriced(model, f"{type(layer).__name__} has a window")
+    kv_heads = found.k_proj.out_features // found.head_dim
+    return AttentionLayer(kv_heads * found.num_key_value_groups, kv_heads, found.head_dim)
+
+
+def _has(layer: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(hasattr(layer, name) for name in names)
+
+
+def _unpriced(module: nn.Module, why: str) -> UserError:
+    return UserError(
+        f"bmburst plan cannot price {type(module).__name__}: {why}\n"
+        "allowed: attention beside layers of the gated delta rule, Mamba 2 or a short convolution"
+    )

@@ -1,0 +1,97 @@
+"""`bmburst plan --model DIR`: counts against models and formulas by hand, and what it cannot price."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.tiny_families import tiny_config
+from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
+from bmburst.integrations.transformers_shapes import hybrid_of
+from bmburst.plan.hybrid import RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
+from bmburst.schedule.hardware import load_hardware
+from tests.refusals import refused, says
+
+DELTA = RecurrentLayer((4, 8, 8), is_matrix=True, channels=64, width=4)
+SSD = RecurrentLayer((4, 8, 16), is_matrix=False, channels=80, width=4)
+CONV = RecurrentLayer((), is_matrix=False, channels=32, width=3)
+ATTENTION = AttentionLayer(heads=4, kv_heads=2, head_dim=8)
+TYPES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ({ATTENTION: 1}, {DELTA: 1})),
+    **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid"), ({ATTENTION: 1}, {SSD: 1})),
+    "falcon_h1": ({ATTENTION: 2}, {SSD: 2}),  # both in each layer
+    "lfm2": ({ATTENTION: 1}, {CONV: 1}),
+}
+
+
+def meta(name):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(name))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_layers_and_weights_are_those_of_the_model(name):
+    found = hybrid_of(meta(name))
+    assert (found.attention, found.recurrent) == TYPES[name]
+    made = AutoModelForCausalLM.from_config(tiny_config(name))
+    assert found.weights == sum(weight.numel() for weight in made.parameters())
+
+
+def test_a_token_meets_the_products_of_its_layers_and_experts():
+    """Width 32, 4 heads of 8 and 2 KV heads, q with a gate; 4 experts of 16, of which 2, and one for all tokens."""
+    head, attention = 61 * 32, 32 * (64 + 16 + 16) + 32 * 32
+    delta = 32 * (16 + 16 + 32 + 32 + 4 + 4) + 32 * 32  # q, k, v, z, b, a, and the output
+    assert hybrid_of(meta("qwen3_5_text")).active == head + attention + delta + 2 * 3 * 32 * 48
+    expert, shared_gate = 3 * 32 * 16, 32
+    assert hybrid_of(meta("qwen3_next")).active == head + attention + delta + 2 * (3 * expert + shared_gate)
+
+
+def test_a_step_is_that_of_a_formula():
+    model, hardware = hybrid_of(meta("qwen3_5_text")), load_hardware("h200")
+    found = {gpus: hybrid_step(model, 65536, 3, gpus, hardware) for gpus in (1, 2, 8)}
+    # Each of 2 runs of 3 sequences sends M and U, 4 heads of 8 x 8 in fp32, and the gradient of one state back; the
+    # convolution sends 3 tokens of 64 channels in bf16 each way.
+    run = 3 * (4 * 8 * 8 * 4) + 2 * (3 * 64 * 2)
+    assert found[1].exchanged == 0 and found[2].exchanged == 2 * 3 * run
+    assert hybrid_step(model, 131072, 3, 2, hardware).exchanged == found[2].exchanged
+    for gpus, step in found.items():
+        rows = 3 * 65536 // gpus
+        assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE)
+        assert step.seconds["matmul"] == pytest.approx(hardware.matmul_seconds(8.0 * model.active * rows, rows))
+        assert step.memory["weights, gradients, AdamW"] == 16 * 22016 / gpus
+        assert step.memory["kept for backward"] == rows * 2 * (2 * 32 + 4 * 9 + 4 * 8)  # inputs, attention, recurrence
+    with refused("--sequence-length | 4 | 8"):
+        hybrid_step(model, 4, 1, 8, hardware)
+
+
+def test_the_command(tmp_path, capsys):
+    for name in ("nemotron_h", "kimi_linear", "zamba2", "lfm3"):
+        tiny_config(name).save_pretrained(tmp_path / name)
+    asked = ["--sequence-length", "64K", "--nproc", "2"]
+    assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("nemotron_h, 64K tokens") and "estimated time" in printed and "not compared" in printed
+    assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == 22716
+
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(PRESETS["llama-tiny"].to_hugging_face()))
+    for option in ("--model", "--init-from"):
+        assert main(["plan", option, str(tmp_path / "llama"), *asked]) == 0
+    AutoConfig.for_model("gpt2", n_layer=1).save_pretrained(tmp_path / "gpt2")
+    capsys.readouterr()
+    for words, said in (
+        (["kimi_linear", *asked], "KimiLinearDeltaAttention | delta rule"),
+        (["zamba2", *asked], "Zamba2ForCausalLM | blocks"),
+        (["lfm3", *asked], "Lfm3Attention | window"),
+        (["gpt2", *asked], "GPT2"),
+        (["nemotron_h", *asked, "--nodes", "2"], "--model | --nodes | fix: "),
+        (["nemotron_h", *asked, "--lora.rank", "8"], "--model | --lora.rank | fix: "),
+        (["nemotron_h", *asked, "--preset", "llama-tiny"], "--model | --preset | fix: "),
+        (["nemotron_h", "--nproc", "2"], "--sequence-length | fix: "),
+        (["none", *asked], "--model | no such directory | fix: "),
+    ):
+        assert main(["plan", "--model", str(tmp_path / words[0]), *words[1:]]) == 2, words
+        says(capsys.readouterr().err.strip(), said)
