@@ -186,7 +186,7 @@ def test_bad_input_is_one_message(torchrun):
 def test_other_commands_start_in_the_same_way(torchrun, whole):
     ranks, run, found = ("--standalone", "--nproc-per-node=2"), str(whole), {}
     for command in (
-        ("train", "--config", "config.json", "--output", run, "--resume=auto"),
+        ("train", "--config", str(whole.parent / "config.json"), "--output", run, "--resume=auto"),
         ("check", "--config", "config.json", "--check-steps", "1"),
         ("eval", "--checkpoint", run, "--data", "text.txt", "--sequence-length", "48", "--max-sequences", "2"),
         ("generate", "--checkpoint", run, "--prompt", "line 1", "--max-new-tokens", "3"),
