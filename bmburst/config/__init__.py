@@ -5,21 +5,16 @@ from bmburst.config.build import (
     Leaf,
     add_options,
     build_config,
-    check_fields,
-    field,
     given_options,
     leaves,
-    nearest_name,
     option_name,
     overlay,
-    parse_json,
-    read_config_file,
-    read_json,
     read_layer,
     show_rare,
     to_dict,
-    write_json,
 )
+from bmburst.config.fields import check_fields, field, nearest_name
+from bmburst.config.files import parse_json, read_config_file, read_json, write_json
 
 __all__ = [
     "FieldHelpFormatter",

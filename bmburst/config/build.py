@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 
 from bmburst.config.fields import (
     FieldSpec,
-    check_fields,
     choices_of,
     convert_value,
     describe_allowed,
-    field,
     is_none,
     misfit,
     nearest_name,
@@ -29,28 +27,7 @@ from bmburst.config.fields import (
     type_hints,
     union_parts,
 )
-from bmburst.config.files import parse_json, read_config_file, read_json, write_json
 from bmburst.errors import UserError
-
-__all__ = [
-    "FieldHelpFormatter",
-    "add_options",
-    "build_config",
-    "check_fields",
-    "field",
-    "given_options",
-    "leaves",
-    "nearest_name",
-    "option_name",
-    "overlay",
-    "parse_json",
-    "read_config_file",
-    "read_json",
-    "read_layer",
-    "show_rare",
-    "to_dict",
-    "write_json",
-]
 
 Config = TypeVar("Config")
 _RARE = "rare_help"  # attribute of an option that help hides: its text

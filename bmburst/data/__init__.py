@@ -1,25 +1,21 @@
 """Training data: tokenizers, token files, packing, batches."""
 
+from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.corpus import (
-    Batches,
-    ByteTokenizer,
-    PackedSequences,
-    Samples,
     Text,
-    TokenFile,
-    Tokenizer,
     are_records,
-    evaluation_batches,
     find_corpus,
     find_token_file,
     has_tokens,
     have_groups,
-    load_tokenizer,
     open_corpus,
     require_cache,
     samples_of,
     tokenize,
 )
+from bmburst.data.packing import PackedSequences
+from bmburst.data.token_file import TokenFile
+from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "Batches",

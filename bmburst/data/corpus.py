@@ -14,31 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bmburst.amounts import bytes_text
-from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
-from bmburst.data.packing import PackedSequences
 from bmburst.data.record import Reading
 from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
-from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, Tokenizer, load_tokenizer
+from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import require_folder
 from bmburst.record_format import RecordFormat
-
-__all__ = [
-    "Batches",
-    "ByteTokenizer",
-    "PackedSequences",
-    "Samples",
-    "TokenFile",
-    "Tokenizer",
-    "evaluation_batches",
-    "load_tokenizer",
-    "open_corpus",
-]
 
 _LONG = 4 << 20  # bytes of text that take a second or more
 

@@ -1,14 +1,7 @@
 """Splits sequences over ranks: layouts, shards and whole tensors, packed trees."""
 
-from bmburst.sequence.shards import (
-    IGNORE_INDEX,
-    Ids,
-    SequenceShard,
-    ShardedBatch,
-    gathered,
-    shard,
-    unshard,
-)
+from bmburst.sequence.shards import Ids, SequenceShard, ShardedBatch, gathered, shard, unshard
+from bmburst_ops import IGNORE_INDEX
 
 __all__ = [
     "IGNORE_INDEX",

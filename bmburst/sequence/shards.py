@@ -34,8 +34,6 @@ from bmburst.sequence.parts import (
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
 
-__all__ = ["IGNORE_INDEX", "Ids", "SequenceShard", "ShardedBatch", "shard", "unshard"]
-
 Ids = npt.NDArray[np.int64]
 
 
