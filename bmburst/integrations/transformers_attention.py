@@ -246,6 +246,10 @@ class CachedMask:
         if isinstance(given, Tensor) and not given.is_cuda and not bool((given == 1).all()):
             raise _cannot("padding in generation", "generate from prompts of one length at a time")
 
+    def __getitem__(self, places: object) -> "CachedMask":
+        """Refuse what models ask for whose last layers compute some of the tokens alone."""
+        raise _cannot("layers that compute only the last tokens, over a split cache", _SPLIT_CACHE)
+
     @cached_property
     def window(self) -> int | None:
         """Number of visible tokens; None: all."""

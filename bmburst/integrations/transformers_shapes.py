@@ -124,5 +124,6 @@ def _has(layer: nn.Module, names: tuple[str, ...]) -> bool:
 def _unpriced(module: nn.Module, why: str) -> UserError:
     return UserError(
         f"bmburst plan cannot price {type(module).__name__}: {why}\n"
-        "allowed: attention beside layers of the gated delta rule, Mamba 2 or a short convolution"
+        "allowed: attention beside layers of the gated delta rule, Mamba 2 or a short convolution\n"
+        "fix: time some steps of the model itself; plan has no estimate of it"
     )

@@ -153,7 +153,7 @@ def _stat(pid: int, field: int) -> str:
 
 def sign_in(folder: Path, local_rank: int) -> None:
     """Register this rank with launcher and guard."""
-    part = folder / f"part.{local_rank}"
+    part = folder / f"part.{os.getpid()}"  # ranks of two nodes may run on one host
     part.write_text(f"{os.getpid()} {start_time(os.getpid())}")
     part.rename(folder / f"pid.{local_rank}")
     if (folder / "stop").exists():  # written before the launcher looked for ranks to stop

@@ -17,7 +17,7 @@ class ScheduleConfig:
     kind: Literal["cosine", "linear", "wsd", "constant"] = field(
         "Shape of the schedule after the warm-up; wsd: warm-up, stable, decay, as for MiniCPM.", default="cosine"
     )
-    warmup_steps: int = field(
+    warmup_steps: int | None = field(
         "Steps of linear warm-up.",
         default=None,
         default_text="10 for 1M parameters to 2000 for 8B; with init_from a tenth of the steps, 10 to 2000",
@@ -64,6 +64,7 @@ class ScheduleConfig:
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps of a run; a fraction is rounded up, as in transformers."""
         if self.warmup_fraction is None:
+            assert self.warmup_steps is not None  # `TrainConfig` has filled it in
             return self.warmup_steps
         # 0.07 * 100 is above 7 by rounding alone.
         return math.ceil(round(self.warmup_fraction * total_steps, 6))

@@ -30,7 +30,6 @@ from tests.refusals import says
         ("plan", "--seq", "--sequence-length"),
         ("plan", "--gpus", "--nproc"),
         ("plan", "--batch", "--batch-size"),
-        ("plan", "--model", "--init-from"),
         ("plan", "--loss-chunk", "--loss-chunk-tokens"),
         ("plan", "--optimizer-offload", "--optimizer.offload"),
         ("plan", "--lora", "--lora.rank"),

@@ -34,7 +34,7 @@ ANSWERED = ("qwen3_next", "nemotron_h")
 """Types that generate in every run: a state and attention in layers of their own."""
 ALSO_ANSWERED = (
     *("qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
-    *("falcon", "stablelm", "gemma3n_text", "gemma4_text"),
+    *("falcon", "stablelm", "gemma3n_text"),
 )
 PROMPTS = (1, 3, 8, 23)
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

@@ -24,7 +24,7 @@ from tests.refusals import refused
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 IDS = torch.arange(3, 14)[None]
 Found = dict[str, Any]
-LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5}
+LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5, "zamba2": 1e-4}
 """Largest distance. Norms and gates inside of the models are in fp32: with these in fp64 it is below 1e-13."""
 
 
