@@ -115,12 +115,19 @@ def require_layout(model: object, layout: str, *, is_tree: bool = False) -> None
 def refuse_states(model: nn.Module) -> None:
     """Refuse to generate with recurrent layers whose states transformers does not keep in its layers of a cache.
 
+    Bamba is refused too: over 3 ranks a second turn of it had other tokens than on one process.
+
     Raises:
         UserError: The model has such a layer.
     """
     for layer in mixers(model):
         cls = _mixer_class(type(layer))
         assert cls is not None
+        if cls.__module__ == module_of("bamba"):
+            raise UserError(
+                "generation over ranks is not exact for Bamba\n"
+                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
+            )
         if MIXERS[cls.__module__].forward is not None:
             raise UserError(
                 f"generation over ranks does not read where {cls.__name__} of {type(model).__name__} keeps its state\n"

@@ -33,7 +33,7 @@ SPANS = {
 ANSWERED = ("qwen3_next", "nemotron_h")
 """Types that generate in every run: a state and attention in layers of their own."""
 ALSO_ANSWERED = (
-    *("qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
+    *("qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
     *("falcon", "stablelm", "gemma3n_text"),
 )
 PROMPTS = (1, 3, 8, 23)
@@ -108,9 +108,12 @@ def answers(output: Path, types: tuple[str, ...]) -> None:
         for length in PROMPTS:
             cache = SplitCache(model.config, mesh)
             cache.layout = "contiguous" if length == 8 else "zigzag"
-            first = generate(model, prompt(length), mesh=mesh, past_key_values=cache, **GREEDY)
-            turn = torch.cat((first, prompt(17)), 1)
-            found[f"{name} {length}"] = generate(model, turn, mesh=mesh, past_key_values=cache, **GREEDY)
+            text = prompt(length)
+            for turn in (text, prompt(17)):
+                text = text if turn is text else torch.cat((text, turn), 1)
+                options = GREEDY | {"attention_mask": torch.ones_like(text)}  # transformers would mask ids of padding
+                text = generate(model, text, mesh=mesh, past_key_values=cache, **options)
+            found[f"{name} {length}"] = text
     torch.save(found, output / f"{dist.get_rank()}.pt")
 
 
