@@ -253,3 +253,9 @@ def test_fine_tuning_by_trl(tmp_path: Path, name: str) -> None:
     one, two = (losses_of(tmp_path, program.fine_tune, name, size) for size in (1, 2))
     assert len(one) == 4
     assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_generation_that_is_not_exact_is_refused() -> None:
+    register()
+    with refused("generation over ranks | Bamba | fix: | sdpa"):
+        recurrent.refuse_states(tiny_model("bamba", "bmburst"))

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -22,6 +19,7 @@ from bmburst import Mesh
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
+from tests.integrations.transformers_trainer_program import shard, whole_weight
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"  # and 2 tokens: tiny's vocabulary of 61
 PROMPTS = ("abc def", "h", "12345 6 01234", "xy", "hello", "zzzz", "a b c", "Q")
@@ -171,7 +169,7 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     if name == "vllm":
         made.use_vllm, made.vllm_generation, made._last_loaded_step = True, Sampler(made), -1
     if name == "fsdp2" and split is not None:
-        _shard(made)
+        shard(made)
     tokens: list[int] = []
     made.model.get_output_embeddings().register_forward_hook(
         lambda _, __, output: tokens.append(output.shape[:-1].numel()) if torch.is_grad_enabled() else None
@@ -187,23 +185,10 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
             for line in made.state.log_history
         ],
         "tokens": made.state.num_input_tokens_seen,
-        "weights": {key: _whole(weight) for key, weight in weights if weight.requires_grad},
+        "weights": {key: whole_weight(weight) for key, weight in weights if weight.requires_grad},
         "most tokens in the head": max(tokens, default=0),
         "completions": list(made._logs["completion"]),
     }
-
-
-def _shard(made: Any) -> None:
-    """Set what accelerate sets on GPUs for `fsdp=True`; on CPUs it offers DDP alone."""
-    made.accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-    made.accelerator.state._shared_state["fsdp_plugin"] = plugin
-    made.is_fsdp_enabled = True
-
-
-def _whole(weight: Any) -> Tensor:
-    found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return found.detach().clone()
 
 
 def run(root: Path, names: list[str], sequence: int) -> None:

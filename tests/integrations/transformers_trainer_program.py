@@ -87,7 +87,7 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
     """Evaluate before the training, then train; return what the Trainer says, and its weights."""
     made = trainer(folder, split, collator_of(name), **RUNS[name])
     if split is not None and name == "fsdp2":
-        _shard(made)
+        shard(made)
     evaluated = made.evaluate()
     made.train()
     logged: list[dict[str, float]] = made.state.log_history
@@ -99,11 +99,11 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
         "tokens": made.state.num_input_tokens_seen,
         "flos": made.state.total_flos,
         "samples": made.get_total_train_batch_size(made.args),
-        "weights": {name: _whole(weight) for name, weight in made.model.named_parameters()},
+        "weights": {name: whole_weight(weight) for name, weight in made.model.named_parameters()},
     }
 
 
-def _shard(made: Any) -> None:
+def shard(made: Any) -> None:
     """Set what accelerate sets on GPUs for `fsdp=True`; on CPUs it offers DDP alone."""
     made.accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -111,7 +111,8 @@ def _shard(made: Any) -> None:
     made.is_fsdp_enabled = True
 
 
-def _whole(weight: Any) -> Tensor:
+def whole_weight(weight: Any) -> Tensor:
+    """Return a copy of a weight, or of all shards of it."""
     found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return found.detach().clone()
 
