@@ -41,8 +41,12 @@ READ = {
 """A digest of each method of TRL that SplitRows replaces or depends on, as it was read."""
 
 
-def _split() -> SplitSequences:
+@pytest.fixture(autouse=True)
+def _registered() -> None:
     register()
+
+
+def _split() -> SplitSequences:
     alone = single_rank_group()
     return SplitSequences(Mesh(MeshShape(1, 1, 1), 0, alone, alone, alone))
 
@@ -150,7 +154,6 @@ def test_rows_of_one_rank_come_back_as_they_are() -> None:
 def test_reward_models_have_an_attention_of_whole_sequences(tmp_path: Path) -> None:
     """TRL loads them with the arguments of the policy."""
     judge = AutoModelForSequenceClassification.from_config(tiny.transformers_config(num_labels=1, pad_token_id=0))
-    register()
     judge.set_attn_implementation("bmburst")
     trainer = _trainer(tmp_path, reward_funcs=judge, reward_processing_classes=tokenizer())
     assert judge.config._attn_implementation == "sdpa"
