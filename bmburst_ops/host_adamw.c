@@ -107,7 +107,7 @@ static void decode(int count, const uint8_t *codes, float scale, const float *ta
 
 static float encode(int count, const float *numbers, const uint32_t *noise, int shift, const float *table,
                     uint8_t *codes) {
-    const float flip = table[0] < 0.0f ? -1.0f / table[0] : 0.0f;
+    const float flip = table[0] < 0.0f ? 1.0f / table[0] : 0.0f;
     float most = 0.0f;
 #pragma omp simd reduction(max : most)
     for (int i = 0; i < count; i++) {

@@ -145,7 +145,7 @@ def _coded(values: Tensor, first: int, noise: Tensor | None, numbers: Tensor) ->
 
 def flip(numbers: Tensor) -> Tensor:
     """Return the factor on negative numbers with which the largest of a block is its scale; 0 if there are none."""
-    return torch.where(numbers[0] < 0, -1 / numbers[0], 0.0)
+    return torch.where(numbers[0] < 0, 1 / numbers[0], 0.0)
 
 
 def aligned(count: int, first: int, piece: int) -> list[slice]:

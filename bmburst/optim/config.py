@@ -10,6 +10,8 @@ from bmburst.errors import UserError
 
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
 """Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
+MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 * 4 / 256}
+"""Bytes of both moments of a weight, by `OptimizerConfig.state`; 8 bits have an fp32 scale for 256 neighbours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
