@@ -212,7 +212,7 @@ class _SavedBlocks:
 
 def _ends(begin: int, end: int, cuts: Sequence[int]) -> Tensor:
     """Return where the pieces of a run [begin, end) end: at multiples of `BLOCK`, at cuts, and at its end."""
-    inner = torch.arange((begin // BLOCK + 1) * BLOCK, end, BLOCK)
+    inner = torch.arange(min((begin // BLOCK + 1) * BLOCK, end), end, BLOCK)
     return torch.cat((inner, torch.tensor([*cuts, end], dtype=torch.int64))).unique()
 
 

@@ -133,7 +133,7 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
 def _reads_after_a_step_wait_for_the_update(folder):
     import time
 
-    from bmburst.optim import updates
+    from bmburst.optim import states, updates
 
     update, made = updates._update, {}
     for is_late in (False, True):
@@ -275,8 +275,9 @@ def _copies_that_come_late_are_waited_for():
             shard.parameter.grad = torch.zeros_like(shard.weights)
             reader.add(lambda made=shard.parameter.grad: made.fill_(2.0))
         copies.send_gradients(blocks[0], reader)
-        state = updates.initial_state(shard.weights)
-        rates = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
+        parts = states.part_of_all(len(shard.weights), "")
+        state = states.initial_state(shard.weights, shard.weights.device, "float32", parts, with_weights=True)
+        rates = {"parts": parts, "lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
         late = updates.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
         shard.settle()
