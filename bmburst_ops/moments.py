@@ -16,6 +16,7 @@ zero is never that of zero, because the update divides by its root.
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -157,7 +158,7 @@ def aligned(count: int, first: int, piece: int) -> list[slice]:
         piece: A multiple of `BLOCK`, so that no block is cut.
     """
     ends = [0, *range(piece - first % piece, count, piece), count] if count else []
-    return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def part_of(rounding: Rounding, run: slice) -> Rounding:

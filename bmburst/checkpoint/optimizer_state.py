@@ -20,7 +20,7 @@ from torch import Tensor
 from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup, open_parts
 from bmburst.checkpoint.tensor_files import TensorFile
 from bmburst.errors import UserError
-from bmburst.optim.states import DTYPES, MASTER, MEAN, SCALES, SQUARE
+from bmburst.optim.states import DTYPES, MASTER, MEAN, SCALES
 from bmburst.zero import NamedShard, named_shards
 from bmburst_ops.moments import BLOCK, blocks_of, table
 
@@ -86,9 +86,7 @@ def _tensors_of(shard: NamedShard, optimizer: "AdamW") -> Iterator[ShardedTensor
     dtype = DTYPES[optimizer.kind]
     for name in state_names(shard):
         if name == MASTER:
-            yield ShardedTensor(
-                f"{shard.name}.{name}", shard, torch.float32, partial(optimizer.state_of, shard, name)
-            )
+            yield ShardedTensor(f"{shard.name}.{name}", shard, torch.float32, partial(optimizer.state_of, shard, name))
         else:
             yield ShardedTensor(f"{shard.name}.{name}", shard, dtype, partial(_stored, optimizer, shard, name, 0))
     if optimizer.kind != "8bit":
@@ -175,14 +173,14 @@ class _SavedBlocks:
             run = slice(at, min(at + _AT_ONCE, len(codes)))
             index = torch.arange(shard.begin + run.start, shard.begin + run.stop)
             if not self._is_ordered_as(shard):
-                index = _reordered(index, shard.shape, shard.parts if shard.split else 1, self.parts if self.split else 1)
+                index = _reordered(
+                    index, shard.shape, shard.parts if shard.split else 1, self.parts if self.split else 1
+                )
             piece = torch.searchsorted(self.ends, index % size, right=True) + index // size * len(self.ends)
             found[run] = numbers[codes[run].int()] * scales[piece]
         return found
 
-    def keep_whole(
-        self, shard: NamedShard, saved: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor | None]
-    ) -> None:
+    def keep_whole(self, shard: NamedShard, saved: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor | None]) -> None:
         """Take codes and scales of the pieces that are the same here as they are.
 
         Args:

@@ -316,9 +316,7 @@ def write_recipe(path: Path, best: "Prediction", needs: str) -> None:
         UserError: The configuration does not fit into memory, or the file cannot be written.
     """
     if not best.memory.fits:
-        raise UserError(
-            f"--write {path}: no configuration fits into memory\nfix: {needs}"
-        )
+        raise UserError(f"--write {path}: no configuration fits into memory\nfix: {needs}")
     text = recipe(best, settings_of(best.candidate), str(path))
     write_text("--write", path, text)
     print(f"{path}: written for bmburst train --config {path}", file=sys.stderr)

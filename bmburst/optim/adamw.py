@@ -158,7 +158,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         """
         state = self._settled(shard)
         if name == MASTER:
-            return joined(shard.local(), shard.local(state[REMAINDER])) if REMAINDER in state else shard.local(state[name])
+            return (
+                joined(shard.local(), shard.local(state[REMAINDER])) if REMAINDER in state else shard.local(state[name])
+            )
         if self._kind == "float32":
             return shard.local(state[name])
         part = self.part_of(shard)
@@ -183,7 +185,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def part_of(self, shard: NamedShard) -> Part | None:
         """Return the part of the storage that is this rank's shard; None if the rank has no element of it."""
-        return next((each for each in self._parts_of(shard.storage) if shard.count and each.offset == shard.offset), None)
+        return next(
+            (each for each in self._parts_of(shard.storage) if shard.count and each.offset == shard.offset), None
+        )
 
     @property
     def kind(self) -> str:

@@ -38,9 +38,9 @@ class Update:
     Attributes:
         weights: Contiguous fp32, bf16 or fp16, on any device; written.
         gradient: Same shape, dtype and device as `weights`; only read.
-        state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes, and unless `weights` are fp32, the fp32
-            master weights `_param_fp32` or, for small moments of bf16 weights, `_param_remainder`, int16; updated in
-            place. `step`: number of steps taken, incremented.
+        state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes, and unless `weights` are fp32, the
+            fp32 master weights `_param_fp32` or, for small moments of bf16 weights, `_param_remainder`, int16; updated
+            in place. `step`: number of steps taken, incremented.
         parts: The runs of the weights that are updated.
         lr: Learning rate.
         betas: Decay rates of the moments.

@@ -88,7 +88,9 @@ def longest(
     shortest = replace(task, sequence=STEP * task.gpus)
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
-        for each in candidates(replace(asked, sequence=STEP * task.gpus), recompute=recompute[:1], zero=(3,), tensor=tensor):
+        for each in candidates(
+            replace(asked, sequence=STEP * task.gpus), recompute=recompute[:1], zero=(3,), tensor=tensor
+        ):
             meshes[each.data, each.tensor].append(each)
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]

@@ -1,5 +1,6 @@
-"""AdamW's moments in bfloat16 and 8 bits: C, torch and Triton agree, and follow fp64 where rounding to nearest stays."""
+"""AdamW's moments in bfloat16 and 8 bits: C, torch and Triton agree, and follow fp64 where bf16 to nearest stalls."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_cut_changes_what_it_divides(kind):
     results = []
     for cuts in ((0, count), (0, 1, 700, 700, 1500, count)):
         weights, numbers = start.clone(), [[], []]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             moments = Moments(kind, end - begin, begin)
             for step, gradient in enumerate(gradients, 1):
                 step_of("auto", weights[begin:end], None, None, gradient[begin:end], moments, step)

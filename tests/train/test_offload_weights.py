@@ -133,7 +133,7 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
 def _reads_after_a_step_wait_for_the_update(folder):
     import time
 
-    from bmburst.optim import states, updates
+    from bmburst.optim import updates
 
     update, made = updates._update, {}
     for is_late in (False, True):
@@ -221,7 +221,7 @@ def _copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
     from bmburst.comm.host_memory import HostShard, ShardCopies
-    from bmburst.optim import updates
+    from bmburst.optim import states, updates
     from bmburst.optim.updates import ShardUpdate
     from tests.train.lazy_streams import late_copies
 

@@ -14,21 +14,24 @@ from bmburst.plan.counts import adam_bytes
 from bmburst.train.config import ParallelConfig, ScheduleConfig
 from tests import tiny
 from tests.distributed.programs import run_program
-from tests.refusals import refused, refusal_of, says
+from tests.refusals import refusal_of, refused, says
 from tests.train import run_program as program
 
-STREAMED = {"offload": True, "offload_weights": True}
 RUNS = {
     "bfloat16": {"dtype": "bfloat16", "optimizer": OptimizerConfig(state="bfloat16")},
     "in host": {"dtype": "bfloat16", "optimizer": OptimizerConfig(state="bfloat16", offload=True)},
     "8bit": {"dtype": "float32", "optimizer": OptimizerConfig(state="8bit")},
     "8bit streamed": {
-        "dtype": "bfloat16", "recompute": "block+every-2", "optimizer": OptimizerConfig(state="8bit", **STREAMED)
+        "dtype": "bfloat16",
+        "recompute": "block+every-2",
+        "optimizer": OptimizerConfig(state="8bit", offload=True, offload_weights=True),
     },
     "8bit adapters": {
-        "dtype": "bfloat16", "lora": LoRAConfig(rank=3), "optimizer": OptimizerConfig(state="8bit", offload=True, lr=0.1)
+        "dtype": "bfloat16",
+        "lora": LoRAConfig(rank=3),
+        "optimizer": OptimizerConfig(state="8bit", offload=True, lr=0.1),
     },
-}  # fmt: skip
+}
 
 
 def trainer(folder, name, **changes):
@@ -113,7 +116,9 @@ def _converts(folder, name, changes, state):
         made = resumed(folder, name, **changes | {"optimizer": replace(changes["optimizer"], state=kind)})
         for key, values in held(made).items():
             wanted, is_exact = state[key], kind == "float32" or key.endswith("_param_fp32")
-            assert (values - wanted).norm() <= (0 if is_exact else 2.0**-8 if kind == "bfloat16" else 0.05) * wanted.norm()
+            assert (values - wanted).norm() <= (
+                0 if is_exact else 2.0**-8 if kind == "bfloat16" else 0.05
+            ) * wanted.norm()
         assert all(math.isfinite(loss) for loss, _ in losses(made, 1))
 
 
@@ -121,7 +126,9 @@ def _takes_its_bytes():
     """What the planner counts, on the GPU, in host memory, and beside weights in host memory."""
     from bmburst.optim.adamw import AdamW
 
-    for dtype, kind, offload in ((d, k, o) for d in ("bfloat16", "float16", "float32") for k in MOMENT_BYTES for o in (0, 1)):
+    for dtype, kind, offload in (
+        (d, k, o) for d in ("bfloat16", "float16", "float32") for k in MOMENT_BYTES for o in (0, 1)
+    ):
         weights = torch.nn.Parameter(torch.ones(2560, dtype=getattr(torch, dtype)))
         weights.grad = torch.ones_like(weights)
         optimizer = AdamW([weights], lr=1e-3, offload=bool(offload), state=kind)
@@ -217,9 +224,7 @@ def _updates(folder):
             optimizer.step()
         for shard in shards:
             for key in state_names(shard):
-                found[kind, f"{shard.name}.{key}"] = gather(
-                    shard, optimizer.state_of(shard, key), dtype=torch.float32
-                )
+                found[kind, f"{shard.name}.{key}"] = gather(shard, optimizer.state_of(shard, key), dtype=torch.float32)
     if bmt.rank() == 0:
         torch.save(found, folder / f"{bmt.world_size()}.pt")
 
@@ -238,7 +243,6 @@ def _learns_as_well(folder):
         first = made.evaluate().loss
         losses(made, 60)
         found[kind] = made.evaluate().loss
-    print(first, found)
     assert found["float32"] < 0.6 * first
     for kind, loss in found.items():
         assert loss == pytest.approx(found["float32"], rel=5e-3), kind
