@@ -182,7 +182,7 @@ def memory_lines(prediction: Prediction) -> list[str]:
 
 def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
     """Return the predictions as plain data for JSON, in bytes and seconds."""
-    names = "preset sequence gpus nodes batch micro_batch dtype state loss_chunk mlp_chunk".split()
+    names = ["preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "state", "loss_chunk", "mlp_chunk"]
     question = {name: getattr(task, name) for name in names}
     return {"task": question, "hardware": hardware.name, "ways": [_way(each) for each in found]}
 
