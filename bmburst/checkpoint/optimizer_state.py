@@ -97,9 +97,10 @@ def _tensors_of(shard: NamedShard, optimizer: "AdamW") -> Iterator[ShardedTensor
             f"{shard.name}.{own}", of_scales, torch.float32, partial(_stored, optimizer, shard, name, 1)
         )
     layout = torch.tensor([shard.split, shard.parts, *_cuts(shard)])
-    ranges = tuple((0, len(layout)) if rank == 0 else (0, 0) for rank in range(len(shard.ranges)))
+    firsts = {group.start for group in shard.groups}
+    ranges = tuple((0, len(layout) if rank in firsts else 0) for rank in range(len(shard.ranges)))
     alone = replace(_flat(shard, len(layout)), ranges=ranges)
-    yield ShardedTensor(f"{shard.name}.{_BLOCKS}", alone, torch.int64, partial(_of_rank_0, alone, layout))
+    yield ShardedTensor(f"{shard.name}.{_BLOCKS}", alone, torch.int64, partial(_of_first, alone, layout))
 
 
 def _stored(optimizer: "AdamW", shard: NamedShard, name: str, which: int) -> Tensor:
@@ -109,7 +110,7 @@ def _stored(optimizer: "AdamW", shard: NamedShard, name: str, which: int) -> Ten
     return found
 
 
-def _of_rank_0(alone: NamedShard, layout: Tensor) -> Tensor:
+def _of_first(alone: NamedShard, layout: Tensor) -> Tensor:
     return layout[: alone.count].to(alone.device)
 
 
@@ -120,12 +121,12 @@ def _flat(shard: NamedShard, count: int) -> NamedShard:
 def _of_scales(shard: NamedShard) -> NamedShard:
     """Return the shard of a parameter's scales."""
     size, end = prod(shard.shape) // shard.parts, 0
-    ranges = {}
-    for rank, (begin, stop) in sorted(enumerate(shard.ranges), key=lambda each: each[1]):
-        here = blocks_of(begin % size, stop - begin) if size else 0
-        ranges[rank] = end, end + here
+    found = {}
+    for begin, stop in sorted({each for each in shard.ranges if each[0] < each[1]}):
+        here = blocks_of(begin % size, stop - begin)
+        found[begin, stop] = end, end + here
         end += here
-    return replace(_flat(shard, end), ranges=tuple(ranges[rank] for rank in range(len(ranges))))
+    return replace(_flat(shard, end), ranges=tuple(found.get(each, (0, 0)) for each in shard.ranges))
 
 
 def _cuts(shard: NamedShard) -> list[int]:

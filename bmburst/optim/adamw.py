@@ -84,7 +84,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         kernel: Kernel that updates weights on a GPU: one of `KERNELS`.
         state: Type of the moments: one of `bmburst.optim.states.DTYPES`.
         parts: The parameters that each storage holds, for a small state (`bmburst.optim.states.parts_of`). By default
-            each storage is one parameter, and its random numbers depend on the rank.
+            each storage is one parameter, whose random numbers depend on the rank in its ZeRO group.
 
     Raises:
         UserError: The kernel or the state is unknown, the kernel has no such state, or weights are in host memory
@@ -392,7 +392,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         found = self._parts.get(storage)
         if found is None:
             number = next(i for i, each in enumerate(self._parameters()) if each is storage)
-            found = self._parts[storage] = part_of_all(storage.numel(), f"{number} of rank {bmt.rank()}")
+            # Ranks with copies of each other have the same number in their groups.
+            rank = bmt.nccl.commRank(bmt.config["zero_comm"]) if bmt.config["initialized"] else 0
+            found = self._parts[storage] = part_of_all(storage.numel(), f"{number} of rank {rank}")
         return found
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
