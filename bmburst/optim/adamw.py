@@ -158,9 +158,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         """
         state = self._settled(shard)
         if name == MASTER:
-            return (
-                joined(shard.local(), shard.local(state[REMAINDER])) if REMAINDER in state else shard.local(state[name])
-            )
+            has_remainder = REMAINDER in state
+            return joined(shard.local(), shard.local(state[REMAINDER])) if has_remainder else shard.local(state[name])
         if self._kind == "float32":
             return shard.local(state[name])
         part = self.part_of(shard)
@@ -184,10 +183,17 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return self.state.get(shard.storage) or self._initial_state(shard.storage)
 
     def part_of(self, shard: NamedShard) -> Part | None:
-        """Return the part of the storage that is this rank's shard; None if the rank has no element of it."""
-        return next(
-            (each for each in self._parts_of(shard.storage) if shard.count and each.offset == shard.offset), None
-        )
+        """Return the part of the storage that is this rank's shard; None if the rank has no element of it.
+
+        Raises:
+            ValueError: The optimizer was made without `parts` for a storage of several parameters.
+        """
+        if not shard.count:
+            return None
+        for part in self._parts_of(shard.storage):
+            if (part.offset, part.count) == (shard.offset, shard.count):
+                return part
+        raise ValueError(f"{shard.name}: AdamW(..., parts=parts_of(named_shards(model), seed)) knows where it lies")
 
     @property
     def kind(self) -> str:
@@ -212,6 +218,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         if name == MASTER and REMAINDER in state:
             weights, remainder = shard.local(), shard.local(state[REMAINDER])
             split(piece.to(weights.device), weights, remainder)
+            # BMTrain gathers on its own stream, which must not start before the weights are written.
+            bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())
         elif name != MASTER and self._kind != "float32":
             if part := self.part_of(shard):
                 set_moment(state, name, part, piece)
