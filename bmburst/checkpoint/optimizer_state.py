@@ -212,7 +212,8 @@ class _SavedBlocks:
 def _ends(begin: int, end: int, cuts: Sequence[int]) -> Tensor:
     """Return where the pieces of a run [begin, end) end: at multiples of `BLOCK`, at cuts, and at its end."""
     inner = torch.arange(min((begin // BLOCK + 1) * BLOCK, end), end, BLOCK)
-    return torch.cat((inner, torch.tensor([*cuts, end], dtype=torch.int64))).unique()
+    ends: Tensor = torch.cat((inner, torch.tensor([*cuts, end], dtype=torch.int64))).unique()
+    return ends
 
 
 def _reordered(index: Tensor, shape: Sequence[int], here: int, there: int) -> Tensor:

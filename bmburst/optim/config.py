@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import types
+from collections.abc import Mapping
 from typing import Literal
 
 from bmburst.blocks.kinds import KINDS, MATRICES
@@ -10,7 +12,9 @@ from bmburst.errors import UserError
 
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
 """Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
-MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 * 4 / 256}
+State = Literal["float32", "bfloat16", "8bit"]
+"""Types of AdamW's moments."""
+MOMENT_BYTES: Mapping[State, float] = types.MappingProxyType({"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 * 4 / 256})
 """Bytes of both moments of a weight, by `OptimizerConfig.state`; 8 bits have an fp32 scale for 256 neighbours."""
 
 
@@ -49,7 +53,7 @@ class OptimizerConfig:
         choices=KINDS,
     )
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
-    state: Literal["float32", "bfloat16", "8bit"] = field(
+    state: State = field(
         "Type of AdamW's two moments: 8, 4 or 2 bytes per weight. bfloat16 and 8bit are rounded stochastically; 8bit "
         "has an fp32 scale for 256 neighbours. With them the master of a bfloat16 weight takes 2 bytes instead of 4.",
         default="float32",

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
-from bmburst.optim.config import MOMENT_BYTES
+from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
@@ -61,7 +61,7 @@ class Task:
     batch: int = 1
     micro_batch: int = 1
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    state: str = "float32"
+    state: State = "float32"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
-from bmburst.optim.config import MOMENT_BYTES
+from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.recompute.policy import Policy
 from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
@@ -161,7 +161,7 @@ def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
     return model.hidden_size * (model.intermediate_size // tensor)
 
 
-def adam_bytes(dtype: str, state: str, *, with_weights: bool = False) -> float:
+def adam_bytes(dtype: str, state: State, *, with_weights: bool = False) -> float:
     """Return the bytes of AdamW's state per weight: two moments and the fp32 master of a 16-bit weight.
 
     A bfloat16 weight is the upper half of its master, and 2 bytes are the rest of it, a float16 weight is not: see

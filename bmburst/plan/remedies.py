@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bmburst.amounts import GIB
-from bmburst.optim.config import MOMENT_BYTES
+from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.plan.candidates import ZERO, Offload, Task
 from bmburst.plan.memory import HOST_SHARE
 from bmburst.plan.search import search
@@ -41,6 +41,6 @@ def remedy(
     return ", or ".join(words) or "more GPUs, a shorter sequence or a smaller model"
 
 
-def smaller_states(state: str) -> list[str]:
+def smaller_states(state: State) -> list[State]:
     """Return the types of optimizer state that take fewer bytes, the largest first."""
     return [name for name, nbytes in MOMENT_BYTES.items() if nbytes < MOMENT_BYTES[state]]
