@@ -53,7 +53,7 @@ class OptimizerConfig:
         choices=KINDS,
     )
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
-    state: State = field(
+    state: State = field(  # noqa: RUF009
         "Type of AdamW's two moments: 8, 4 or 2 bytes per weight. bfloat16 and 8bit are rounded stochastically; 8bit "
         "has an fp32 scale for 256 neighbours. With them the master of a bfloat16 weight takes 2 bytes instead of 4.",
         default="float32",
