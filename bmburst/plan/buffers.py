@@ -6,13 +6,12 @@ next layer. Memory of kernels that run as CUDA graphs belongs to the graphs, and
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import WIDE
 from bmburst.schedule.units import Sizes
-from bmburst_ops.bounded_cache import bounded_cache
 
 _TURNS = 2  # double buffering: one buffer is filled while the other is read
 
@@ -69,7 +68,7 @@ def attention_memory(candidate: Candidate) -> AttentionMemory:
     return _of_attention(replace(candidate, recompute="none", layer=None, zero=3, offload=Offload.NOTHING))
 
 
-_of_attention = bounded_cache(maxsize=256)(AttentionMemory)
+_of_attention = lru_cache(maxsize=256)(AttentionMemory)
 
 
 def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:

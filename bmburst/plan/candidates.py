@@ -7,7 +7,7 @@ ranks that exchange heads (Ulysses), the ring or gather between such groups, and
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
@@ -325,7 +325,7 @@ def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
     return problem.cost(problem.in_units(strategy))
 
 
-@bounded_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _of_heads(task: Task, heads: int, kv_heads: int) -> Task:
     return replace(task, model=replace(task.model, num_heads=heads, num_kv_heads=kv_heads))
 

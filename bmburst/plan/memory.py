@@ -14,7 +14,7 @@ The moments of plain blocks are in `bmburst.plan.moments`, those of blocks that 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from bmburst.plan.candidates import Candidate, Offload, Task
@@ -93,21 +93,21 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    moment, lines, totals, boxes, in_host = _peak(candidate, hardware.workspace, operators)
+    outside = boxes | _libraries(candidate.task, hardware)
+    most = HOST_SHARE * hardware.host_memory
+    return Memory(moment, lines, _used(outside), hardware.memory, totals, in_host, most)
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same ways again, and for their memory on other machines
+def _peak(candidate: Candidate, workspace: float, operators: Operators) -> tuple[str, Lines, Lines, Lines, Lines]:
+    """Return moment, lines and moments of `Memory`, the bytes of attention outside the allocator, and the host's."""
     blocks = _Blocks(candidate, operators)
-    held = blocks.last().states() | {"workspace": hardware.workspace}
+    held = blocks.last().states() | {"workspace": workspace}
     found = {name: held | moment() for name, moment in blocks.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
-    outside = blocks.outside() | _libraries(candidate.task, hardware)
-    return Memory(
-        moment,
-        _used(found[moment]),
-        _used(outside),
-        hardware.memory,
-        totals,
-        _used(blocks.in_host()),
-        HOST_SHARE * hardware.host_memory,
-    )
+    return moment, _used(found[moment]), totals, blocks.outside(), _used(blocks.in_host())
 
 
 def host_state(candidate: Candidate) -> Lines:
@@ -225,7 +225,8 @@ class LeanMoments(StepMoments):
     def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
         super().__init__(candidate, operators, others)
         self.part = candidate.mlp_rows / candidate.rows  # fraction of the tokens in one chunk
-        self.heads = self.attends.candidate.own_heads / candidate.own_heads  # fraction of the heads in one attention call
+        at_once = self.attends.candidate.own_heads
+        self.heads = at_once / candidate.own_heads  # fraction of the heads in one attention call
         self.projected = self.query + 2 * self.key
 
     def in_backward(self) -> Moments:
