@@ -7,7 +7,7 @@ ranks that exchange heads (Ulysses), the ring or gather between such groups, and
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
@@ -260,8 +260,7 @@ class Candidate:
         at_once = kv_heads_at_once(every, self.rows * self.own_heads, self.sequence)
         if at_once == every:
             return self
-        few = replace(model, num_heads=model.num_heads * at_once // every, num_kv_heads=at_once)
-        return replace(self, task=replace(self.task, model=few))
+        return replace(self, task=_of_heads(self.task, model.num_heads * at_once // every, at_once))
 
     @cached_property
     def micro_steps(self) -> int:
@@ -359,6 +358,11 @@ class Candidate:
 @bounded_cache(maxsize=256)
 def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
     return problem.cost(problem.in_units(strategy))
+
+
+@lru_cache(maxsize=256)
+def _of_heads(task: Task, heads: int, kv_heads: int) -> Task:
+    return replace(task, model=replace(task.model, num_heads=heads, num_kv_heads=kv_heads))
 
 
 def _in_words(policy: Policy) -> str:
