@@ -25,7 +25,6 @@ from bmburst.plan.counts import (
     adam_bytes,
     block_parameters,
     held_block,
-    host_adam_bytes,
     mlp_matrix,
 )
 from bmburst.plan.moments import Lines, Moments, Others, StepMoments
@@ -116,10 +115,11 @@ def host_state(candidate: Candidate) -> Lines:
     if candidate.offload is Offload.NOTHING:
         return {}
     if candidate.offload is Offload.OPTIMIZER:
-        return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
+        return {"optimizer": task.trained / nodes * adam_bytes(task.dtype, task.state)}
     blocks = block_parameters(task.model, task.lora) / nodes
     trained = task.trained_in_blocks / nodes
-    state = trained * host_adam_bytes(task.dtype) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
+    state = trained * adam_bytes(task.dtype, task.state, with_weights=True)
+    state += (task.trained / nodes - trained) * adam_bytes(task.dtype, task.state)
     reference = (
         {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}
     )

@@ -100,7 +100,7 @@ class StepMoments:
             "weights": (share - blocks) * task.itemsize,
             "gradients": (trained - of_blocks) * task.itemsize,
             "shards on their way": (_VISITING * blocks + of_blocks) / model.num_layers * task.itemsize,
-            "optimizer": trained * adam_bytes(task.itemsize) if candidate.offload is Offload.NOTHING else 0.0,
+            "optimizer": trained * adam_bytes(task.dtype, task.state) if candidate.offload is Offload.NOTHING else 0.0,
             "reference's weights": self._reference(is_hosted),
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),

@@ -11,10 +11,10 @@ from bmburst.plan.counts import (
     SCALED,
     WIDE,
     Operators,
+    adam_bytes,
     adapter_elements,
     block_matrices,
     block_parameters,
-    causal_pairs,
     forward_flops,
     frozen_flops,
     held_block,
@@ -29,7 +29,7 @@ from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
-_OPTIMIZER_BYTES = 44  # per parameter: AdamW 30, norm of the gradient 10, clipping and clearing 4
+_OPTIMIZER_BYTES = 44  # per parameter: AdamW with fp32 moments 30, norm of the gradient 10, clipping and clearing 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parameters = candidate.task.trained / candidate.task.gpus
     if candidate.offload is Offload.NOTHING:
-        parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
+        parts["optimizer"] = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
     else:
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
         parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
@@ -103,13 +103,20 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
 
 
+def _optimizer_bytes(task: Task) -> float:
+    """Return the memory traffic of clipping and AdamW on the GPU per weight. Remainders need the weight too."""
+    if task.state == "float32":
+        return _OPTIMIZER_BYTES
+    saved = adam_bytes(task.dtype, "float32") - adam_bytes(task.dtype, task.state)
+    return _OPTIMIZER_BYTES - 2 * saved + (task.itemsize if task.dtype == "bfloat16" else 0)
+
+
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a task's step, with causal attention over whole sequences or the model's window.
+    """Return the FLOPs of a task's step, with causal attention over whole sequences, trees or the model's window.
 
     The forward pass of a reference model counts. Gradients of frozen weights do not.
     """
-    query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
-    counted = task.model, float(task.batch * task.sequence), query_key_pairs
+    counted = task.model, float(task.batch * task.sequence), task.query_key_pairs
     done = step_flops(*counted, attention_backward=attention_backward)
     done -= frozen_flops(*counted[:2], task.adapters, trains_head=task.lora is not None and task.lora.trains_head)
     return done + forward_flops(*counted) if task.pairs else done
