@@ -263,7 +263,7 @@ def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int)
             "fix: resume with the dtype the run had, or take the weights alone: --init-from"
         )
     for shard in shards:
-        for name in state_names(shard):
+        for name in state_names(shard) if shard.is_here else ():
             piece = shard.read(partial(file.read, f"{shard.name}.{name}"))
             optimizer.load_state_of(shard, name, piece, step)
 

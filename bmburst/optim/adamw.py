@@ -339,7 +339,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_
     found: dict[tuple[float, float], dict[int, torch.Tensor]] = {}
     rates: dict[int, tuple[float, float]] = {}
     for shard in named_shards(model):
-        if not shard.storage.requires_grad:
+        if not shard.storage.requires_grad or not shard.is_here:
             continue
         kind, of_storage = kind_of(shard.name, shard.shape), id(shard.storage)
         decay = config.weight_decay if kind in config.weight_decay_on else 0.0
