@@ -381,8 +381,9 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             stack.enter_context(gathered_blocks(self.model.layers))
             yield
 
-    def add_tied_gradients(self) -> None:
-        """Complete the gradient of a tied table in a pipeline, after the backward passes of a step."""
+    def settle_gradients(self) -> None:
+        """Complete the gradients of a stage after the backward passes of a step, also that of a tied table."""
+        torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])  # BMTrain reduces gradients there
         if self.stage.count > 1 and self.config.tie_embeddings and (self.stage.is_first or self.stage.is_last):
             table = self.model.embed_tokens._parameters["weight"]
             if table.requires_grad:

@@ -138,7 +138,6 @@ def add_tied_gradients(table: torch.nn.Parameter, stage: Stage) -> None:
 
     The first and the last stage call it, once all gradients are complete. Both get the same bits.
     """
-    torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])  # BMTrain reduces gradients there
     if table.grad is None:
         table.grad = torch.zeros_like(table.data)
     other = torch.empty_like(table.grad)
