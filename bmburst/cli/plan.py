@@ -60,6 +60,9 @@ _SETTINGS = MappingProxyType(
 )
 _OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
 _OF_HYBRIDS = ("sequence_length", "batch_size", "json")
+_DEGREES = MappingProxyType(
+    {"zero": "--parallel.zero_level", "tensor": "--tensor-parallel", "pipe": "--pipeline-parallel"}
+)
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
 
@@ -110,6 +113,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="tensor parallel degrees to try (default: all that fit into a node)",
     )
+    add(
+        "--pipeline-parallel",
+        "--parallel.pipeline_parallel",
+        dest="pipe",
+        metavar="N,...",
+        help="numbers of pipeline stages to try (default: 1)",
+    )
     add("--ways", type=int, metavar="N", default=12, help="number of configurations to show (default: 12)")
     add(
         "--output",
@@ -147,13 +157,13 @@ def run(args: argparse.Namespace) -> int:
         if args.output is not None:
             require_file("--output", args.output, "a hardware file of bmburst plan --calibrate", _is_hardware)
         return _calibrate(args)
-    training = ("nodes", "recompute", "zero", "tensor", "ways", "write", "output", "longest")
+    training = ("nodes", "recompute", "zero", "tensor", "pipe", "ways", "write", "output", "longest")
     if args.generate:
         _refuse(args, settings, (*_SETTINGS, *training), "--generate", _OF_GENERATION)
     elif args.max_new_tokens is not None:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} is an option of --generate\nfix: add --generate")
     if args.longest:
-        _refuse(args, settings, ("sequence_length", "output", "write", "ways", "zero"), "--longest", ())
+        _refuse(args, settings, ("sequence_length", "output", "write", "ways", "zero", "pipe"), "--longest", ())
     if args.output is not None and args.output.suffix == ".png":
         require_file("--output", args.output, "a picture of bmburst", is_picture)
     if args.model is not None and not _is_own(args, settings):
@@ -185,7 +195,7 @@ def _refuse(
     for name in names:
         is_given = name in settings if name in _SETTINGS else getattr(args, name) != args.given(name)
         if is_given and name not in allowed:
-            option = {"zero": "--parallel.zero_level", "tensor": "--tensor-parallel"}.get(name, option_name(name, {}))
+            option = _DEGREES.get(name, option_name(name, {}))
             raise UserError(f"{mode} takes no {option}\nfix: leave {option} out, or leave {mode} out")
 
 
@@ -237,6 +247,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "recompute",
         "zero",
         "tensor",
+        "pipe",
         "ways",
         "write",
         "output",
@@ -337,6 +348,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         recompute=_policies(args),
         zero=[int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
         tensor=None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
+        pipe=(1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe),
     )
     shown = best_of_each(found, args.ways)
     if args.json:

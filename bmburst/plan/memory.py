@@ -13,7 +13,7 @@ The moments of plain blocks are in `bmburst.plan.moments`, those of blocks that 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -30,6 +30,7 @@ from bmburst.plan.counts import (
     mlp_matrix,
 )
 from bmburst.plan.moments import Lines, Moments, Others, StepMoments
+from bmburst.plan.stages import ends, kept_by_stage, stage_of, stages_per_node
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
@@ -94,6 +95,9 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    if candidate.pipe > 1:
+        stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
+        return max(stages, key=lambda each: (each.lacking, each.total))
     blocks = _Blocks(candidate, operators)
     held = blocks.last().states() | {"workspace": hardware.workspace}
     found = {name: held | moment() for name, moment in blocks.moments().items()}
@@ -108,6 +112,20 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         totals,
         _used(blocks.in_host()),
         HOST_SHARE * hardware.host_memory,
+    )
+
+
+def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operators: Operators) -> Memory:
+    """Return the peak memory of a stage of a pipeline."""
+    stage = stage_of(candidate, number)
+    own = memory_of(stage, hardware, operators=operators)
+    more = _used(kept_by_stage(candidate, number, StepMoments(stage, operators)))
+    others = stages_per_node(candidate)
+    return replace(
+        own,
+        lines={**own.lines, **more},
+        moments={name: nbytes + sum(more.values()) for name, nbytes in own.moments.items()},
+        host={name: others * nbytes for name, nbytes in own.host.items()},
     )
 
 
