@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import Split, bmtrain_groups, bmtrain_pipe_degree, bmtrain_tensor_degree, process_groups, single_rank_group
+from bmburst.comm.groups import (
+    Split,
+    bmtrain_groups,
+    bmtrain_pipe_degree,
+    bmtrain_tensor_degree,
+    process_groups,
+    single_rank_group,
+)
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import MeshShape
 
@@ -169,15 +176,15 @@ def using_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def require_mesh(mesh: object, made: str, whose: str) -> None:
-    """Check that an argument is a `Mesh` without tensor parallelism.
+    """Check that an argument is a `Mesh` without tensor parallelism and without a pipeline.
 
     Args:
         mesh: The argument.
         made: The call that makes such a mesh, for the message.
-        whose: The project whose models have no tensor parallelism, for the message.
+        whose: The project whose models have neither, for the message.
 
     Raises:
-        UserError: It is not a mesh, or it has tensor parallelism.
+        UserError: It is not a mesh, or it has one of them.
     """
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")
@@ -185,6 +192,20 @@ def require_mesh(mesh: object, made: str, whose: str) -> None:
         raise UserError(
             f"mesh has tensor {mesh.shape.tensor}, but {whose} models cannot split their matrices\n"
             "allowed: tensor 1\nfix: make the mesh with tensor=1"
+        )
+    require_no_stages(mesh, whose)
+
+
+def require_no_stages(mesh: Mesh, whose: str) -> None:
+    """Check that a mesh has no pipeline; `whose` as in `require_mesh`.
+
+    Raises:
+        UserError: It has one.
+    """
+    if mesh.shape.pipe > 1:
+        raise UserError(
+            f"mesh has {mesh.shape.pipe} stages, but {whose} models cannot be divided into stages\n"
+            "allowed: pipe 1\nfix: start BMTrain without pipe_size"
         )
 
 

@@ -7,8 +7,8 @@ states (`exp_avg` and so on) have the shape of the shard, so the same map serves
 on any number of ranks. Every ZeRO group has all tensors.
 
 In a pipeline a parameter is sharded over the ranks of its stage, and the other ranks hold nothing of it. They know its
-name, shape and runs (`describe`), because all ranks read and write checkpoints together. A table that two stages have is
-on two groups.
+name, shape and runs (`describe`), because all ranks read and write checkpoints together. A table that two stages have
+is on two groups.
 
 Under tensor parallelism each rank of a tensor group has a part of a matrix, and ZeRO shards that part over the ranks
 with the same part. Names and shapes are still those of whole tensors, so checkpoints do not depend on the number of
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst.comm.host_memory import host_shard
+from bmburst.errors import UserError
 
 
 class ShardData(Enum):
@@ -262,6 +263,13 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
 
 def _own_shards(model: torch.nn.Module) -> list[NamedShard]:
     """Return the shards of the parameters that this rank has."""
+    if any(block._mode == "PIPE" for block in _blocks(model)):
+        raise UserError(
+            "BMTrain's PipelineTransformerBlockList keeps stale copies of the layers of other stages, which bmburst's "
+            "optimizers and checkpoints do not know\n"
+            "allowed: BMTrain's own: bmt.optim, bmt.save, bmt.load\n"
+            "fix: use these, or bmburst train --pipeline-parallel for a LLaMA"
+        )
     inside = {id(info["parameter"]): (block, info) for block in _blocks(model) for info in block._param_info}
     shards = []
     for name, parameter in model.named_parameters():

@@ -1,9 +1,9 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
-placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost, tensor ranks,
-ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and stages of a
-pipeline.
+A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage.
+Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost,
+tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and
+stages of a pipeline.
 """
 
 from dataclasses import dataclass, replace

@@ -99,7 +99,7 @@ def search(
     enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
     spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)  # mesh, strategy and stage
     for way in spreads:
-        for moved in (each for each in offload if each is not Offload.WEIGHTS or way.zero == 3 and way.pipe == 1):
+        for moved in (each for each in offload if each is not Offload.WEIGHTS or (way.zero == 3 and way.pipe == 1)):
             placed = replace(way, offload=moved)
             ways += with_policies(placed, room, recompute)
             if moved is Offload.NOTHING and any(

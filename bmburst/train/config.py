@@ -165,7 +165,7 @@ class TrainConfig:
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
-        default_text="pipeline * data * sequence * tensor parallel where sequence is given, else all GPUs, else at least 2",
+        default_text="the parallel degrees multiplied where sequence_parallel is given, else all GPUs, else at least 2",
         unit="processes",
         minimum=1,
     )

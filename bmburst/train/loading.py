@@ -152,9 +152,7 @@ def _mask(lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Document
     return Documents(lengths) if parents is None else Tree(parents, lengths)
 
 
-def token_losses(
-    model: "Llama", batch: LocalBatch, *, per_token: bool = False, stream: Tensor | None = None
-) -> Tensor:
+def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False, stream: Tensor | None = None) -> Tensor:
     """Return the sum of the token losses of this rank's part of sequences, in nats.
 
     Args:

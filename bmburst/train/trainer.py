@@ -103,9 +103,7 @@ class Trainer:
             raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
         self._asked = config
         parallel = config.parallel
-        self.runtime = start(
-            seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel
-        )
+        self.runtime = start(seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel)
         config.validate(self.runtime.world_size)
         require_dtype(config.dtype, self.runtime.device)
         # Import after `start`: these modules import BMTrain.

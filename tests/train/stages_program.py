@@ -8,20 +8,23 @@ from unittest.mock import patch
 
 import torch
 
+from bmburst.blocks.config import LoRAConfig
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from tests.train import run_program
 
-LAYERS, FIRST, SKIPPED, STEPS = 5, 2, 3, 6
+LAYERS, SKIPPED, SAVED, STEPS = 5, 2, 2, 4
 _SHAPE = replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, num_layers=LAYERS)
 _TIED = replace(_SHAPE, tie_embeddings=True)
-# 47 tokens are padded on 2 ranks. 8 sequences: 4 micro-batches on each of 2 data ranks.
-_SHARED: dict[str, Any] = {"sequence_length": 47, "batch_size": 8, "keep_checkpoints": 9, "steps": 99}
+# 47 tokens are padded on 2 ranks. As many micro-batches as 4 stages, or as 2 stages with 2 data ranks each.
+_SHARED: dict[str, Any] = {"sequence_length": 47, "batch_size": 4, "keep_checkpoints": 9, "steps": 99}
+_LORA = LoRAConfig(rank=2, dropout=0.1, modules_to_save=("lm_head",))
 CASES: dict[str, dict[str, Any]] = {
     "plain": _SHARED | {"model": _SHAPE, "recompute": "none"},
     "tied": _SHARED
     | {"model": _TIED, "pack": "documents", "recompute": "block", "optimizer": OptimizerConfig(clip_norm=0.1)},
+    "lora": _SHARED | {"model": _SHAPE, "lora": _LORA, "checkpoint_every": None},
 }
-ZERO = {"plain": 3, "tied": 2}
+ZERO = {"plain": 3, "tied": 2, "lora": 2}
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,13 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
             with _overflow(trainer, step == SKIPPED):
                 facts = trainer.backward(trainer.next_batch())
             if step == 1:
-                seen["gradients"] = {s.name: gather(s, gradient_of(s)) for s in named_shards(trainer.model)}
+                shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
+                seen["gradients"] = {each.name: gather(each, gradient_of(each)) for each in shards}
             trainer.update(facts)
             seen["losses"].append(facts.loss)
             seen["norms"].append(facts.grad_norm)
             seen["finite"].append(facts.is_finite)
-            if step == FIRST:
+            if step == SAVED and trainer.config.checkpoint_every is not None:
                 trainer.save()
         seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
         seen["tokens"], seen["skipped"] = facts.tokens, trainer.progress.skipped
@@ -69,18 +73,15 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
 
 
 def resume(folder: Path, split: Split, name: str, source: str, target: str) -> None:
-    """Go on from the newest checkpoint of a run for two steps, and save as another run."""
+    """Go on from the newest checkpoint of a run for a step, and save as another run."""
     trainer = _trainer(folder, source, split, name, resume=True)
     trainer.restore()
-    losses = []
-    for _ in range(2):
-        facts = trainer.backward(trainer.next_batch())
-        trainer.update(facts)
-        losses.append((facts.loss, facts.grad_norm))
+    facts = trainer.backward(trainer.next_batch())
+    trainer.update(facts)
     trainer.config = trainer.config.replace(output=folder / target)
     trainer.save()
     if trainer.is_main:
-        torch.save({"steps": losses}, folder / f"{target}.pt")
+        torch.save((facts.loss, facts.grad_norm), folder / f"{target}.pt")
 
 
 def result(folder: Path, split: Split, name: str, rank: int = 0) -> dict[str, Any]:
@@ -90,8 +91,7 @@ def result(folder: Path, split: Split, name: str, rank: int = 0) -> dict[str, An
 
 def _held(model: Any) -> dict[str, int]:
     """Elements that this rank holds of each parameter."""
-    found = {name: parameter.data.numel() for name, parameter in model.named_parameters()}
-    return found
+    return {name: parameter.data.numel() for name, parameter in model.named_parameters()}
 
 
 def _overflow(trainer: Any, wanted: bool) -> Any:
@@ -120,5 +120,5 @@ def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) ->
 
 def write_text(folder: Path) -> None:
     """Write the documents, of 4 to 60 bytes."""
-    lines = (json.dumps({"text": f"{i}: " + "abc def, ghi. "[: 1 + i % 14] * (1 + i % 4)}) for i in range(900))
+    lines = (json.dumps({"text": f"{i}: " + "abc def, ghi. "[: 1 + i % 14] * (1 + i % 4)}) for i in range(300))
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
