@@ -5,7 +5,8 @@ states and their gradients move between stages, with shapes that both know.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,35 @@ from bmburst.train.loading import LocalBatch, token_losses, token_stream
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.blocks.stages import StageLink
+
+
+class StageObjective(Protocol):
+    """The objective of a step, on the last stage."""
+
+    def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
+        """Return the scalar of a micro-batch, from the stream of the stage before."""
+
+
+def run_stage(
+    model: "Llama", parts: Sequence[LocalBatch], objective: StageObjective, manager: Any, zero_level: int
+) -> None:
+    """Accumulate the gradient of this rank's stage over the micro-batches of a step.
+
+    Args:
+        model: This rank's stage of the model.
+        parts: The micro-batches, of equal shapes.
+        objective: The objective.
+        manager: BMTrain's `OptimManager`, which scales the loss.
+        zero_level: With 2, weights are gathered once, and gradients are reduced once.
+    """
+
+    def forward(part: LocalBatch, stream: Tensor) -> Tensor:
+        scaled: Tensor = manager.scale_loss(objective.forward(part, stream))
+        return scaled
+
+    with model.gathered() if zero_level == 2 else nullcontext():
+        PipelineStep(model, parts, forward).run()
+    model.settle_gradients()
 
 
 class PipelineStep:

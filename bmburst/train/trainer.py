@@ -32,8 +32,8 @@ from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst.train.monitor import StepMonitor
-from bmburst.train.objective import StepObjective, make_objective
-from bmburst.train.pipelined import PipelineStep
+from bmburst.train.objective import make_objective
+from bmburst.train.pipelined import run_stage
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
@@ -240,7 +240,7 @@ class Trainer:
         with self._monitor.clock.work():
             parts = batch.micro_batches(self.config.micro_batch_size)
             if self.mesh.shape.pipe > 1:
-                self._run_stage(objective, tuple(parts))
+                run_stage(self.model, tuple(parts), objective, self._manager, self.config.parallel.zero_level)
             else:
                 for part in parts:
                     with traced("forward"):
@@ -251,18 +251,6 @@ class Trainer:
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
         sums = objective.share, squares, objective.tokens
         return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
-
-    def _run_stage(self, objective: StepObjective, parts: tuple[LocalBatch, ...]) -> None:
-        """Accumulate the gradient of this rank's stage. ZeRO 2 gathers its weights once for all micro-batches."""
-
-        def forward(part: LocalBatch, stream: torch.Tensor) -> torch.Tensor:
-            scaled: torch.Tensor = self._manager.scale_loss(objective.forward(part, stream))
-            return scaled
-
-        keeps = self.config.parallel.zero_level == 2
-        with self.model.gathered() if keeps else contextlib.nullcontext():
-            PipelineStep(self.model, parts, forward).run()
-        self.model.settle_gradients()
 
     def update(self, facts: StepFacts) -> float:
         """Clip the gradient, run the optimizer and clear the gradient; return the learning rate.
@@ -486,12 +474,8 @@ def _compile_ahead(config: TrainConfig, mesh: Mesh, *, on_host: bool) -> Callabl
 def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callable[..., "Llama"]:
     """Return the constructor of models of a run; without `seed` their weights are not set."""
     from bmburst.blocks.model import Llama
+    from bmburst.blocks.stages import Stage
 
-    stage = None
-    if mesh.shape.pipe > 1:
-        from bmburst.blocks.stages import Stage
-
-        stage = Stage.of_bmtrain(config.model.num_layers)
     decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     return partial(
         Llama,
@@ -503,7 +487,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,
         host_memory=memory,
-        stage=stage,
+        stage=Stage.of_bmtrain(config.model.num_layers),
         kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
 

@@ -122,3 +122,16 @@ def write_text(folder: Path) -> None:
     """Write the documents, of 4 to 60 bytes."""
     lines = (json.dumps({"text": f"{i}: " + "abc def, ghi. "[: 1 + i % 14] * (1 + i % 4)}) for i in range(300))
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+
+
+STAGES = ParallelConfig(pipeline_parallel=2)
+
+
+def train_and_die(folder: Path, name: str) -> None:
+    """Train in stages, and be killed while a checkpoint is written beside training."""
+    run_program.train_and_die(folder, name, "tensor_files.SafetensorsWriter.write_run", 60, False, parallel=STAGES)
+
+
+def go_on(folder: Path, name: str) -> None:
+    """Resume in stages."""
+    run_program.train(folder, name, resume=True, parallel=STAGES)

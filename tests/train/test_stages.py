@@ -1,12 +1,17 @@
 """Ranks in stages are one rank: in gradients, losses, skipped steps, evaluations and checkpoints."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
 
+from bmburst.checkpoint.files import newest_complete
 from bmburst.schedule.pipeline import stage_layers
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
+from tests.train import run_program as run
 from tests.train import stages_program as program
 from tests.train.stages_program import ALONE, LAYERS, SKIPPED, STEPS, Split
 
@@ -80,3 +85,23 @@ def test_checkpoint_of_stages_goes_on_without_them_and_back(folder, split, name)
     assert weights.keys() == one["parameters"].keys()
     for key, wanted in one["parameters"].items():
         assert (weights[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+
+
+@pytest.mark.long
+def test_a_run_in_stages_that_is_killed_in_a_save_loses_nothing(tmp_path):
+    """Checkpoints are written beside training, from the memory of the ranks of both stages."""
+    run_program(1, run.train, tmp_path, "whole")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_program(2, program.train_and_die, tmp_path, "stages", pipe=2, fresh=True)
+    assert newest_complete(tmp_path / "stages") is not None
+    run_program(2, program.go_on, tmp_path, "stages", pipe=2)
+    losses, files = [], []
+    for name in ("whole", "stages"):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append({line["step"]: line["loss"] for line in lines if "grad_norm" in line})
+        folder = tmp_path / name / "checkpoints" / f"step-{run.STEPS:06d}"
+        files.append(load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors"))
+    assert len(losses[0]) == run.STEPS and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert files[1].keys() == files[0].keys()
+    for key, wanted in files[0].items():
+        assert (files[1][key] - wanted).norm() <= 1e-4 * wanted.norm(), key
