@@ -123,7 +123,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         if stage.is_first or (stage.is_last and config.tie_embeddings):
             self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         blocks = [wrapped(block(number, policies[number]), number) for number in stage.layers]
-        self.layers = StageBlocks(blocks, stage.layers)
+        self.layers: bmt.TransformerBlockList = StageBlocks(blocks, stage.layers)
         segments.wrap(self.layers)
         if stage.is_last:
             # The final norm applies the factor on logits, so that every user of the hidden states gets scaled logits.
@@ -184,7 +184,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         kept_apart: What the optimizer treats differently from other parameters of a block, from
             `bmburst.blocks.kinds.apart`. Default: it treats all matrices alike, and all vectors.
         stage: The part of the model that this rank has, from `bmburst.blocks.stages.Stage.of_bmtrain`. Default: all.
-            A stage has `advance` and `loss` with a stream; `bmburst.train.pipelined` runs them in the right order.
+            A stage has `advance` or `stage_loss`; `bmburst.train.pipelined` runs them in the right order.
 
     Raises:
         UserError: An option has an unknown value, the model does not support the tensor degree, or with tensor
@@ -311,7 +311,6 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         *,
         per_token: bool = False,
         keys: Tensor | None = None,
-        stream: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
@@ -328,20 +327,49 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 then recomputes the logits.
             keys: `[batch, tokens]` int32, a key of each token from `bmburst_ops.dropout.keys`. Dropout of adapters
                 drops elements by these keys, the same on any number of ranks. Default: no dropout.
-            stream: On the last stage of a pipeline, the result of `advance` on the stage before.
 
         Raises:
-            UserError: A token id or label is out of range, or a stage has no head or gets no stream.
+            UserError: A token id or label is out of range.
         """
+        self._require_whole()
         first = not self._checked_on_device
-        if stream is None:
-            self._require_whole()
-        embedding = None if self.stage.count > 1 else self.model.embed_tokens.whole()
-        hidden = self._hidden(tokens, positions, length, embedding, mask, keys, stream)
+        embedding = self.model.embed_tokens.weight
+        hidden = self._hidden(tokens, positions, length, embedding, mask, keys)
         head = self._head(embedding)
         del embedding  # peak memory can be in the loss, which reads only the head
-        own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
+        return self._losses(hidden, head, labels, check=first or not labels.is_cuda, per_token=per_token)
+
+    def stage_loss(
+        self,
+        stream: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        length: int | None = None,
+        mask: MaskOption | None = None,
+        *,
+        per_token: bool = False,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """Return the result of `loss` on the last stage of a pipeline.
+
+        Args:
+            stream: The result of `advance` on the stage before.
+            tokens: As the other arguments, see `loss`.
+            positions: See `loss`.
+            labels: See `loss`.
+            length: See `loss`.
+            mask: See `loss`.
+            per_token: See `loss`.
+            keys: See `loss`.
+        """
+        first = not self._checked_on_device
+        hidden = self._hidden(tokens, positions, length, None, mask, keys, stream)
         check = first or not labels.is_cuda
+        return self._losses(hidden, self._head(None), labels, check=check, per_token=per_token)
+
+    def _losses(self, hidden: Tensor, head: Tensor, labels: Tensor, *, check: bool, per_token: bool) -> Tensor:
+        own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
 
     def advance(

@@ -166,10 +166,10 @@ def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False, 
     """
     tokens, labels, positions = batch.ids
     options: dict[str, Any] = {"per_token": True} if per_token else {}  # a class may have a `loss` without it
-    options |= {} if stream is None else {"stream": stream}
     if (keys := batch.dropout_keys) is not None:
         options["keys"] = keys
-    return model.loss(tokens, positions, labels, *_extent(batch), **options)
+    loss = model.loss if stream is None else partial(model.stage_loss, stream)
+    return loss(tokens, positions, labels, *_extent(batch), **options)
 
 
 def token_stream(model: "Llama", batch: LocalBatch, stream: Tensor | None) -> Tensor:

@@ -129,7 +129,7 @@ STAGES = ParallelConfig(pipeline_parallel=2)
 
 def train_and_die(folder: Path, name: str) -> None:
     """Train in stages, and be killed while a checkpoint is written beside training."""
-    run_program.train_and_die(folder, name, "tensor_files.SafetensorsWriter.write_run", 60, False, parallel=STAGES)
+    run_program.train_and_die(folder, name, "training._sync", 10, False, parallel=STAGES)
 
 
 def go_on(folder: Path, name: str) -> None:
