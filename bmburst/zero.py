@@ -363,9 +363,9 @@ def gather(
         for peer in receivers:
             if not empty and peer != shard.rank and shard.rank in shard.sources(peer):
                 bmt.nccl.send(flat, peer, shard.comm)
-        for peer in () if full is None else shard.sources(shard.rank):
+        for peer in shard.sources(shard.rank):
             begin, end = shard.ranges[peer]
-            if begin < end and peer != shard.rank:
+            if full is not None and begin < end and peer != shard.rank:
                 bmt.nccl.recv(FlatStorage(full[begin:end]), peer, shard.comm)
     if full is None:
         return None
