@@ -62,7 +62,12 @@ class TrainConfig:
         above=0,
         maximum=1e6,
     )
-    batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
+    batch_size: int = field(
+        "Sequences per step, over all data ranks. The default in a pipeline is a micro-batch for each stage.",
+        default=1,
+        unit="sequences",
+        minimum=1,
+    )
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )

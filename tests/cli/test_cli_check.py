@@ -227,11 +227,11 @@ def launches(here, monkeypatch):
 def test_float32_runs_on_all_ranks_and_on_one(launches, here, capsys):
     (here / "out").mkdir()
     (here / "out" / "x").touch()
-    argv = ["--config", "tiny.yaml", "--data-parallel", "2", "--nproc", "4", "--seed", "3", "--output", "out"]
-    argv += ["--tensor-parallel", "2"]
+    argv = ["--config", "tiny.yaml", "--data-parallel", "2", "--nproc", "8", "--seed", "3", "--output", "out"]
+    argv += ["--tensor-parallel", "2", "--pipeline-parallel", "2", "--batch-size", "4"]
     assert main(["check", *argv, "--check-steps", "5", "--parallel.transport", "gloo"]) == 0
     (one, alone, same_steps), (nproc, config, steps) = launches
-    assert (nproc, steps, one, same_steps) == (4, 5, 1, 5)
+    assert (nproc, steps, one, same_steps) == (8, 5, 1, 5)
     assert config.parallel.data_parallel == 2 and config.parallel.transport == "gloo"
     assert alone.mesh_shape(one) == MeshShape(1, 1)
     assert alone.parallel.transport == "auto", "one rank moves nothing"
@@ -241,9 +241,9 @@ def test_float32_runs_on_all_ranks_and_on_one(launches, here, capsys):
     out, err = capsys.readouterr()
     assert [line.split(":")[0] for line in err.splitlines()] == [
         "[1/2] one rank in float32",
-        "[2/2] 4 ranks (data 2 x sequence 1 x tensor 2) in float32",
+        "[2/2] 8 ranks (pipe 2 x data 2 x sequence 1 x tensor 2) in float32",
     ]
-    assert out.splitlines()[-1].startswith("ok: 4 ranks train as one does (relative error at most: gradient 1e-05")
+    assert out.splitlines()[-1].startswith("ok: 8 ranks train as one does (relative error at most: gradient 1e-05")
 
 
 def test_bfloat16_also_runs_one_rank_in_float32(launches, here, capsys):

@@ -1,15 +1,22 @@
 """What every rank does in the tests of the pipeline, and one rank alone for comparison."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.loss import global_mean
+from bmburst.mesh import Mesh, require_mesh
+from bmburst.schedule.documents import Documents
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
+from tests.refusals import refused
 from tests.train import run_program
 
 LAYERS, SKIPPED, SAVED, STEPS = 5, 2, 2, 4
@@ -51,11 +58,16 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
     """Train, skip a step, save, evaluate, and leave what came of it."""
     from bmburst.zero import gather, gradient_of, named_shards
 
+    if split == Split(2):
+        _refusals()
     for name in names:
         trainer = _trainer(folder, f"{name}-{split}", split, name)
+        if split == Split(2):
+            with refused(f"stage {trainer.mesh.stage} of 2"):
+                trainer.model.logits(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None])
         seen: dict[str, Any] = {"losses": [], "norms": [], "finite": [], "held": _held(trainer.model)}
         for step in range(1, STEPS + 1):
-            with _overflow(trainer, step == SKIPPED):
+            with _overflow(trainer, step == SKIPPED), _watched(trainer) if split.pipe > 1 else nullcontext():
                 facts = trainer.backward(trainer.next_batch())
             if step == 1:
                 shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
@@ -70,6 +82,39 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
         seen["tokens"], seen["skipped"] = facts.tokens, trainer.progress.skipped
         seen["eval"] = asdict(trainer.evaluate())
         torch.save(seen, folder / f"{name}-{split}-rank{trainer.runtime.rank}.pt")
+
+
+def _refusals() -> None:
+    """What BMTrain's own pipeline would compute wrongly, and what knows no stages."""
+    import bmtrain as bmt
+
+    from bmburst.attention.module import BurstAttention
+    from bmburst.launch.start import start
+    from bmburst.zero import named_shards
+
+    class Layer(bmt.DistributedModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = bmt.DistributedParameter(torch.ones(3))
+
+    mesh, one = Mesh.over_bmtrain(), torch.ones(())
+    q, documents = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0)), Documents((1, 3))
+    attention = BurstAttention(group=mesh.sequence)
+    for words, attempt in {
+        "global_mean over 2 ranks | 2 stages | 2 times too large": lambda: global_mean(one, 4, bmt.world_size()),
+        "Documents | 2 stages | rows of other ranks": lambda: attention(q, q, q, None, documents),
+        "tuple | 2 stages": lambda: attention(q, q, q, None, (documents,)),
+        "pipe 1 | BMTrain was started with 2": lambda: start(pipe=1),
+        "mesh has 2 stages | CPM-Live": lambda: require_mesh(mesh, "", "CPM-Live's"),
+        "PipelineTransformerBlockList | bmt.save": lambda: named_shards(
+            bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(2)])
+        ),
+    }.items():
+        with refused(words):
+            attempt()
+    assert global_mean(one, 4, mesh.shape.stage_size) == 0.25
+    assert torch.equal(attention(q, q, q, None, "causal"), attention(q, q, q))
+    BurstAttention(group=mesh.sequence, mask=documents)(q, q, q)
 
 
 def resume(folder: Path, split: Split, name: str, source: str, target: str) -> None:
@@ -100,6 +145,42 @@ def _overflow(trainer: Any, wanted: bool) -> Any:
     factor = float("inf") if wanted and is_last else 1.0
     scale = type(manager).scale_loss
     return patch.object(manager, "scale_loss", lambda loss: scale(manager, loss) * factor)
+
+
+@contextmanager
+def _watched(trainer: Any) -> Iterator[None]:
+    """Check that transfers read nothing on the host, and that ZeRO 2 gathers weights once a step.
+
+    The last norm is small, and is gathered in each micro-batch.
+    """
+    import bmtrain as bmt
+
+    from bmburst.blocks.stages import StageLink
+
+    model, exchange = trainer.model, StageLink.exchange
+
+    def watched(*args: Any, **options: Any) -> Any:
+        with _NoHostReads():
+            return exchange(*args, **options)
+
+    with (
+        patch.object(StageLink, "exchange", watched),
+        patch.object(bmt.nccl, "allGather", wraps=bmt.nccl.allGather) as gathers,
+    ):
+        yield
+    if trainer.config.parallel.zero_level == 2:
+        groups = [bmt.config[name] for name in ("pp_zero_comm", "pp_tp_zero_comm") if name in bmt.config]
+        made = sum(call.args[2] in groups for call in gathers.call_args_list)
+        tables = sum(hasattr(*each) for each in ((model.model, "embed_tokens"), (model, "lm_head")))
+        storages = sum(len(block._storage_info) for block in model.model.layers)
+        micro_batches = trainer.config.batch_size // trainer.mesh.shape.data
+        assert made == storages + tables + micro_batches * model.stage.is_last
+
+
+class _NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) -> Any:

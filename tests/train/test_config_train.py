@@ -276,7 +276,11 @@ def test_mesh(values, world, mesh):
             "tensor 4 | intermediate_size 510 | 3 and 5",
         ),
         ({"parallel.pipeline_parallel": 3}, 4, "pipeline_parallel 3 | 4 ranks | 1, 2, 4 | --nproc 3"),
-        ({"parallel.pipeline_parallel": 2}, 2, "pipeline_parallel 2 | 1 micro-batches | batch_size | --batch-size"),
+        (
+            {"parallel.pipeline_parallel": 2, "batch_size": 1},
+            2,
+            "pipeline_parallel 2 | 1 micro-batches | batch_size | --batch-size",
+        ),
         (
             {"parallel.pipeline_parallel": 2, "parallel.tensor_parallel": 2},
             6,
@@ -311,8 +315,11 @@ def test_what_stages_cannot_do_is_refused(options, words):
 
 
 def test_a_pipeline_takes_what_it_can_do_and_its_defaults():
-    config = resolve((), {"parallel.pipeline_parallel": 2, "batch_size": 2, "recompute": "block+first-1"})
+    config = resolve((), {"parallel.pipeline_parallel": "2", "recompute": "block+first-1"})
     config.validate(2)
+    assert config.batch_size == 2
+    wide = {"parallel.pipeline_parallel": 2, "parallel.data_parallel": 3, "micro_batch_size": 2}
+    assert resolve((), wide).batch_size == 12
     assert (config.sampled, resolve().sampled, resolve((), {"sample_tokens": 7}).sampled) == (0, 256, 7)
 
 
