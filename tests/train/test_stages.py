@@ -16,7 +16,7 @@ from tests.train import stages_program as program
 from tests.train.stages_program import ALONE, LAYERS, SKIPPED, STEPS, Split
 
 SQUARE = Split(2, sequence=2)
-SPLITS = [Split(2), SQUARE, *long(Split(4), Split(2, data=2), Split(2, tensor=2), Split(2, sequence=2, tensor=2))]
+SPLITS = [Split(2), SQUARE, *long(Split(4), Split(2, data=2), Split(2, sequence=2, tensor=2))]
 BOTH = pytest.mark.parametrize("split", SPLITS, ids=str)
 NAMES = pytest.mark.parametrize("name", ["plain", "tied", *long("lora", "offload")])
 
