@@ -344,6 +344,7 @@ def check_for_real(here, *argv):
     ("argv", "mesh", "against"),
     [
         (["--data-parallel", "2", "--batch-size", "6"], "data 2 x sequence 1", "one rank"),
+        pytest.param(["--pipeline-parallel", "2"], "pipe 2 x data 1 x sequence 1", "one rank", marks=pytest.mark.long),
         pytest.param(
             *(["--sequence-parallel", "2", "--dtype", "bfloat16"], "data 1 x sequence 2", "one rank in float32"),
             marks=pytest.mark.long,
