@@ -131,7 +131,7 @@ def resume(folder: Path, split: Split, name: str, source: str, target: str) -> N
 
 
 def result(folder: Path, split: Split, name: str, rank: int = 0) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / f"{name}-{split}-rank{rank}.pt", weights_only=True)
+    loaded: dict[str, Any] = torch.load(folder / f"{name}-{split}-rank{rank}.pt", map_location="cpu", weights_only=True)
     return loaded
 
 
