@@ -362,8 +362,10 @@ def test_two_ranks_train_as_one_does(here, argv, mesh, against):
     found = json.loads((here / "found.json").read_text())
     assert found["ok"] and len(found["steps"]) == 2
     # Two ranks round differently than one: no error at all would mean that one run was compared with itself.
-    assert 0 < found["all_tensors"]["gradient"]["error"] < (0.1 if "bfloat16" in argv else 1e-5)
-    assert found["all_tensors"]["change"]["error"] > 0
+    # Stages of one rank each do the same operations as one rank, so their bits are the same.
+    errors = [found["all_tensors"][kind]["error"] for kind in ("gradient", "change")]
+    assert errors[0] < (0.1 if "bfloat16" in argv else 1e-5)
+    assert errors == [0, 0] if "--pipeline-parallel" in argv else min(errors) > 0
     # Untrained, a byte costs about ln(260) nats, and two steps change something.
     first, second = (step["losses"][0] for step in found["steps"])
     assert first == pytest.approx(math.log(260), rel=0.05) and first != second

@@ -62,7 +62,7 @@ def test_a_rank_holds_the_layers_of_its_stage_only_and_ranks_hold_each_element_o
         is_first, is_last = stage == 0, stage == split.pipe - 1
         outside = {key for key in mine if ".layers." not in key}
         assert outside == {
-            *(["model.embed_tokens.weight"] if is_first or (is_last and name == "tied") else []),
+            *(["model.embed_tokens.weight"] if is_first or (is_last and is_tied) else []),
             *(["model.norm.weight"] if is_last else []),
             *(["lm_head.weight"] if is_last and not is_tied else []),
         }
