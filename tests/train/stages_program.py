@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": _SHARED
     | {"model": _TIED, "pack": "documents", "recompute": "block", "optimizer": OptimizerConfig(clip_norm=0.1)},
     "lora": _SHARED | {"model": _SHAPE, "lora": _LORA, "checkpoint_every": None},
-    "offload": _SHARED | {"model": _TIED, "recompute": "auto", "optimizer": OptimizerConfig(offload=True)},
+    "offload": _SHARED
+    | {"model": _TIED, "recompute": "auto", "optimizer": OptimizerConfig(offload=True, state="bfloat16")},
 }
 ZERO = {"plain": 3, "tied": 2, "lora": 2, "offload": 3}
 
