@@ -23,7 +23,8 @@ LAYERS, SKIPPED, SAVED, STEPS = 5, 2, 2, 4
 _SHAPE = replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, num_layers=LAYERS)
 _TIED = replace(_SHAPE, tie_embeddings=True)
 # 47 tokens are padded on 2 ranks. As many micro-batches as 4 stages, or as 2 stages with 2 data ranks each.
-_SHARED: dict[str, Any] = {"sequence_length": 47, "batch_size": 4, "keep_checkpoints": 9, "steps": 99}
+_SHARED: dict[str, Any] = {"sequence_length": 47, "batch_size": 4, "micro_batch_size": 1}
+_SHARED |= {"keep_checkpoints": 9, "steps": 99}
 _LORA = LoRAConfig(rank=2, dropout=0.1, modules_to_save=("lm_head",))
 CASES: dict[str, dict[str, Any]] = {
     "plain": _SHARED | {"model": _SHAPE, "recompute": "none"},
@@ -207,14 +208,14 @@ def write_text(folder: Path) -> None:
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
 
 
-STAGES = ParallelConfig(pipeline_parallel=2)
+STAGES: dict[str, Any] = {"parallel": ParallelConfig(pipeline_parallel=2), "micro_batch_size": 1}
 
 
 def train_and_die(folder: Path, name: str) -> None:
     """Train in stages, and be killed while a checkpoint is written beside training."""
-    run_program.train_and_die(folder, name, "training._sync", 10, False, parallel=STAGES)
+    run_program.train_and_die(folder, name, "training._sync", 10, False, **STAGES)
 
 
 def go_on(folder: Path, name: str) -> None:
     """Resume in stages."""
-    run_program.train(folder, name, resume=True, parallel=STAGES)
+    run_program.train(folder, name, resume=True, **STAGES)
