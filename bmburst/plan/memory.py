@@ -122,6 +122,7 @@ def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operato
     return replace(
         own,
         lines={**own.lines, **more},
+        outside={**own.outside, **_used(_libraries(candidate.task, hardware))},
         moments={name: nbytes + sum(more.values()) for name, nbytes in own.moments.items()},
         host={name: others * nbytes for name, nbytes in own.host.items()},
     )
