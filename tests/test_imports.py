@@ -74,6 +74,7 @@ BMTRAIN_AT_TOP = {
     "bmburst/blocks/model.py",
     "bmburst/blocks/recomputed.py",
     "bmburst/blocks/seq2seq.py",
+    "bmburst/blocks/stages.py",
     "bmburst/blocks/streamed.py",
     "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",

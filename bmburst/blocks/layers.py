@@ -259,6 +259,21 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(rows, features, dtype=dtype)
+        self._kept: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """Return the gathered table; inside `gathered` the same one each time."""
+        return self.weight if self._kept is None else self._kept
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the table once for many forward and backward passes, and reduce its gradient once, at the end."""
+        weight = self.weight
+        self._kept = weight.detach().requires_grad_(weight.requires_grad)
+        yield
+        gradient, self._kept = self._kept.grad, None
+        if gradient is not None:
+            torch.autograd.backward(weight, gradient)
 
 
 def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | None = None) -> Tensor:

@@ -194,7 +194,13 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
     alone = dataclasses.replace(
-        config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, head_parallel=None, transport="auto"
+        config.parallel,
+        pipeline_parallel=1,
+        data_parallel=1,
+        sequence_parallel=1,
+        tensor_parallel=1,
+        head_parallel=None,
+        transport="auto",
     )
     runs = [
         _CheckRun(name="ranks", nproc=nproc, config=config),

@@ -422,6 +422,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
             "parallel.tensor_parallel",
         ): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
         (
+            "pipeline_parallel",
+            "parallel.pipeline_parallel",
+        ): "pp pipe pipe_size pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
+        (
             "head_parallel",
             "parallel.head_parallel",
         ): "ulysses ulysses_degree ulysses_size ulysses_sequence_parallel_size",

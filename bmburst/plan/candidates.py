@@ -1,8 +1,9 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
-placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost, tensor ranks,
-ranks that exchange heads (Ulysses), the ring or gather between such groups, and data parallel ranks.
+A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage.
+Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost,
+tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and
+stages of a pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -194,6 +195,7 @@ class Candidate:
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
         layer: If `recompute` differs by layer, the policy of the layers that are predicted.
         offload: What is in host memory.
+        pipe: Stages of a pipeline.
     """
 
     task: Task
@@ -207,11 +209,12 @@ class Candidate:
     ring_tensors: str = "auto"
     layer: Policy | None = None
     offload: Offload = Offload.NOTHING
+    pipe: int = 1
 
     @cached_property
     def sequence(self) -> int:
         """Number of ranks that share a sequence."""
-        return self.task.gpus // (self.data * self.tensor)
+        return self.task.gpus // (self.pipe * self.data * self.tensor)
 
     @cached_property
     def groups(self) -> int:
@@ -354,7 +357,8 @@ class Candidate:
     def name(self) -> str:
         """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
-        mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
+        pipe = f"pipe {self.pipe} x " if self.pipe > 1 else ""
+        mesh = f"{pipe}data {self.data} x sequence {self.sequence}{tensor}"
         policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
         return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
 

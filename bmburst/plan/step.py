@@ -25,6 +25,7 @@ from bmburst.plan.counts import (
     vocabulary_matrices,
 )
 from bmburst.plan.memory import block_bytes
+from bmburst.plan.stages import ends, send_seconds, stage_of
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
@@ -48,6 +49,7 @@ class StepTime:
         optimizer: AdamW and clipping.
         host: Time by which the host is slower than the GPU.
         reference: Forward pass of the reference model in preference training, else 0.
+        pipeline: Stages that wait for others (the bubble), and transfers between stages.
     """
 
     attention: float
@@ -61,6 +63,7 @@ class StepTime:
     optimizer: float
     host: float
     reference: float = 0.0
+    pipeline: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,8 +87,35 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    if candidate.pipe > 1:
+        return _pipeline_time(candidate, hardware, operators)
+    return _step_time(candidate, hardware, operators, has_head=True)
+
+
+def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
+    """Return the seconds of the slowest stage, whose micro-batches the others wait for.
+
+    The first stage waits for the last one as long as `pipe - 1` micro-batches take.
+    """
+    slowest, stages = None, candidate.pipe
+    for number in ends(candidate):
+        stage = stage_of(candidate, number)
+        time = _step_time(stage, hardware, operators, has_head=number == stages - 1)
+        if stage.zero == 2:  # weights are gathered and gradients scattered once a step, and nothing hides it
+            once = 2 * stage.task.model.num_layers * _gather(stage, hardware)
+            time = replace(time, zero=once if stage.task.gpus > stage.tensor else 0.0)
+        if slowest is None or time.total > slowest.total:
+            slowest = time
+    assert slowest is not None
+    bubble = (slowest.total - slowest.optimizer) * (stages - 1) / candidate.micro_steps
+    return replace(slowest, pipeline=bubble + send_seconds(candidate, hardware))
+
+
+def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> StepTime:
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     parts = _outside_layers(candidate, hardware, operators)
+    if not has_head:
+        parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():

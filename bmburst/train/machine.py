@@ -60,6 +60,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         task=task,
         data=shape.data,
         tensor=shape.tensor,
+        pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
         transport=_transport(parallel.transport, hardware),

@@ -55,7 +55,7 @@ def beginning(
     whole = f" and {counted(saved)} of whole modules" if (saved := config.lora.saved(model)) else ""
     trained = f", {counted(adapters)} of adapters{whole} trained" if adapters else ""
     tokens = config.batch_size * config.sequence_length
-    axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
+    axes = [(axis, getattr(shape, axis)) for axis in ("pipe", "data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
     epochs = config.epochs or config.steps * config.batch_size / max(sequences[0], 1)
     rows = [

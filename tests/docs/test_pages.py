@@ -48,6 +48,12 @@ def test_a_wrapped_program_prints_the_same_on_one_and_two_ranks(bmtrain: Page) -
     assert losses[4:] == pytest.approx(losses[:4], abs=2e-4)
 
 
+def test_a_program_in_bmtrains_pipeline_prints_the_same_on_one_rank_and_in_stages(bmtrain: Page) -> None:
+    losses = _losses(bmtrain, "stages")
+    _assert_learned(losses[:4])
+    assert losses[4:] == pytest.approx(losses[:4], abs=2e-4)
+
+
 def test_model_centers_llama_prints_the_same_on_one_and_two_ranks(model_center: Page) -> None:
     one, two = _losses(model_center, "1 ranks, step"), _losses(model_center, "2 ranks, step")
     _assert_learned(one)
