@@ -47,6 +47,8 @@ def candidates(
     """
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
+    if task.lora is not None and tensor is not None:
+        task.lora.require_tensor(min(tensor))
     found = [
         replace(each, recompute=policy, zero=stage)
         for data, degree in _meshes(task, tensor)
@@ -66,7 +68,7 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
             continue
         if not can_share(degree, model.num_heads, model.num_kv_heads):
             continue
-        if degree > 1 and not model.shares_matrices:
+        if degree > 1 and (not model.shares_matrices or (task.lora is not None and task.lora.is_4bit)):
             continue
         rest = task.gpus // degree
         for data in divisors(passes):
