@@ -87,25 +87,34 @@ class Layout:
         return -(-self.numbers // 2)
 
     @property
-    def head(self) -> int:
-        """Words before the codes of numbers: factors, the offset, and codes of scales."""
-        return self.groups + 1 + -(-self.blocks // _WORD)
+    def code_words(self) -> int:
+        """Words of the codes of numbers, which come first: a kernel reads most from there, aligned as the words."""
+        return -(-self.code_bytes // _WORD)
 
     @property
     def words(self) -> int:
-        """All words."""
-        return self.head + -(-self.code_bytes // _WORD)
+        """All words: codes of numbers; then codes of scales, factors and the offset, which make the scales."""
+        return self.code_words + -(-self.blocks // _WORD) + self.groups + 1
 
     def codes_in(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the range of bytes of codes in the words [begin, end)."""
-        first, last = (min(max(at - self.head, 0) * _WORD, self.code_bytes) for at in (begin, end))
-        return first, last
+        """Return the range of bytes of codes of numbers in the words [begin, end)."""
+        return min(begin * _WORD, self.code_bytes), min(end * _WORD, self.code_bytes)
 
-    def split(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return views of packed words: factors and offset, fp32; codes of scales and of numbers, uint8."""
-        factors, offset = words[: self.groups], words[self.groups]
-        scales = words[self.groups + 1 : self.head].view(torch.uint8)[: self.blocks]
-        return factors, offset, scales, words[self.head :].view(torch.uint8)[: self.code_bytes]
+    def codes(self, words: Tensor) -> Tensor:
+        """Return the codes of numbers in packed words, uint8, a view."""
+        return words[: self.code_words].view(torch.uint8)[: self.code_bytes]
+
+    def of_scales(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of the scales, views: codes, uint8; factors and offset, fp32.
+
+        Args:
+            words: Packed words, or the last of them from the scales on.
+        """
+        codes, factors = (
+            words[-self.groups - 1 - -(-self.blocks // _WORD) : -self.groups - 1],
+            words[-self.groups - 1 :],
+        )
+        return codes.view(torch.uint8)[: self.blocks], factors[:-1], factors[-1]
 
 
 def bits(numbers: int) -> float:
@@ -130,20 +139,20 @@ def number_codes(numbers: Tensor, maxima: Tensor) -> Tensor:
     return codes[:, 0] << 4 | codes[:, 1]
 
 
-def packed_head(maxima: Tensor) -> Tensor:
-    """Return the words before the codes of numbers, given the maxima of all blocks of a matrix."""
+def packed_scales(maxima: Tensor) -> Tensor:
+    """Return the words after the codes of numbers, given the maxima of all blocks of a matrix."""
     offset = maxima.mean()
     rows = _in_rows(maxima - offset, GROUP)
     factors = rows.abs().amax(1)
     codes = _nearest(_over(rows, factors), scale_values(maxima.device)).view(-1)[: len(maxima)]
-    return torch.cat((factors, offset[None], in_words(codes)))
+    return torch.cat((in_words(codes), factors, offset[None]))
 
 
 def quantize(matrix: Tensor) -> Tensor:
     """Return a matrix of a 16-bit dtype or fp32 in packed words, fp32 `[Layout.words]`. Wider numbers become fp32."""
     numbers = matrix.reshape(-1)
     maxima = block_maxima(numbers)
-    return torch.cat((packed_head(maxima), in_words(number_codes(numbers, maxima))))
+    return torch.cat((in_words(number_codes(numbers, maxima)), packed_scales(maxima)))
 
 
 def dequantize(words: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -161,8 +170,7 @@ def dequantize(words: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     if fused := triton_twin("triton_nf4", out, words):
         fused.dequantize(words, out)
     else:
-        _, _, _, codes = Layout(size).split(words)
-        out.copy_(numbers_of(codes, block_scales(words, size))[:size])
+        out.copy_(numbers_of(Layout(size).codes(words), block_scales(words, size))[:size])
     return out.view(shape)
 
 
@@ -183,9 +191,9 @@ def require_device(like: Tensor) -> None:
 
 
 def block_scales(words: Tensor, size: int) -> Tensor:
-    """Return the scales of the blocks of a packed matrix of `size` numbers, fp32; `words` may end with the head."""
+    """Return the scales of the blocks of a packed matrix of `size` numbers, fp32; `words` as in `Layout.of_scales`."""
     layout = Layout(size)
-    factors, offset, codes, _ = layout.split(words)
+    codes, factors, offset = layout.of_scales(words)
     products = scale_values(words.device)[codes.int()] * factors.repeat_interleave(GROUP)[: layout.blocks]
     return products + offset
 

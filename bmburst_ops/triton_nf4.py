@@ -18,11 +18,11 @@ def dequantize(words: Tensor, out: Tensor) -> None:
     layout = Layout(out.numel())
     if not layout.numbers:
         return
-    factors, offset, scales, codes = layout.split(words)
+    scales, factors, offset = layout.of_scales(words)
     values = number_values(words.device), scale_values(words.device)
     with torch.cuda.device_of(out):  # Triton launches on the current device, wherever the tensors are
         _dequantize_kernel[(triton.cdiv(layout.code_bytes, _BYTES),)](
-            *(codes, scales, factors, offset, *values, out, layout.numbers),
+            *(layout.codes(words), scales, factors, offset, *values, out, layout.numbers),
             **{"BYTES": _BYTES, "BLOCK": NF4_BLOCK, "GROUP": NF4_GROUP},
             enable_fp_fusion=False,  # a scale is rounded twice, as in bitsandbytes
         )
@@ -42,5 +42,5 @@ def _dequantize_kernel(
     scale = tl.load(scale_values + code) * factor + tl.load(offset)
     first = tl.load(number_values + (pairs >> 4)) * scale
     second = tl.load(number_values + (pairs & 15)) * scale
-    tl.store(out + 2 * at, first.to(out.dtype.element_ty), mask=is_there)
-    tl.store(out + 2 * at + 1, second.to(out.dtype.element_ty), mask=2 * at + 1 < count)
+    place = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
+    tl.store(out + place, tl.interleave(first, second).to(out.dtype.element_ty), mask=place < count)

@@ -44,8 +44,8 @@ def quantized_piece(shard: "NamedShard", read: Read, shape: tuple[int, int], dty
         maxima[blocks] = nf4.block_maxima(numbers)
         codes = nf4.number_codes(numbers, maxima[blocks])[first - begin // 2 : last - begin // 2]
     maxima = bmt.distributed.all_reduce(maxima, op="max")
-    head = nf4.packed_head(maxima)[shard.begin : shard.end]
-    return torch.cat((head, nf4.in_words(codes)))
+    begin, end = (max(at - layout.code_words, 0) for at in (shard.begin, shard.end))
+    return torch.cat((nf4.in_words(codes), nf4.packed_scales(maxima)[begin:end]))
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Dequantized:
         """
         if name != self._name:
             self._maxima = torch.cat([nf4.block_maxima(read(*piece).to(self.dtype)) for piece in _pieces(size)])
-            self._scales, self._name = nf4.block_scales(nf4.packed_head(self._maxima), size), name
+            self._scales, self._name = nf4.block_scales(nf4.packed_scales(self._maxima), size), name
         first, last = begin // NF4_BLOCK, -(-end // NF4_BLOCK)
         start = first * NF4_BLOCK
         codes = nf4.number_codes(read(start, min(last * NF4_BLOCK, size)).to(self.dtype), self._maxima[first:last])

@@ -31,7 +31,8 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(name):
     weight = THEIRS[f"{name}.weight"]
     words = nf4.quantize(weight)
     layout = nf4.Layout(weight.numel())
-    parts = dict(zip(("factors", "offset", "scales", "codes"), layout.split(words), strict=True))
+    parts = dict(zip(("scales", "factors", "offset"), layout.of_scales(words), strict=True))
+    parts["codes"] = layout.codes(words)
     for part, found in parts.items():
         assert torch.equal(found.reshape(-1), THEIRS[f"{name}.{part}"]), part
     assert len(words) == layout.words
