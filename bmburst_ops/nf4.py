@@ -2,8 +2,8 @@
 
 A matrix is flattened and cut into blocks of 64 numbers. A block's largest magnitude is its scale, and each number over
 the scale is rounded to the nearest of the 16 values `VALUES`. The scales are quantized, too: their mean is the offset,
-and each 256 scales minus the offset are rounded to the nearest of the 256 values `SCALES` times their largest
-magnitude. A number needs 4.127 bits.
+and each 256 scales minus the offset are rounded to the nearest of the 256 `scale_values` times their largest
+magnitude: bitsandbytes' dynamic map of 8 bits. A number needs 4.127 bits.
 
 This is what `bitsandbytes.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)`
 stores, in its arithmetic: fp32, factors instead of quotients, the lower value in a tie. (On CPUs, bitsandbytes 0.50
@@ -23,6 +23,7 @@ from bmburst_ops import NF4_BLOCK as BLOCK
 from bmburst_ops import NF4_GROUP as GROUP
 from bmburst_ops.errors import KernelError
 from bmburst_ops.fused import triton_twin
+from bmburst_ops.moments import table
 
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -33,32 +34,17 @@ VALUES = (
 """The values of the 16 codes of a number (QLoRA, appendix E)."""
 _WORD = 4  # bytes
 _LEAST = 1e-38  # the smallest divisor
-_DECADES = 7  # powers of ten that the values of scales span
 
 
 @cache
-def _scale_values() -> tuple[float, ...]:
-    """Return the 256 values of a scale's code: bitsandbytes' dynamic map with a sign (arXiv:1511.04561, 2110.02861).
-
-    The i-th power of ten has 2^i values of each sign, in the middles of equal intervals between 0.1 and 1 times it.
-    """
-    found = [0.0, 1.0]
-    for decade in range(_DECADES):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = (edges[:-1] + edges[1:]) / 2.0
-        power = 10 ** (decade + 1 - _DECADES)
-        found += (power * middles).tolist() + (-power * middles).tolist()
-    return tuple(sorted(found))
-
-
-def scale_values(device: torch.device | str = "cpu") -> Tensor:
-    """Return the values of the 256 codes of a scale, ascending, fp32."""
-    return torch.tensor(_scale_values(), dtype=torch.float32, device=device)
-
-
-def number_values(device: torch.device | str = "cpu") -> Tensor:
-    """Return `VALUES`, fp32."""
+def number_values(device: torch.device) -> Tensor:
+    """Return `VALUES`, fp32 `[16]`."""
     return torch.tensor(VALUES, dtype=torch.float32, device=device)
+
+
+def scale_values(device: torch.device) -> Tensor:
+    """Return the values of the codes of a scale, ascending, fp32 `[256]`."""
+    return table(device, signed=True)
 
 
 @dataclass(frozen=True, slots=True)
