@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
-from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
+from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
+from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.stages import Stage, StageBlocks, add_tied_gradients, gathered_blocks
@@ -28,6 +29,7 @@ from bmburst.recompute.policy import Policy
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.zero import describe, named_shards, scatter
+from bmburst_ops import nf4
 from bmburst_ops.errors import KernelError
 from bmburst_ops.rms_norm import choose_norm
 
@@ -44,20 +46,30 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
 
     Weights are drawn in fp32 and rounded: runs in two dtypes start from the same weights up to rounding.
     """
+    quantized = quantized_linears(model)
     for shard in named_shards(model):
         if not shard.count:
             continue
         device = shard.device
+        if (linear := quantized.get(shard.name)) is not None:
+            name, dtype = f"{shard.name.removesuffix(NF4)}weight", linear.weight.dtype
+            weight = draw_normal(linear.shape, _std(config, name), f"{seed} {name}", device)
+            scatter(shard, nf4.quantize(weight.to(dtype)))
+            continue
         if shard.name.endswith((".lora_A", ".lora_B")):
             scatter(shard, _adapter(shard.shape, f"{seed} {shard.name}", device, is_zero=shard.name.endswith("B")))
             continue
         if len(shard.shape) == 1:
             scatter(shard, torch.full(shard.shape, 0.0 if shard.name.endswith("bias") else 1.0, device=device))
             continue
-        shrinks = config.scale_depth is None and shard.name.endswith(_INTO_THE_STREAM)
-        depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
-        std = config.matrix_std / depth if _IN_BLOCKS in shard.name else config.init_std
-        scatter(shard, draw_normal(shard.shape, std, f"{seed} {shard.name}", device))
+        scatter(shard, draw_normal(shard.shape, _std(config, shard.name), f"{seed} {shard.name}", device))
+
+
+def _std(config: LlamaConfig, name: str) -> float:
+    """Return the standard deviation of a fresh matrix."""
+    shrinks = config.scale_depth is None and name.endswith(_INTO_THE_STREAM)
+    depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
+    return config.matrix_std / depth if _IN_BLOCKS in name else config.init_std
 
 
 def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero: bool) -> Tensor:
@@ -102,14 +114,17 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         super().__init__()
         self.config, self.tensor, self.stage, self.dtype = config, tensor, stage, dtype
         store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
+        is_4bit = lora is not None and lora.is_4bit
 
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
             if offload_weights:
-                made = StreamedBlock(block, copies, number)
+                made = (StreamedFourBitBlock if is_4bit else StreamedBlock)(block, copies, number)
                 if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                     host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
                     host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
                 return made
+            if is_4bit:
+                return FourBitBlock(block, zero_level)
             # bmburst.recompute replaces BMTrain's checkpointing, which would run the ring a second time.
             return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
 
@@ -180,7 +195,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         offload_weights: Whether weights and gradients of the blocks are kept in host memory and copied to the GPU
             block by block. Needs `zero_level` 3; training also needs `bmburst.optim.AdamW(offload=True)`.
         host_memory: Allocator of pinned memory, for weights and for activations that recompute policies offload.
-        lora: Low-rank adapters to train; the weights are then frozen. Default: the weights are trained.
+        lora: Low-rank adapters to train; the weights are then frozen, and those of matrices in blocks in 4 bits if
+            its base says so. Default: the weights are trained.
         kept_apart: What the optimizer treats differently from other parameters of a block, from
             `bmburst.blocks.kinds.apart`. Default: it treats all matrices alike, and all vectors.
         stage: The part of the model that this rank has, from `bmburst.blocks.stages.Stage.of_bmtrain`. Default: all.
@@ -225,6 +241,10 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             lora.require_model(config)
         tensor = TensorGroup.of_bmtrain()
         policy.require_tensor(tensor.size)
+        if lora is not None:
+            lora.require_tensor(tensor.size)
+            if lora.is_4bit:
+                _require_kernel(partial(nf4.require_device, torch.empty(1, dtype=dtype).cuda()))
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
             raise UserError(
@@ -457,10 +477,14 @@ def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
         return
     for features in (config.hidden_size, config.head_dim) if config.qk_norm else (config.hidden_size,):
         row = torch.empty(features, dtype=dtype).cuda()  # the device of BMTrain's parameters
-        try:
-            choose_norm(kernel, row, row)
-        except KernelError as error:
-            raise UserError(str(error)) from None
+        _require_kernel(partial(choose_norm, kernel, row, row))
+
+
+def _require_kernel(find: Callable[[], object]) -> None:
+    try:
+        find()
+    except KernelError as error:
+        raise UserError(str(error)) from None
 
 
 def within(window: int | None, mask: MaskOption | None) -> MaskOption | None:

@@ -155,7 +155,7 @@ def _plan(weights: Weights, target: str, dtype: torch.dtype | None) -> list[_Ten
     plan = []
     for name, (file, inside) in weights.places.items():
         named = model_center_name(name) if target == MODEL_CENTER else name
-        plan.append(_Tensor(name, named, file.shapes[inside], dtype or weights.read(name, 0, 1).dtype))
+        plan.append(_Tensor(name, named, file.shapes[inside], dtype or weights.dtype_of(name)))
     if target == MODEL_CENTER:
         ModelCenterConfig.of(weights.config, _common_dtype(plan))
     return plan

@@ -54,6 +54,7 @@ _SETTINGS = MappingProxyType(
         "optimizer.offload": "tried only if GPU memory is too small",
         "optimizer.state": "float32",
         "lora.rank": "0: all weights; with --longest both, with rank 16",
+        "lora.base": "dtype",
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
         "lora.modules_to_save": "none",

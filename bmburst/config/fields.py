@@ -406,6 +406,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("data.chat_template", "chat_template"): "template chat_template_path",
         ("pack",): "packing sample_packing pack_sequences",
         ("lora.rank", "lora"): "lora_r lora_rank r rank peft adapter",
+        ("lora.base",): "load_in_4bit qlora quantization_bit quantization bnb_4bit_quant_type",
         ("lora.alpha",): "lora_alpha alpha",
         ("lora.targets",): "lora_target lora_target_modules target_modules lora_target_linear",
         ("lora.dropout",): "lora_dropout",

@@ -91,7 +91,7 @@ class Source:
             found: torch.dtype = getattr(torch, name)
             return found
         first = next(name for name in self.weights.places if name.endswith("q_proj.weight"))
-        return self.weights.read(first, 0, 1).dtype
+        return self.weights.dtype_of(first)
 
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the weights in the dtype of inference."""

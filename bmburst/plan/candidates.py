@@ -14,7 +14,7 @@ from typing import Literal, cast
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
@@ -141,6 +141,11 @@ class Task:
     def adapters(self) -> int:
         """Number of parameters of the adapters."""
         return self.lora.parameters(self.model) if self.lora else 0
+
+    @property
+    def four_bit_saving(self) -> float:
+        """Bytes by which the shards of all blocks are smaller because their matrices are in 4 bits."""
+        return self.model.num_layers * four_bit_saving(self.model, self.lora, self.itemsize)
 
     @property
     def itemsize(self) -> int:

@@ -136,13 +136,13 @@ def host_state(candidate: Candidate) -> Lines:
     if candidate.offload is Offload.OPTIMIZER:
         return {"optimizer": task.trained / nodes * adam_bytes(task.dtype, task.state)}
     blocks = block_parameters(task.model, task.lora) / nodes
-    trained = task.trained_in_blocks / nodes
+    trained, saved = task.trained_in_blocks / nodes, task.four_bit_saving / nodes
     state = trained * adam_bytes(task.dtype, task.state, with_weights=True)
     state += (task.trained / nodes - trained) * adam_bytes(task.dtype, task.state)
     reference = (
         {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}
     )
-    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize, **reference}
+    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize - saved, **reference}
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:

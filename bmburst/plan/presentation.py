@@ -50,6 +50,7 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--host-memory", f"{task.host_memory:g}G"]
     if task.lora is not None:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
+        words += ["--lora.base", task.lora.base] if task.lora.is_4bit else []
         for name in ("targets", "rank_pattern", "modules_to_save"):
             if value := getattr(task.lora, name):
                 words += [f"--lora.{name}", ",".join(value)]

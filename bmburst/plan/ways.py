@@ -53,6 +53,8 @@ def candidates(
     """
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
+    if task.lora is not None and tensor is not None:
+        task.lora.require_tensor(min(tensor))
     found = [
         replace(each, recompute=policy, zero=stage)
         for stages in pipe
@@ -75,7 +77,7 @@ def _meshes(task: Task, tensor: Sequence[int] | None, stages: int = 1) -> Iterat
             continue
         if not can_share(degree, model.num_heads, model.num_kv_heads):
             continue
-        if degree > 1 and not model.shares_matrices:
+        if degree > 1 and (not model.shares_matrices or (task.lora is not None and task.lora.is_4bit)):
             continue
         rest = task.gpus // stages // degree
         if (task.gpus // stages) % degree:

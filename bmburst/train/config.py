@@ -230,6 +230,7 @@ class TrainConfig:
                 "allowed: pack trees, the default for preference pairs, and documents\nfix: --pack trees"
             )
         self.lora.require_model(self.model)
+        self.lora.require_tensor(self.parallel.tensor_parallel)
         self._require_plain_pairs()
         if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
             raise UserError(
