@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
 
 The step is that of docs/hugging_face.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around
-each decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per weight
-over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta device and
-filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on the slowest
-rank, in which the host waits for the loss, like a script that prints it. Peaks are those of torch's allocator.
+each decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per
+weight over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta
+device and filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on
+the slowest rank, in which the host waits for the loss, like a script that prints it. Peaks are those of torch's
+allocator.
 """
 
 import argparse

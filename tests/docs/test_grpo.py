@@ -1,4 +1,4 @@
-"""GRPO in docs/hugging_face.md: on 2 ranks the script trains as TRL on 2 processes, and the text is what the code does."""
+"""GRPO in docs/hugging_face.md: on 2 ranks the script trains as TRL on 2 processes; the text is what the code does."""
 
 import re
 

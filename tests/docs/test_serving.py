@@ -1,4 +1,4 @@
-"""Serving in docs/inference.md: its server starts, its script asks it, and its table names every status of an answer."""
+"""Serving in docs/inference.md: its server starts, its script asks it, and its table has every status of an answer."""
 
 import re
 import subprocess
