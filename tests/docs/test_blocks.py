@@ -105,7 +105,7 @@ def test_an_adapter_is_trained_resumed_merged_and_evaluated(run_page) -> None:
 
 def test_the_numbers_of_an_adapter_are_as_said() -> None:
     count = LoRAConfig(rank=16).parameters(preset("llama-3-8b"))
-    assert f"{count:,} numbers for llama-3-8b with rank 16" in PATHS["fine_tuning.md"].read_text()
+    assert f"{count:,} numbers for llama-3-8b with rank 16" in " ".join(text_of("fine_tuning.md").split())
 
 
 def test_the_first_training_run_is_a_run(run_page) -> None:
@@ -130,7 +130,7 @@ def test_fields_that_the_text_names_are_written() -> None:
     assert table is not None
     named = [name for row in table[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(StepMetrics.__dataclass_fields__)
-    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", text)
+    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", " ".join(text.split()))
     assert sentence is not None
     assert re.findall(r"`(\w+)`", sentence[1]) == list(EvalMetrics.__dataclass_fields__)
 
