@@ -38,6 +38,11 @@ def checkpoint_to_resume(folder: Path) -> Path:
     return newest
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds files of a run, or its configuration."""
+    return any((folder / name).exists() for name in (CONFIG_FILE, *RUN_TRACES))
+
+
 def lock(stack: contextlib.ExitStack, folder: Path) -> None:
     """Lock a run folder until the stack is closed.
 
