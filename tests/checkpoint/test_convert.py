@@ -230,7 +230,7 @@ def test_numbers_are_mapped_where_torch_would_have_them(tmp_path: Path, source: 
 
 
 def test_a_file_of_torch_that_cannot_be_written_leaves_nothing(tmp_path: Path, source: Path) -> None:
-    (weights,) = source.glob("*.safetensors")
+    weights = next(source.glob("*.safetensors"))
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     try:
