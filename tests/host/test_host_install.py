@@ -2,25 +2,30 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ports import held_port
+from tests.distributed.started import Python, run_python
 from tests.refusals import says
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process that no launcher has started."""
+# What glibc does with two of its settings as a process begins, which is one that was forked here.
+SET = """
+import ctypes
+ctypes.CDLL(None).mallopt(-3, 4096)  # M_MMAP_THRESHOLD
+ctypes.CDLL(None).mallopt(-1, 0)  # M_TRIM_THRESHOLD
+"""
+
+
+def python(*words: str, first: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that no launcher has started."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], env=clean, capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_python(*words, cwd=ROOT, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | environment, first=first)
 
 
 def test_others_see_the_truth_and_bmtrain_what_it_needs() -> None:
@@ -43,7 +48,7 @@ host.install()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def layers():  # two tensors of 4 MiB and one of 16 MiB: memory that a layer takes and frees
-    for _ in range(20):
+    for _ in range(5):
         kept = [torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(1 << 22)]
 rounds = []
 for _ in range(4):  # memory that is in use elsewhere may cost one of them new pages, once
@@ -55,11 +60,12 @@ print(min(rounds[1:]))
 
 
 def test_freed_memory_is_kept_for_the_next_tensors() -> None:
-    pages = 20 * (24 << 20) // 4096  # that the kernel would clear, or a share of it where it has huge ones
+    pages = 5 * (24 << 20) // 4096  # that the kernel would clear, or a share of it where it has huge ones
     assert int(python("-c", PAGES).stdout) < pages // 100
+    assert int(python("-c", PAGES, first=SET).stdout) < pages // 100
     tunables = "glibc.malloc.mmap_threshold=4096:glibc.malloc.trim_threshold=0"
     for given in ({"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "4096"}, {"GLIBC_TUNABLES": tunables}):
-        assert int(python("-c", PAGES, **given).stdout) > pages // 100
+        assert int(python("-c", PAGES, first=SET, **given).stdout) > pages // 100
 
 
 REFUSED = """
@@ -152,15 +158,12 @@ def leave(sender: str, receiver: str, last_words: bool = False) -> list[tuple[in
     with held_port() as port:
         for rank in ("0", "1"):
             environment = os.environ | dict(zip(LAUNCHED, (rank, "2", rank, "2", "localhost", str(port)), strict=True))
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-            ranks.append(
-                subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
-            )
+            ranks.append(Python(["-c", program], cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}))
         try:
             said = [process.communicate(timeout=60)[1] for process in ranks]
         finally:
             for process in ranks:
-                process.kill()
+                process.close()
     return [(process.returncode, text) for process, text in zip(ranks, said, strict=True)]
 
 
@@ -188,5 +191,6 @@ def test_a_rank_that_fails_waits_for_nobody() -> None:
 
 
 def test_what_scripts_ask_of_torch_cuda_is_there() -> None:
-    done = python("-W", "error", str(Path(__file__).parent / "programs" / "torch_cuda.py"))
+    warned = "import warnings; warnings.simplefilter('error')"
+    done = python(str(Path(__file__).parent / "programs" / "torch_cuda.py"), first=warned)
     assert (done.returncode, done.stdout) == (0, "as on a GPU\n"), done.stderr

@@ -28,11 +28,12 @@ def start(tmp_path):
     """Start `bmburst launch` on a script's text; whatever is left of it at the end of the test is killed.
 
     `first` is Python that the launcher's process runs before it launches. The launcher has imported torch already, but
-    for a `fresh` one, which is `python -m bmburst`; ranks begin with nothing.
+    for a `fresh` one, which is `python -m bmburst`; ranks begin with nothing, but for `forked` ones: for scripts that
+    need torch.
     """
     started = []
 
-    def start(text, *options, nproc=2, args=(), target=None, first="", fresh=False):
+    def start(text, *options, nproc=2, args=(), target=None, first="", fresh=False, forked=False):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(text))
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
@@ -41,8 +42,8 @@ def start(tmp_path):
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
         environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
         words = ["launch", f"--nproc={nproc}", "--no-host-runtime", *options, "--", *(target or (str(script),)), *args]
-        begin = fresh_program if fresh else partial(Program, first=first)
-        assert not (fresh and first)
+        begin = fresh_program if fresh else partial(Program, first=first, forked=forked)
+        assert not (fresh and (first or forked))
         process = begin(words, cwd=tmp_path, env=environ)
         started.append(process)
         return process

@@ -1,5 +1,6 @@
 """What a run opens to others: sockets on loopback alone, and ports that are told when taken."""
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from bmburst.errors import UserError
 from bmburst.host.stores import address_of, listen, owner_of, tcp_sockets
 from tests.distributed.ports import held_port
+from tests.distributed.started import Python, run_python
 from tests.launch.launcher import ended, lines_of, start
 from tests.refusals import says
 
@@ -91,7 +93,7 @@ def test_this_way_of_connecting_finds_an_open_door():
 
 
 def test_a_run_on_one_node_listens_on_loopback_alone(start):
-    process = start(MEETING)
+    process = start(MEETING, forked=True)
     ranks = {int(line) for line in lines_of(process, 2)}
     found = listening_ports(process.pid)
     assert process.pid in found and ranks <= set(found), found  # the store; gloo in every rank
@@ -105,18 +107,12 @@ def test_ranks_that_no_launcher_of_ours_started_listen_on_loopback_too(size, tmp
     script.write_text("\n".join(line[4:] for line in MEETING.splitlines()))
     launched = ("RANK", "WORLD", "LOCAL", "MASTER", "TORCHELASTIC", "GLOO", "NCCL", "SLURM", "BMBURST")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    root = str(Path(__file__).parents[2])
-    environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with held_port() as port:
         if size > 1:
             environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port)}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environ | {"RANK": str(rank), "WORLD_SIZE": str(size)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            Python([str(script)], cwd=tmp_path, env=environ | {"RANK": str(rank), "WORLD_SIZE": str(size)})
             for rank in range(size)
         ]
         try:
@@ -126,34 +122,28 @@ def test_ranks_that_no_launcher_of_ours_started_listen_on_loopback_too(size, tmp
                 assert_refused_from_outside(listening_ports(process.pid)[process.pid])
         finally:
             for process in ranks:
-                process.kill()
-                process.communicate()
+                process.close()
 
 
-def test_a_taken_master_port_is_told_by_start_too():
+def test_a_taken_master_port_is_told_by_start_too(tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         environ = os.environ | {"MASTER_PORT": str(port), "MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": ""}
-        text = "import bmburst; bmburst.start()"
-        done = subprocess.run(
-            [sys.executable, "-c", text], env=environ, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run_python("-c", "import bmburst; bmburst.start()", cwd=tmp_path, env=environ)
     assert "UserError: " in done.stderr and f"port {port} " in done.stderr and f"process {os.getpid()} (" in done.stderr
 
 
-def test_a_process_that_one_of_a_single_rank_starts_is_a_job_of_its_own():
+def test_a_process_that_one_of_a_single_rank_starts_is_a_job_of_its_own(tmp_path):
     launched = ("RANK", "WORLD", "LOCAL", "MASTER", "BMBURST")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    child = "import bmburst; print(bmburst.start().world_size)"
-    text = f"import subprocess, sys, bmburst; bmburst.start(); subprocess.run([sys.executable, '-c', {child!r}])"
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env=environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    text = "import json, os, time, bmburst; bmburst.start(); print(json.dumps(dict(os.environ)), flush=True)"
+    rank = Python(["-c", text + "; time.sleep(600)"], cwd=tmp_path, env=environ | {"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        inherited = json.loads(rank.stdout.readline())
+        child = "import bmburst; print(bmburst.start().world_size)"
+        done = run_python("-c", child, cwd=tmp_path, env=inherited)
+    finally:
+        rank.close()
     assert done.stdout == "1\n", done.stderr
 
 
@@ -218,7 +208,7 @@ TRAINING = """
 
 
 def test_a_stopped_rank_is_named_and_not_who_waits_for_it(start):
-    process = start(TRAINING, "--hang-timeout", "4", nproc=2)
+    process = start(TRAINING, "--hang-timeout", "2", nproc=2, forked=True)
     status, _, err = ended(process)
     lines = [line for line in err.splitlines() if "host runtime" not in line]
     assert status == 1
@@ -243,7 +233,7 @@ def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
 @pytest.mark.long
 def test_who_stands_elsewhere_while_others_stand_in_a_collective_is_named(start):
     text = TRAINING.replace("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)")
-    status, _, err = ended(start(text, "--hang-timeout", "4"))
+    status, _, err = ended(start(text, "--hang-timeout", "2", forked=True))
     lines = [line for line in err.splitlines() if "host runtime" not in line]
     assert status == 1
     says(lines[0], "bmburst: rank 1", socket.gethostname(), "no progress")
@@ -254,7 +244,7 @@ def test_a_slow_start_is_no_step_without_progress(start):
     text = """
         import time
         from bmburst.launch.watchdog import beat
-        time.sleep(3)
+        time.sleep(2)
         beat()
         """
     assert ended(start(text, "--hang-timeout", "1")) == (0, "", "")

@@ -13,7 +13,8 @@ from tests.launch.launcher import PATIENT_FOR, ROOT, alive, assert_gone, ended, 
 __all__ = ["start"]  # the fixture
 
 
-def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path):
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path, fresh):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     text = """
         import os, sys, beside
@@ -23,7 +24,7 @@ def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path):
         print(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"], e["MASTER_PORT"].isdigit(),
               sys.argv[1:], e["OMP_NUM_THREADS"])
         """
-    status, out, err = ended(start(text, nproc=3, args=("--nproc", "9", "--", "x y"), fresh=True))
+    status, out, err = ended(start(text, nproc=3, args=("--nproc", "9", "--", "x y"), fresh=fresh))
     argv = ["--nproc", "9", "--", "x y"]
     assert (status, err) == (0, "")
     assert sorted(out.splitlines()) == [f"{r} {r} 3 3 True {argv} 1" for r in range(3)]
@@ -191,10 +192,10 @@ def test_a_hang_is_ended_and_located(start):
         beat()
         stuck() if os.environ["RANK"] == "0" else step()
         """
-    status, _, err = ended(start(text, "--hang-timeout", "3"))
+    status, _, err = ended(start(text, "--hang-timeout", "1"))
     lines = err.splitlines()
     assert status == 1
-    assert lines[0] == f"bmburst: rank 0 on {socket.gethostname()} made no progress for 3 s, so the run was ended"
+    assert lines[0] == f"bmburst: rank 0 on {socket.gethostname()} made no progress for 1 s, so the run was ended"
     assert 'script.py", line 4 in stuck' in lines[2], err
     assert any(line.startswith("rank 1 stood at ") and line.endswith(" in step") for line in lines), err
     assert "--hang-timeout" in lines[-1]

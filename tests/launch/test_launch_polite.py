@@ -22,7 +22,7 @@ POLITE = """
         print(os.getpid())
         {body}
     """
-PATIENCE = 1.0  # seconds
+PATIENCE = 0.4  # seconds
 SAVING = f"""
         while not asked: time.sleep(0.01)
         time.sleep(2 * {PATIENCE})  # longer than the launcher's patience with others
@@ -96,7 +96,8 @@ def test_a_training_run(end, tmp_path):
     process = Program(
         ["train", "--config", "config.json", "--nproc", "3", "--output", "run"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        forked=not end.startswith("kill"),  # the rank to kill is found by what it began with
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.started import run_python
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(tmp_path, text, timeout=60):
+def run(tmp_path, text):
     """Run a script that begins with the watchdog armed for `folder`; returns the finished process."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -22,10 +24,7 @@ def run(tmp_path, text, timeout=60):
         f"folder = Path({str(tmp_path)!r})\n" + textwrap.dedent(text)
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("BMBURST")}
-    environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return run_python(str(script), cwd=tmp_path, env=environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_it_fires_where_the_process_stands(tmp_path):
@@ -52,8 +51,8 @@ def test_it_fires_while_the_global_lock_is_held(tmp_path):
 
 def test_beats_hold_it_off(tmp_path):
     text = """
-        watchdog.arm(2.0, folder, 0)
-        for _ in range(30):
+        watchdog.arm(1.0, folder, 0)
+        for _ in range(15):
             time.sleep(0.1)
             watchdog.beat()
         """
@@ -122,7 +121,7 @@ def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
 
 @pytest.mark.parametrize("imported", ["", "import torch"], ids=["before-torch", "after-torch"])
 def test_every_optimizer_step_is_a_beat(tmp_path, imported):
-    # bmburst imports torch, so the launcher's ranks load the file by its path; so does this test.
+    # The launcher's ranks load the file by its path; so does this test.
     text = f"""
         import importlib.util
         {imported}
@@ -145,7 +144,10 @@ def test_every_optimizer_step_is_a_beat(tmp_path, imported):
     script = tmp_path / "bare.py"
     head = f"import faulthandler, sys\nfrom pathlib import Path\nfolder = Path({str(tmp_path)!r})\n"
     script.write_text(head + textwrap.dedent(text))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    if imported:
+        done = run_python(str(script), cwd=tmp_path, env=os.environ)
+    else:
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "3\n", done.stderr
 
 
