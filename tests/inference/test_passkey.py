@@ -170,7 +170,7 @@ def test_a_length_that_does_not_fit_is_a_refused_cell_and_the_others_are_measure
         (512, 0, 0),
     ]
     assert cells[0]["refused"] is None
-    says(cells[2]["refused"], "512 | GiB | at most 300 tokens")
+    says(cells[2]["refused"], "512 | are free | at most 300 tokens")
     assert out.count("refused") == 2
     assert "512 refused" in err
     assert is_picture(Path("passkey.png"))
