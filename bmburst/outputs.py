@@ -240,6 +240,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
             "fix: give an --output on a file system that has, or mount it with them (flock)"
         ) from None
     with taken:
+        holder.unlink(missing_ok=True)  # of a process that was killed
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder.write_text(f"process {os.getpid()} on host {socket.gethostname()}, since {since}", encoding="utf-8")
         try:
