@@ -28,10 +28,12 @@ Announced = tuple[str, tuple[int, ...], torch.dtype]
 
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_CODE_NAMES = {torch.uint8: "U8", torch.int64: "I64"}
+"""Dtypes of quantized moments, in addition."""
 
 
 class TensorFile(Protocol):
-    """An open file of floating point tensors."""
+    """An open file of tensors, of floating point numbers unless it may hold codes."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -43,8 +45,12 @@ class TensorFile(Protocol):
         ...
 
 
-def open_tensors(path: Path) -> TensorFile:
+def open_tensors(path: Path, *, with_codes: bool = False) -> TensorFile:
     """Open a file of tensors by its suffix.
+
+    Args:
+        path: The file.
+        with_codes: Whether a safetensors file may hold uint8 and int64 too.
 
     Raises:
         UserError: The file is missing, truncated, of another format, or holds tensors that are not floating point.
@@ -55,11 +61,12 @@ def open_tensors(path: Path) -> TensorFile:
         is_there = False
     if not is_there:
         raise UserError(f"no file {path}\nfix: copy the missing file there, or name another directory")
-    return _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
+    return _Safetensors(path, with_codes=with_codes) if path.suffix == ".safetensors" else _TorchFile(path)
 
 
 class _Safetensors:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, with_codes: bool) -> None:
+        known = {*_DTYPE_NAMES.values(), *(_CODE_NAMES.values() if with_codes else ())}
         try:
             file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: its stub lacks most methods
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -68,7 +75,7 @@ class _Safetensors:
         self._file = file
         self.shapes = {name: tuple(cut.get_shape()) for name, cut in slices.items()}
         for name, cut in slices.items():
-            _require_floating(path, name, cut.get_dtype(), cut.get_dtype() in _DTYPE_NAMES.values())
+            _require_floating(path, name, cut.get_dtype(), cut.get_dtype() in known)
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
         shape = self.shapes[name]
@@ -171,10 +178,10 @@ class SafetensorsWriter:
 
     def _put_header(self) -> None:
         header: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
-        end = 0
+        names, end = {**_DTYPE_NAMES, **_CODE_NAMES}, 0
         for name, shape, dtype in self._expected:
             begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
         self._put(memoryview(len(text).to_bytes(8, "little") + text))

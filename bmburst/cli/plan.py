@@ -51,6 +51,7 @@ _SETTINGS = MappingProxyType(
         "mlp_chunk_tokens": "16384 where blocks are recomputed, else all",
         "init_from": "none",
         "optimizer.offload": "tried only if GPU memory is too small",
+        "optimizer.state": "float32",
         "lora.rank": "0: all weights; with --longest both, with rank 16",
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
@@ -318,6 +319,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.cli.files import require_recipe, write_recipe
     from bmburst.plan.candidates import ZERO, Task
     from bmburst.plan.presentation import as_json, report
+    from bmburst.plan.remedies import remedy
     from bmburst.plan.search import best_of_each, search
 
     if args.ways < 1:
@@ -342,6 +344,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         batch=settings.get("batch_size", 1),
         micro_batch=settings.get("micro_batch_size", 1),
         dtype=settings.get("dtype", "bfloat16"),
+        state=settings.get("optimizer.state", "float32"),
         loss_chunk=settings.get("loss_chunk_tokens", 1024),
         mlp_chunk=settings.get("mlp_chunk_tokens"),
         lora=None if args.longest else lora,
@@ -355,21 +358,21 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     if args.longest:
         return _longest(args, settings, task)
     hardware = _machine(args, settings)
-    found = search(
-        task,
-        hardware,
-        offload=_placements(settings),
-        recompute=_policies(args),
-        zero=[int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
-        tensor=None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
-    )
+    tried: dict[str, Any] = {
+        "offload": _placements(settings),
+        "recompute": _policies(args),
+        "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
+        "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
+    }
+    found = search(task, hardware, **tried)
+    needs = "" if found[0].memory.fits else remedy(task, hardware, **tried)
     shown = best_of_each(found, args.ways)
     if args.json:
         print(json.dumps(as_json(task, hardware, shown), indent=1))
     else:
-        print(report(task, hardware, shown, len(found)))
+        print(report(task, hardware, shown, len(found), needs))
     if args.write is not None:
-        write_recipe(args.write, found[0])
+        write_recipe(args.write, found[0], needs)
     if args.output is not None:
         from bmburst.plan.presentation import draw_predictions
 

@@ -366,6 +366,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.weight_decay",): "wd decay",
         ("optimizer.weight_decay_on",): "weight_decay_groups decay_parameters no_decay",
         ("optimizer.clip_norm",): "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clipping",
+        ("optimizer.state",): "adam_8bit optim_bits exp_avg_dtype exp_avg_sq_dtype optimizer_state_dtype",
         ("optimizer.offload",): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",

@@ -7,11 +7,12 @@ ranks that exchange heads (Ulysses), the ring or gather between such groups, and
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
+from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
@@ -40,6 +41,7 @@ class Task:
         batch: Sequences per step.
         micro_batch: Sequences that a data parallel group computes at once.
         dtype: dtype of weights and activations.
+        state: Type of AdamW's moments, as in `OptimizerConfig`.
         loss_chunk: Number of a rank's tokens whose logits are computed at once.
         mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
         lora: Adapters to train with frozen weights; None trains the weights.
@@ -64,6 +66,7 @@ class Task:
     batch: int = 1
     micro_batch: int = 1
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    state: State = "float32"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None
@@ -91,6 +94,7 @@ class Task:
                 "fix: a divisor of --batch-size, for example 1"
             )
         require_known("dtype", self.dtype, ITEMSIZE)
+        require_known("--optimizer.state", self.state, MOMENT_BYTES)
 
     @property
     def gpus_per_node(self) -> int:
@@ -260,8 +264,7 @@ class Candidate:
         at_once = kv_heads_at_once(every, self.rows * self.own_heads, self.sequence)
         if at_once == every:
             return self
-        few = replace(model, num_heads=model.num_heads * at_once // every, num_kv_heads=at_once)
-        return replace(self, task=replace(self.task, model=few))
+        return replace(self, task=_of_heads(self.task, model.num_heads * at_once // every, at_once))
 
     @cached_property
     def micro_steps(self) -> int:
@@ -359,6 +362,11 @@ class Candidate:
 @bounded_cache(maxsize=256)
 def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
     return problem.cost(problem.in_units(strategy))
+
+
+@lru_cache(maxsize=256)
+def _of_heads(task: Task, heads: int, kv_heads: int) -> Task:
+    return replace(task, model=replace(task.model, num_heads=heads, num_kv_heads=kv_heads))
 
 
 def _in_words(policy: Policy) -> str:

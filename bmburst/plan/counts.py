@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.recompute.policy import Policy
 from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
@@ -160,17 +161,24 @@ def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
     return model.hidden_size * (model.intermediate_size // tensor)
 
 
-def adam_bytes(itemsize: int) -> int:
-    """Return the bytes of AdamW's state per weight: two moments, and an fp32 master if `itemsize` is below 4."""
-    return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
+def adam_bytes(dtype: str, state: State, *, with_weights: bool = False) -> float:
+    """Return the bytes of AdamW's state per weight: two moments and the fp32 master of a 16-bit weight.
 
+    A bfloat16 weight is the upper half of its master, and 2 bytes are the rest of it, a float16 weight is not: see
+    `bmburst.optim.states`.
 
-def host_adam_bytes(dtype: str) -> int:
-    """Return the bytes of AdamW's state per weight, for weights that are themselves in host memory.
-
-    A bfloat16 weight is the upper half of its master, a float16 weight is not: see `bmburst.optim.updates`.
+    Args:
+        dtype: dtype of the weights.
+        state: Type of the moments.
+        with_weights: Whether the weights are in host memory too.
     """
-    return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
+    has_remainder = dtype == "bfloat16" and (with_weights or state != "float32")
+    return MOMENT_BYTES[state] + (2 if has_remainder else saved_master(dtype))
+
+
+def saved_master(dtype: str) -> int:
+    """Return the bytes of a weight's fp32 master in a checkpoint."""
+    return WIDE if ITEMSIZE[dtype] < WIDE else 0
 
 
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:

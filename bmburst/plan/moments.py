@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bmburst.blocks.config import TARGETS
-from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
+from bmburst.plan.buffers import Buffers, attention_memory
 from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import (
     WIDE,
@@ -62,7 +62,7 @@ class StepMoments:
         task, model = candidate.task, candidate.task.model
         self.others = others
         self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
-        self.attends = candidate.at_once(operators)
+        self.attends = attention_memory(candidate.at_once(operators))
         self.rows = float(candidate.rows)
         self.own_rows = -(-candidate.rows // candidate.tensor)
         item = task.itemsize
@@ -100,7 +100,7 @@ class StepMoments:
             "weights": (share - blocks) * task.itemsize,
             "gradients": (trained - of_blocks) * task.itemsize,
             "shards on their way": (_VISITING * blocks + of_blocks) / model.num_layers * task.itemsize,
-            "optimizer": trained * adam_bytes(task.itemsize) if candidate.offload is Offload.NOTHING else 0.0,
+            "optimizer": trained * adam_bytes(task.dtype, task.state) if candidate.offload is Offload.NOTHING else 0.0,
             "reference's weights": self._reference(is_hosted),
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
@@ -220,13 +220,12 @@ class StepMoments:
 
     def _attention_forward(self) -> Lines:
         """Attention of the last block: all blocks before it keep their activations."""
-        buffers = attention_buffers(self.attends, backward=False)
         return {
             "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "block in work": self._before_attention(),
-            "attention": self._attention(buffers),
+            "attention": self._attention(self.attends.forward),
         }
 
     def _mlp_forward(self) -> Lines:
@@ -317,11 +316,10 @@ class StepMoments:
         }
 
     def _attention_backward(self) -> Lines:
-        buffers = attention_buffers(self.attends, backward=True)
         return {
             **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention()),
             "gradients in flight": self.hidden + self.query,
-            "attention": self._attention(buffers),
+            "attention": self._attention(self.attends.backward),
         }
 
     def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
@@ -346,8 +344,7 @@ class StepMoments:
     def _visiting(self, *, backward: bool) -> float:
         return self.hosted() + (self.others.fetched if backward else 0.0)
 
-    def _attention(self, buffers: tuple[float, float, float, float]) -> float:
-        results, kernel, working, boxes = buffers
-        inside = results + working
-        inside += 0.0 if held_outside(self.attends) else boxes
-        return inside + (0.0 if held_by_graphs(self.attends) else kernel)
+    def _attention(self, buffers: Buffers) -> float:
+        inside = buffers.results + buffers.working
+        inside += 0.0 if self.attends.outside else buffers.boxes
+        return inside + (0.0 if self.attends.in_graphs else buffers.kernel)

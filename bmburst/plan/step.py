@@ -11,6 +11,7 @@ from bmburst.plan.counts import (
     SCALED,
     WIDE,
     Operators,
+    adam_bytes,
     adapter_elements,
     block_matrices,
     block_parameters,
@@ -28,7 +29,7 @@ from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
-_OPTIMIZER_BYTES = 44  # per parameter: AdamW 30, norm of the gradient 10, clipping and clearing 4
+_OPTIMIZER_BYTES = 44  # per parameter: AdamW with fp32 moments 30, norm of the gradient 10, clipping and clearing 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +94,21 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parameters = candidate.task.trained / candidate.task.gpus
     if candidate.offload is Offload.NOTHING:
-        parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
+        parts["optimizer"] = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
     else:
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
         parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
     waits = parts.pop("host")
     return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
+
+
+def _optimizer_bytes(task: Task) -> float:
+    """Return the memory traffic of clipping and AdamW on the GPU per weight. Remainders need the weight too."""
+    if task.state == "float32":
+        return _OPTIMIZER_BYTES
+    saved = adam_bytes(task.dtype, "float32") - adam_bytes(task.dtype, task.state)
+    return _OPTIMIZER_BYTES - 2 * saved + (task.itemsize if task.dtype == "bfloat16" else 0)
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:

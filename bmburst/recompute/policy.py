@@ -39,7 +39,6 @@ copied to the GPU when its backward begins: the input first, then attention resu
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -176,7 +175,12 @@ class Policy:
         Raises:
             UserError: See `require_layers`.
         """
-        return tuple(Counter(self.of_layers(layers)).items())
+        found, of_layers = _kinds(self, layers)
+        return tuple((policy, of_layers.count(i)) for i, policy in enumerate(found))
+
+    def kinds_of_layers(self, layers: int) -> tuple[int, ...]:
+        """Return for each block the index of its policy among `kinds`."""
+        return _kinds(self, layers)[1]
 
     def require_layers(self, layers: int) -> None:
         """Check that "+first-N" names fewer layers than the model has.
@@ -347,6 +351,13 @@ class Policy:
 def _of_layers(policy: Policy, layers: int) -> tuple[Policy, ...]:
     policy.require_layers(layers)
     return tuple(policy.of_layer(i, layers) for i in range(layers))
+
+
+@lru_cache(maxsize=1024)
+def _kinds(policy: Policy, layers: int) -> tuple[tuple[Policy, ...], tuple[int, ...]]:
+    every = policy.of_layers(layers)
+    index = {each: i for i, each in enumerate(dict.fromkeys(every))}
+    return tuple(index), tuple(index[each] for each in every)
 
 
 def _layers(name: str, whole: str, count: str) -> int:

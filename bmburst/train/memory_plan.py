@@ -19,6 +19,7 @@ from bmburst.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.memory import available_bytes, peak_bytes
 from bmburst.mesh import Mesh
 from bmburst.plan.memory import KEPT, Memory, memory_of
+from bmburst.plan.remedies import smaller_states
 from bmburst.plan.search import choose_recompute
 from bmburst.plan.ways import first_layer_candidates
 from bmburst.recompute.host_store import AT_ONCE, PIECE
@@ -268,6 +269,9 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         single.append(("--optimizer.offload", _offloaded(config)))
     if not config.optimizer.offload_weights and config.parallel.zero_level == 3:
         single.append((_STREAMED, _offloaded(config, weights=True)))
+    for state in smaller_states(config.optimizer.state) if config.optimizer.kernel == "auto" else ():
+        changed = config.replace(optimizer=replace(config.optimizer, state=state))
+        single.append((f"--optimizer.state {state}", changed))
     yield from ((words, changed, 1) for words, changed in single)
     frugal = _offloaded(config).replace(recompute=_FRUGAL)
     both = f"--optimizer.offload --recompute {_FRUGAL}"

@@ -143,7 +143,9 @@ class Trainer:
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         make_model = _model_maker(config, self.mesh, memory)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
-        self.optimizer = build_optimizer(self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio)
+        self.optimizer = build_optimizer(
+            self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio, seed=config.seed
+        )
         self._norms = GradientNorms(self.model)
         self._objective = make_objective(config, self.model, make_model, self.mesh, cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
