@@ -269,9 +269,6 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         single.append(("--optimizer.offload", _offloaded(config)))
     if not config.optimizer.offload_weights and config.parallel.zero_level == 3:
         single.append((_STREAMED, _offloaded(config, weights=True)))
-    for state in smaller_states(config.optimizer.state) if config.optimizer.kernel == "auto" else ():
-        changed = config.replace(optimizer=replace(config.optimizer, state=state))
-        single.append((f"--optimizer.state {state}", changed))
     yield from ((words, changed, 1) for words, changed in single)
     frugal = _offloaded(config).replace(recompute=_FRUGAL)
     both = f"--optimizer.offload --recompute {_FRUGAL}"
@@ -281,6 +278,8 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
     smallest = frugal.replace(loss_chunk_tokens=min(config.loss_chunk_tokens, _SMALL_CHUNK))
     all_three = f"{both} --loss-chunk-tokens {smallest.loss_chunk_tokens}"
     yield all_three, smallest, 1
+    for state in smaller_states(config.optimizer.state) if config.optimizer.kernel == "auto" else ():
+        yield f"--optimizer.state {state}", config.replace(optimizer=replace(config.optimizer, state=state)), 1
     for times in _MORE_RANKS:
         yield f"{times} times the ranks, all of them in --sequence-parallel", _spread(config, times), times
     for times in _MORE_RANKS:

@@ -24,13 +24,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK_FILE, TRAINING_LOCK)))
 
 
-def launcher(argv, offset, seconds, queue):
-    """Run the command with a stand-in for the launcher; report what its ranks would train, and what it printed."""
+def launcher(argv, offset, queue, one_is_over):
+    """Run the command with a stand-in for the launcher, whose run lasts until another command has ended.
+
+    Report what its ranks would train, and what it printed.
+    """
     import contextlib
     import io
 
     def launch(spec, command, request):
-        time.sleep(seconds)
+        assert one_is_over.wait(60)
         launched.append(json.loads(request)["config"]["seed"])
         return 0
 
@@ -41,13 +44,14 @@ def launcher(argv, offset, seconds, queue):
     time.sleep(offset)
     with contextlib.redirect_stderr(said):
         status = main(argv)
+    one_is_over.set()
     queue.put((status, launched, said.getvalue(), os.getpid()))
 
 
-def two_at_once(argvs, offset, seconds=2.0):
-    queue = CONTEXT.Queue()
+def two_at_once(argvs, offset):
+    queue, one_is_over = CONTEXT.Queue(), CONTEXT.Event()
     jobs = [
-        CONTEXT.Process(target=launcher, args=(argv, at, seconds, queue))
+        CONTEXT.Process(target=launcher, args=(argv, at, queue, one_is_over))
         for argv, at in zip(argvs, (0.0, offset), strict=True)
     ]
     for job in jobs:

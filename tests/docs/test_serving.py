@@ -1,12 +1,12 @@
 """Serving in docs/inference.md: its server starts, its script asks it, and its table has every status of an answer."""
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from bmburst.serve import http, protocol
 from tests import chat, tiny
+from tests.distributed.started import run_python
 from tests.docs.blocks import read_blocks, text_of
 from tests.serve.test_serve import program
 
@@ -24,7 +24,7 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
     assert words[:2] == ["--checkpoint", "runs/chat"]
     with program(model, *words[2:]) as (_, url):
         code = script.text.replace("http://127.0.0.1:8000/v1", url)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        done = run_python("-c", code, cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     counts = [tuple(map(int, found)) for found in re.findall(r"^(\d+) tokens, (\d+) of them", done.stdout, re.M)]
     assert len(counts) == 2 and counts[0][1] == 0 and counts[1][1] > 1500

@@ -263,7 +263,7 @@ REFUSALS = {
     ),
     "--longest --preset llama-3-8b --host-memory 0": "host_memory | '0' | above 0 | 128G",
     "--longest --preset llama-3-8b --host-memory much": "host_memory | 'much' | 128G",
-    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
+    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | more of host memory",
     "--longest --generate --preset llama-3-8b": "--longest | --generate",
     "--longest --calibrate": "--longest | --calibrate",
     "--longest --preset llama-3-8b --output plan.png": "--longest | --output",

@@ -2,8 +2,8 @@
 
 import importlib.machinery
 import json
+import os
 import random
-import subprocess
 import sys
 import types
 from email.message import Message
@@ -25,6 +25,7 @@ from bmburst.setup.doctor import (
     to_json,
     to_text,
 )
+from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.setup.fatbin import fat_binary
 
@@ -293,9 +294,7 @@ def test_gpus_that_are_hidden_or_have_the_wrong_torch(monkeypatch):
 
 def test_every_finding_of_this_machine_has_its_fix():
     """The command line, as a program reads it; it must agree with what the tests themselves could do."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bmburst", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_bmburst("doctor", "--json", cwd=Path(), env=os.environ, timeout=120)
     report = json.loads(done.stdout)
     assert done.returncode == (0 if report["can_train"] else 1)
     assert [f["name"] for f in report["findings"]] == [check.name for check in doctor.CHECKS]

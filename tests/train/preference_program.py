@@ -12,7 +12,7 @@ from tests import chat, tiny
 from tests.train import run_program
 
 TOKENS, BATCH, BETA = 131, 3, 0.3
-SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=TOKENS)  # of 4 heads on 2: GQA
+SHAPE = tiny.config(vocab_size=chat.VOCAB, num_layers=1, max_position_embeddings=TOKENS)  # of 4 heads on 2: GQA
 LORA = LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 
 

@@ -35,7 +35,11 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         "data": DataConfig(source=str(text), held_out_fraction=0.2),
         "schedule": ScheduleConfig(warmup_steps=2),
     }
-    return TrainConfig(**values | changes)
+    values |= changes
+    parallel = values.get("parallel", ParallelConfig())
+    if parallel.layout != "balanced":  # less work: a step in one piece
+        values.setdefault("micro_batch_size", values["batch_size"] // parallel.data_parallel)
+    return TrainConfig(**values)
 
 
 def train(folder: Path, name: str, **changes: Any) -> None:

@@ -23,6 +23,7 @@ from bmburst.train.resolve import check_paths, resolve
 from bmburst_ops.dropout import Dropout, keys
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -124,12 +125,15 @@ def pefts(folder: Path, name: str, batches: list[Any]) -> tuple[list[float], lis
     return losses, norms, model.eval()
 
 
-@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 1), (2, 2)])
-def test_training_is_pefts(tmp_path: Path, size: int, tensor: int) -> None:
-    for name in CASES:
+@pytest.mark.parametrize(
+    ("size", "tensor", "names"),
+    [(2, 1, tuple(CASES)), (2, 2, ("whole", "all")), *long((1, 1, tuple(CASES)), (2, 2, ("plain", "rslora")))],
+)
+def test_training_is_pefts(tmp_path: Path, size: int, tensor: int, names: tuple[str, ...]) -> None:
+    for name in names:
         write(tmp_path, name)
-    run_program(size, _training_is_pefts, tmp_path, tensor, tensor=tensor)
-    for name in CASES:
+    run_program(size, _training_is_pefts, tmp_path, tensor, names, tensor=tensor)
+    for name in names:
         batches, losses, norms = torch.load(tmp_path / f"{name}.pt", weights_only=False)
         wanted, of_kinds, model = pefts(tmp_path, name, batches)
         assert losses == pytest.approx(wanted, rel=2e-5, abs=0), name
@@ -139,12 +143,12 @@ def test_training_is_pefts(tmp_path: Path, size: int, tensor: int) -> None:
         require_files(tmp_path, name, model)
 
 
-def _training_is_pefts(folder: Path, tensor: int) -> None:
+def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> None:
     import bmtrain as bmt
 
     from bmburst.train.trainer import Trainer
 
-    for name in CASES:
+    for name in names:
         changes = {"parallel": ParallelConfig(tensor_parallel=tensor)}
         if tensor == 1:  # one chunk after another, recomputed
             changes |= {"recompute": "block", "micro_batch_size": 1, "mlp_chunk_tokens": 7}

@@ -11,6 +11,7 @@ from bmburst.cli import main
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
 
@@ -51,8 +52,8 @@ def require_equal(ours, wanted):
 CASES = [
     (1, {}),
     (2, {"dtype": "bfloat16", "optimizer": OptimizerConfig(offload=True, offload_weights=True)}),
-    (3, {"recompute": "block", "optimizer": OptimizerConfig(offload=True)}),
     (2, {"parallel": ParallelConfig(data_parallel=2, zero_level=2)}),
+    *long((3, {"recompute": "block", "optimizer": OptimizerConfig(offload=True)})),
 ]
 
 
@@ -109,13 +110,13 @@ def require_pefts(folder, dtype):
 
 def test_another_number_of_ranks_goes_on(tmp_path):
     base(tmp_path)
-    for size, steps in ((2, 2), (3, 4), (1, 5)):
+    for size, steps in ((3, 2), (2, 4)):
         run_program(size, _train, tmp_path, steps)
     run_program(1, _train_alone, tmp_path)
 
 
 def _train(folder, steps):
-    made = trainer(folder, "run", steps=steps, resume=(folder / "run" / "checkpoints").exists())
+    made = trainer(folder, "run", steps=steps, eval_every=0, resume=(folder / "run" / "checkpoints").exists())
     made.restore()
     made.train()
 
@@ -124,7 +125,7 @@ def _train_alone(folder):
     made, whole = trainer(folder, "run", resume=True), trainer(folder, "whole")
     made.restore()
     whole.restore()
-    for _ in range(5):
+    for _ in range(4):
         whole.step()
     for name, tensor in state(whole).items():
         torch.testing.assert_close(state(made)[name], tensor, rtol=1e-4, atol=1e-5)
