@@ -1,7 +1,8 @@
 # make install   .venv with the package and what its tests need
 # make test      the tests
 # make test-long those that take longer: all combinations of parameters, pages of the documentation, installing a wheel
-# make test-all  both at once, as CI runs them
+#                PART=1/3: a third of them, as CI runs them; the thirds differ
+# make test-all  both at once
 # make train     the main job: a small LLaMA on long sequences; ARGS="..." for other options of bmburst train
 # make check     ruff and mypy, as CI runs them
 # make docs      the documentation site, in site/; make docs-serve shows it and builds it again at each change
@@ -13,6 +14,7 @@ WORKERS ?= 2
 SPREAD := --numprocesses $(WORKERS) --dist worksteal
 # Activations of 2048 tokens fit; 16 held-out sequences are as much text as 8 of the default length.
 MAIN_JOB := --steps 180 --sequence-length 2048 --recompute none --eval-sequences 16
+PART ?= 1/1
 VENV := .venv
 BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
@@ -40,7 +42,7 @@ test test-long test-all: export PYTHONDONTWRITEBYTECODE =
 
 test test-long test-all: install
 	$(BIN)/python -m compileall -q -j 2 bmburst bmburst_ops model_center_ext benchmarks
-	$(BIN)/python -m pytest $(SPREAD) $(WHICH) $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) --part $(PART) $(WHICH) $(ARGS)
 
 test: WHICH := -m "not long"
 test-long: WHICH := -m long

@@ -18,7 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import accuracy, hugging_face, logprobs, lora_peers, predictions, slow_links, sparse_cross
+from benchmarks import (
+    accuracy,
+    hugging_face,
+    logprobs,
+    lora_peers,
+    mixed_lengths,
+    predictions,
+    slow_links,
+    sparse_cross,
+)
 from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
@@ -34,6 +43,7 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,
+        "mixed_lengths": mixed_lengths.table,
         "perplexity": perplexity.table,
         "slow_link": slow_links.backward_table,
         "strategies": lambda found: predictions.strategies_table(found["rows"]),

@@ -1,9 +1,10 @@
-"""Finds, gathers and scatters the ZeRO shards of parameters: BMTrain shards every tensor over all ranks.
+"""Finds, gathers and scatters the ZeRO shards of parameters: BMTrain shards every tensor over a group of ranks.
 
 BMTrain flattens the parameters of a `Block` into one storage for each dtype and group and shards it evenly over the
-ranks. So a rank's shard of one tensor is a contiguous run of its elements, possibly empty. A `DistributedParameter`
-outside a Block is sharded alone. Optimizer states (`exp_avg` and so on) have the shape of the shard, so the same map
-serves weights, gradients and optimizer states on any number of ranks.
+ranks of a ZeRO group: all ranks, or neighbouring ones (`bmburst.zero_group`). So a rank's shard of one tensor is a
+contiguous run of its elements, possibly empty. A `DistributedParameter` outside a Block is sharded alone. Optimizer
+states (`exp_avg` and so on) have the shape of the shard, so the same map serves weights, gradients and optimizer states
+on any number of ranks. Every ZeRO group has all tensors.
 
 Under tensor parallelism each rank of a tensor group has a part of a matrix, and ZeRO shards that part over the ranks
 with the same part. Names and shapes are still those of whole tensors, so checkpoints do not depend on the number of
@@ -52,9 +53,11 @@ class NamedShard:
     """Where the piece starts in `storage`."""
     ranges: tuple[tuple[int, int], ...]
     """The run [begin, end) of every rank of the world, in shard order; may be empty."""
+    groups: tuple[range, ...]
+    """Ranks that hold the tensor once, together; the pieces of a group after the first are copies."""
     rank: int
     comm: Any = field(repr=False)
-    """BMTrain's communicator of all ranks that hold pieces: the world."""
+    """BMTrain's communicator of the world."""
     split: int = 0
     """Dimension along which tensor parallelism splits the tensor."""
     parts: int = 1
@@ -80,6 +83,19 @@ class NamedShard:
     def count(self) -> int:
         """Number of this rank's elements."""
         return self.end - self.begin
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a rank of the first group has the same piece: sums over ranks and files leave this one out."""
+        return self.rank not in self.groups[0]
+
+    def once(self, rank: int) -> tuple[int, int]:
+        """Return the run of a rank if it is not a copy, else an empty run: every element belongs to one rank."""
+        return self.ranges[rank] if rank in self.groups[0] else (0, 0)
+
+    def sources(self, rank: int) -> range:
+        """Return the ranks from which a rank gathers the tensor: its own group if it is in one, else the first."""
+        return next((group for group in self.groups if rank in group), self.groups[0])
 
     def local(self, like: Tensor | ShardData = ShardData.WEIGHTS) -> Tensor:
         """Return this rank's piece of a tensor with the layout of the parameter, as a flat view.
@@ -147,20 +163,23 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
         if parameter._tp_mode and parameter._tp_split_dim < 0:
             raise TypeError(f"{name} is in tensor-parallel mode but not split: each tensor rank would have its own")
         size = prod(parameter._original_shape)
-        zero_size, zero_rank = bmt.nccl.commCount(parameter._zero_comm), bmt.nccl.commRank(parameter._zero_comm)
         parts = bmt.config["tp_size"] if parameter._tp_mode else 1
         if id(parameter) in inside:
             block, info = inside[id(parameter)]
-            storage = block._storage_params[info["kw_name"]]
-            partition, start = block._storage_info[info["kw_name"]]["partition_size"], info["offset"]
+            storage, stored = block._storage_params[info["kw_name"]], block._storage_info[info["kw_name"]]
+            comm, partition, start = stored["zero_comm"], stored["partition_size"], info["offset"]
         else:
-            storage, start = parameter, 0
-            partition = -(-size // zero_size)
+            storage, comm, start = parameter, parameter._zero_comm, 0
+            partition = -(-size // bmt.nccl.commCount(comm))
+        zero_size, zero_rank = bmt.nccl.commCount(comm), bmt.nccl.commRank(comm)
         pieces = [
             (min(max(r * partition - start, 0), size), min(max((r + 1) * partition - start, 0), size))
             for r in range(zero_size)
         ]
         begin, end = pieces[zero_rank]
+        # In BMTrain's topology, the ranks of a tensor group are neighbours, and so are those of a ZeRO group.
+        of_group = tuple((p * size + b, p * size + e) for b, e in pieces for p in range(parts))
+        firsts = range(0, bmt.world_size(), len(of_group))
         shards.append(
             NamedShard(
                 name=name,
@@ -170,8 +189,8 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
                 parameter=parameter,
                 storage=storage,
                 offset=max(start - zero_rank * partition, 0) if begin < end else 0,
-                # In BMTrain's topology, the ranks of a tensor group are neighbours.
-                ranges=tuple((p * size + b, p * size + e) for b, e in pieces for p in range(parts)),
+                ranges=of_group * len(firsts),
+                groups=tuple(range(first, first + len(of_group)) for first in firsts),
                 rank=bmt.rank(),
                 comm=bmt.config["comm"],
                 split=max(parameter._tp_split_dim, 0),
@@ -195,7 +214,7 @@ def gather(
     dtype: torch.dtype | None = None,
     root: int | None = None,
 ) -> Tensor | None:
-    """Gather a tensor from all ranks' shards. Collective: every rank calls it for the same parameter.
+    """Gather a tensor from the shards of a ZeRO group. Collective: every rank calls it for the same parameter.
 
     Args:
         shard: The parameter's shard.
@@ -227,10 +246,11 @@ def gather(
     flat = FlatStorage(piece.contiguous())
     with launched_together():
         for peer in receivers:
-            if not empty and peer != shard.rank:
+            if not empty and peer != shard.rank and shard.rank in shard.sources(peer):
                 bmt.nccl.send(flat, peer, shard.comm)
-        for peer, (begin, end) in enumerate(shard.ranges):
-            if full is not None and begin < end and peer != shard.rank:
+        for peer in () if full is None else shard.sources(shard.rank):
+            begin, end = shard.ranges[peer]
+            if begin < end and peer != shard.rank:
                 bmt.nccl.recv(FlatStorage(full[begin:end]), peer, shard.comm)
     if full is None:
         return None

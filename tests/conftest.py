@@ -13,6 +13,7 @@ idle ones sleep: by default they spin on processors that other ranks need, which
 import gc
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -31,6 +32,24 @@ os.environ["XDG_STATE_HOME"] = os.path.join(
 )  # of refused commands
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 50)  # a tenth of the time of collection of the tests, and a twentieth of theirs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="of the long tests, run part K of N only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the long tests of one part. All cases of a test are in one part: they share what they need."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    elsewhere = [item for item in items if item.get_closest_marker("long") and _part(item, parts) != part]
+    config.hook.pytest_deselected(items=elsewhere)
+    left_out = set(elsewhere)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _part(item: pytest.Item, parts: int) -> int:
+    test = item.nodeid.partition("[")[0]
+    return zlib.crc32(test.encode()) % parts + 1
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
 """Host memory that all ranks of a host map, into which they copy what a checkpoint will hold.
 
-Each rank copies its own ZeRO shards, without communication. A rank that writes a file reads the pieces of its tensors
+Each rank of the first ZeRO group copies its own shards, without communication. A rank that writes a file reads the pieces of its tensors
 from the memory of all ranks. So copying and writing need no collective of BMTrain, and a thread can do both while the
 next steps run. The memory is anonymous (`memfd_create`), so nothing of it remains when the ranks have ended.
 """
@@ -43,7 +43,7 @@ def places_of(tensors: Sequence[ShardedTensor], rank: int) -> tuple[list[int], i
     """Return where each tensor's piece begins in a rank's memory, and the bytes of all pieces."""
     places, end = [], 0
     for tensor in tensors:
-        begin, stop = tensor.shard.ranges[rank]
+        begin, stop = tensor.shard.once(rank)
         places.append(end)
         end += -(-(stop - begin) * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     return places, end
@@ -107,7 +107,7 @@ class Staging:
         """Copy this rank's pieces into its memory; on a GPU, enqueue the copies on the current stream."""
         memory = self._data.result()
         for tensor, begin in zip(tensors, places_of(tensors, self._rank)[0], strict=True):
-            if tensor.shard.count:
+            if tensor.shard.count and not tensor.shard.is_copy:
                 piece = tensor.piece()
                 memory[begin : begin + piece.nbytes].view(tensor.dtype).copy_(piece, non_blocking=True)
 
@@ -176,7 +176,8 @@ class StagedTensors:
         shard = tensor.shard
         pieces = [
             (begin, self._staging.piece(tensor, rank, self._places[tensor.name][rank]))
-            for rank, (begin, end) in enumerate(shard.ranges)
+            for rank in shard.groups[0]
+            for begin, end in [shard.ranges[rank]]
             if begin < end
         ]
         pieces.sort(key=lambda each: each[0])  # in shard order

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from bmburst.amounts import GIB, numbers
+from bmburst.amounts import GIB, numbers, tokens
 from bmburst.config import add_options, given_options, option_name, read_layer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file, write_text
@@ -55,10 +55,12 @@ _SETTINGS = MappingProxyType(
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
         "lora.modules_to_save": "none",
+        "pack": "each sequence is one text; trees: with --shared-prompt",
         "dpo.beta": "none; its value does not matter",
     }
 )
 _OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
+_TREES = ("shared_prompt", "answers")
 _OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
@@ -110,6 +112,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="tensor parallel degrees to try (default: all that fit into a node)",
     )
+    add(
+        "--shared-prompt",
+        type=tokens,
+        metavar="TOKENS",
+        help="tokens of a prompt that all answers in a sequence share, read once (--pack trees)",
+    )
+    add(
+        "--answers",
+        type=int,
+        metavar="N",
+        help="with --shared-prompt: answers in a sequence, of equal length (default: 2)",
+    )
     add("--ways", type=int, metavar="N", default=12, help="number of configurations to show (default: 12)")
     add(
         "--output",
@@ -142,18 +156,24 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(_flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
         _refuse(
-            args, settings, (*_SETTINGS, "generate", "longest", "model", "write", "json", "nodes"), "--calibrate", ()
+            args,
+            settings,
+            (*_SETTINGS, "generate", "longest", "model", "write", "json", "nodes", *_TREES),
+            "--calibrate",
+            (),
         )
         if args.output is not None:
             require_file("--output", args.output, "a hardware file of bmburst plan --calibrate", _is_hardware)
         return _calibrate(args)
-    training = ("nodes", "recompute", "zero", "tensor", "ways", "write", "output", "longest")
+    training = ("nodes", "recompute", "zero", "tensor", "ways", "write", "output", "longest", *_TREES)
     if args.generate:
         _refuse(args, settings, (*_SETTINGS, *training), "--generate", _OF_GENERATION)
     elif args.max_new_tokens is not None:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} is an option of --generate\nfix: add --generate")
     if args.longest:
-        _refuse(args, settings, ("sequence_length", "output", "write", "ways", "zero"), "--longest", ())
+        _refuse(
+            args, settings, ("sequence_length", "output", "write", "ways", "zero", "pack", *_TREES), "--longest", ()
+        )
     if args.output is not None and args.output.suffix == ".png":
         require_file("--output", args.output, "a picture of bmburst", is_picture)
     if args.model is not None and not _is_own(args, settings):
@@ -240,6 +260,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "ways",
         "write",
         "output",
+        *_TREES,
     )
     _refuse(args, settings, (*_SETTINGS, *others), "--model of a hybrid", _OF_HYBRIDS)
     if "sequence_length" not in settings:
@@ -310,6 +331,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     lora = _adapters(settings)
     if lora is not None:
         lora.require_model(model)
+    shared, answers, pack = _shared(args, settings, model)
     task = Task(
         model=model,
         preset=name,
@@ -324,6 +346,9 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         mlp_chunk=settings.get("mlp_chunk_tokens"),
         lora=None if args.longest else lora,
         pairs=pairs,
+        pack=pack,
+        shared_prompt=shared,
+        answers=answers,
         second_model=pairs and (lora is None or bool(lora.modules_to_save) or args.longest),
         host_memory=settings.get("host_memory"),
     )
@@ -351,6 +376,42 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         draw_predictions(shown, args.output)
         print(f"{args.output}: drawn", file=sys.stderr)
     return 0
+
+
+def _shared(args: argparse.Namespace, settings: Mapping[str, Any], model: "LlamaConfig") -> tuple[int, int, str | None]:
+    """Return the tokens of a shared prompt, the number of its answers, and how the run packs.
+
+    Raises:
+        UserError: They contradict other options.
+    """
+    pack, shared, answers = settings.get("pack"), args.shared_prompt, args.answers
+    if shared is None:
+        if answers is not None:
+            raise UserError(f"--answers {answers} is an option of --shared-prompt\nfix: add --shared-prompt TOKENS")
+        if pack == "trees":
+            raise UserError(
+                "--pack trees: how many tokens are shared is not known\nallowed: --shared-prompt TOKENS, --answers N\n"
+                "fix: add --shared-prompt with the tokens of a prompt, or leave --pack out"
+            )
+        return 0, 2, pack
+    answers = 2 if answers is None else answers
+    if pack not in (None, "trees"):
+        raise UserError(f"--shared-prompt {shared} needs --pack trees, got {pack}\nfix: leave --pack out")
+    if answers < 2 or (settings.get("dpo.beta") is not None and answers != 2):
+        allowed = "2, a chosen and a rejected one" if settings.get("dpo.beta") is not None else "at least 2"
+        raise UserError(f"--answers {answers}\nallowed: {allowed}\nfix: leave --answers out")
+    if model.sliding_window is not None:
+        raise UserError(
+            f"--shared-prompt {shared} with a model whose layers have windows of {model.sliding_window} tokens\n"
+            "allowed: models without windows\nfix: leave --shared-prompt out"
+        )
+    most = settings["sequence_length"] - answers
+    if not 1 <= shared <= most:
+        raise UserError(
+            f"--shared-prompt {shared} does not fit a sequence of {settings['sequence_length']} tokens with {answers} "
+            f"answers\nallowed: 1 to {most}\nfix: a longer --sequence-length, of prompt and answers together"
+        )
+    return shared, answers, "trees"
 
 
 def _longest(args: argparse.Namespace, settings: Mapping[str, Any], task: "Task") -> int:

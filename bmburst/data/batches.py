@@ -1,12 +1,14 @@
 """Batches of samples: their order in training and evaluation, and the rows of each data rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.data.dealing import Balance, contiguous, deal_samples, slowest
 from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
 
@@ -72,17 +74,24 @@ class Samples:
 
     Attributes:
         sequences: The data set.
-        taken: Samples of all data ranks, in order.
-        rows: Samples of this rank; None is a row of padding.
+        taken: Samples of all data ranks, in the order in which they are drawn.
+        places: The place in the step's order of each row of this rank; a place after `taken` is a row of padding.
+        balance: How equal the predicted costs of the data ranks are; None if they are not known, or of one rank.
     """
 
     sequences: Sequences
     taken: tuple[int, ...]
-    rows: tuple[int | None, ...]
+    places: tuple[int, ...]
+    balance: Balance | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         """Return this rank's number of rows."""
-        return len(self.rows)
+        return len(self.places)
+
+    @property
+    def rows(self) -> tuple[int | None, ...]:
+        """Samples of this rank; None is a row of padding."""
+        return tuple(map(self._row, range(len(self))))
 
     @property
     def label_count(self) -> int:
@@ -118,7 +127,7 @@ class Samples:
             row: Index among this rank's rows.
             places: Positions in the sequence, ascending and below `sequence_length`.
         """
-        index = self.rows[row]
+        index = self._row(row)
         inputs = np.full(len(places), self.sequences.eos_id, np.int64)
         labels = np.full(len(places), IGNORE_INDEX, np.int64)
         if index is None:
@@ -135,7 +144,7 @@ class Samples:
 
     def weights(self, row: int, places: range) -> npt.NDArray[np.float64]:
         """Return the weights of a row's labels at given positions, `[len(places)]`; 0 in padding. See `read`."""
-        index, found = self.rows[row], np.zeros(len(places))
+        index, found = self._row(row), np.zeros(len(places))
         if index is not None:
             stop = min(places.stop, self.sequences.labels_in(index))
             if real := range(places.start, stop, places.step):
@@ -148,6 +157,10 @@ class Samples:
         inputs, labels = zip(*(self.read(row, places) for row in range(len(self))), strict=True)
         return np.stack(inputs), np.stack(labels)
 
+    def _row(self, row: int) -> int | None:
+        place = self.places[row]
+        return self.taken[place] if place < len(self.taken) else None
+
 
 STATE_VERSION = 1
 
@@ -156,8 +169,9 @@ class Batches:
     """An infinite iterator over batches: in each step, the `batch_size / data_parallel` samples of this rank.
 
     Each epoch has a new random order, determined by (seed, epoch). A step takes the next `batch_size` samples, also
-    across the end of an epoch. Data rank r gets the r-th of equal shares. So a step trains on the same samples with any
-    number of data ranks, and all ranks of a sequence group, which have the same `data_rank`, get the same samples.
+    across the end of an epoch. Each data rank gets an equal share: with `cost`, shares are dealt by predicted cost
+    (`deal_samples`), else data rank r gets the r-th. So a step trains on the same samples with any number of data
+    ranks, and all ranks of a sequence group, which have the same `data_rank`, get the same samples.
 
     Args:
         sequences: The data set.
@@ -167,11 +181,14 @@ class Batches:
         data_parallel: Number of data groups.
         total: Number of samples after which there are no more; the last step has what is left, and its other rows are
             padding. None: no end.
+        cost: Returns the predicted cost of a sample, the same on all ranks, in any unit; None: samples cost the same.
+        micro_batch_size: Samples that a data rank computes at once.
 
     Attributes:
         sequences: As above.
         samples: Number of samples that all ranks together have taken since the start of training.
         text_bytes: Bytes of text that the labels of the last batch encode, over all data ranks; 0 before the first.
+        balance: How equal the data ranks' costs of the last batch are; None before the first, or if it is not known.
 
     Raises:
         UserError: `batch_size` is not a positive multiple of `data_parallel`.
@@ -186,15 +203,20 @@ class Batches:
         data_rank: int = 0,
         data_parallel: int = 1,
         total: int | None = None,
+        cost: Callable[[int], float] | None = None,
+        micro_batch_size: int = 1,
     ) -> None:
-        self._local = local_batch_size(batch_size, data_rank, data_parallel)
+        local_batch_size(batch_size, data_rank, data_parallel)
         self.total = total
         self.sequences = sequences
         self._batch_size = batch_size
         self._seed = seed
-        self._first = data_rank * self._local
+        self._rank, self._ranks, self._together = data_rank, data_parallel, micro_batch_size
+        # A batch is looked up three times: prefetched, loaded, and counted.
+        self._cost = None if cost is None or data_parallel == 1 else lru_cache(2 * batch_size)(cost)
         self.samples = 0
         self.text_bytes = 0
+        self.balance: Balance | None = None
 
     def __iter__(self) -> "Batches":
         """Return itself: there is one position in the data."""
@@ -204,7 +226,7 @@ class Batches:
         """Return this rank's samples of the next step, and advance by one step."""
         samples = self.coming()
         self.samples += len(samples.taken)
-        self.text_bytes = samples.text_bytes
+        self.text_bytes, self.balance = samples.text_bytes, samples.balance
         return samples
 
     def coming(self, steps: int = 0) -> Samples:
@@ -213,8 +235,14 @@ class Batches:
         stop = first + self._batch_size
         stop = stop if self.total is None else max(min(stop, self.total), first)
         taken = tuple(self.sequences.drawn(at, self._seed) for at in range(first, stop))
-        mine = taken[self._first : self._first + self._local]
-        return Samples(self.sequences, taken, mine + (None,) * (self._local - len(mine)))
+        drawn = contiguous(self._batch_size, self._ranks)
+        if self._cost is None or not taken:
+            return Samples(self.sequences, taken, drawn[self._rank])
+        costs = list(map(self._cost, taken))
+        costs += [min(costs)] * (self._batch_size - len(costs))  # rows of padding
+        dealt = deal_samples(costs, self._ranks, self._together)
+        balance = Balance(*(slowest(costs, shares, self._together) for shares in (dealt, drawn)))
+        return Samples(self.sequences, taken, dealt[self._rank], balance)
 
     @property
     def epoch(self) -> int:
@@ -308,7 +336,6 @@ def evaluation_batches(
 
     def step(first: int) -> Samples:
         taken = tuple(order[first : first + batch_size])
-        mine = taken[data_rank * local : (data_rank + 1) * local]
-        return Samples(sequences, taken, mine + (None,) * (local - len(mine)))
+        return Samples(sequences, taken, tuple(range(data_rank * local, (data_rank + 1) * local)))
 
     return map(step, range(0, len(order), batch_size))

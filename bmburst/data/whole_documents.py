@@ -83,7 +83,7 @@ class WholeDocuments(PartOfCorpus):
                 f"sequence_length {sequence_length}\nallowed: at least {int(sizes[part].min(initial=2**62))} tokens, "
                 f"the shortest record\nfix: --sequence-length {_round(int(sizes[part].max(initial=1)))}, as the longest"
             )
-        self._records, self._ends = _best_fit(taken, sizes, sequence_length)
+        self._records, self._ends = best_fit(taken, sizes, sequence_length)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -257,8 +257,14 @@ def _that_fit(start: int, sizes: Sequence[int], shared: int, length: int) -> Ite
     yield start + first, len(sizes) - first, shared if len(sizes) - first > 1 else 0
 
 
-def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
-    """Return the records sorted by sequence, and the end of each sequence in this order."""
+def best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
+    """Return the records sorted by sequence, and the end of each sequence in this order.
+
+    Args:
+        taken: Indices of the records to pack, none longer than a sequence.
+        sizes: Tokens of each record of the file.
+        length: Tokens of a sequence.
+    """
     order = taken[np.argsort(-sizes[taken], kind="stable")]
     rooms: list[int] = []  # distinct free sizes of the sequences, ascending
     with_room: dict[int, list[int]] = {}

@@ -7,14 +7,16 @@ and the result is that of TRL on the same processes.
 
 Rows are packed without padding. The head returns log-probabilities and entropies, which are gathered; then every rank
 of the group computes TRL's own loss of these rows, and backward takes the gradient of its own tokens. The mean over all
-ranks, which DDP and FSDP2 compute, is that of the ranks' losses. docs/grpo.md is the guide.
+ranks, which DDP and FSDP2 compute, is that of the ranks' losses. With `share_prompts` the rows of all ranks of a group
+are computed at once as prefix trees; the losses are those of each rank in turn. docs/grpo.md is the guide.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,17 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
+from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
 from bmburst.integrations.trainer_arguments import is_library, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_models import require_splittable
+from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_trainer import require_known_engine, still_to_be_prepared
-from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
-from bmburst.schedule.documents import Documents
-from bmburst_ops import IGNORE_INDEX
 
 __all__ = ["SplitRows"]
 
@@ -42,23 +42,6 @@ TRL = "1.16."
 
 _TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 _REPLACED = "_get_per_token_logps_and_entropies"
-_KEYS = frozenset(
-    {
-        "advantages",
-        "completion_ids",
-        "completion_mask",
-        "importance_sampling_ratio",
-        "num_items_in_batch",
-        "old_logps",
-        "old_per_token_logps",
-        "prompt_ids",
-        "prompt_mask",
-        "ref_per_token_logps",
-        "sampling_per_token_logps",
-        "tool_mask",
-    }
-)
-"""What the rows of a micro-batch may hold."""
 
 
 class SplitRows:
@@ -69,6 +52,10 @@ class SplitRows:
         split: Splits the rows.
         generate_with: The attn_implementation of the policy while it generates, and of reward models: every rank
             generates its own completions, alone.
+        share_prompts: Whether to compute the rows of all ranks of a group at once, as prefix trees
+            (`bmburst.pack_tree`). Tokens that rows have in common at their beginning are read once. A rank then holds
+            activations of its part of all these rows, not of one rank's. Not for models whose layers have windows
+            shorter than a row, or a recurrent state.
         options: Further arguments of the trainer.
 
     Raises:
@@ -76,16 +63,25 @@ class SplitRows:
             or an argument is set that is not exact on them or not known.
     """
 
-    def __init__(self, *arguments: Any, split: SplitSequences, generate_with: str = "sdpa", **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        split: SplitSequences,
+        generate_with: str = "sdpa",
+        share_prompts: bool = False,
+        **options: Any,
+    ) -> None:
         _require_read(type(self))
         super().__init__(*arguments, **options)
-        self.split, self._generate_with = split, generate_with
+        self.split, self._generate_with, self._share_prompts = split, generate_with, share_prompts
         self._trainer: Any = self  # untyped access to the trainer's attributes
-        self._is_shared = False
-        """Whether all ranks of the group hold the same rows at present."""
+        self._turns: _OwnRows | None = None
+        """The turns of a loss, in which all ranks of the group hold the same rows; None outside a loss."""
         require_understood(self, [name for name, value in options.items() if value is not None], ALLOWED, ARGUMENTS)
         require_known_engine(self._trainer)
         _require_exact(self._trainer)
+        for each in filter(None, (self._trainer.model, self._trainer.ref_model)) if share_prompts else ():
+            require_layout(each, split.options.layout, is_tree=True)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
 
@@ -95,24 +91,26 @@ class SplitRows:
         """Return the loss of this rank's rows, as TRL computes it.
 
         Where gradients are computed, those of the rows of all ranks of the group but the last are added to the weights
-        here. Backward of the result adds those of the last rank's rows.
+        here. Backward of the result adds those of the last rank's rows. With `share_prompts` it adds those of all rows.
         """
         del num_items_in_batch  # TRL counts tokens itself
         trainer, comm = self._trainer, self.split.mesh.sequence
-        ranks = _rows_of_ranks(self.split.mesh, inputs)
+        ranks = rows_of_ranks(self.split.mesh, inputs)
         for layer, policy in self._policies if torch.is_grad_enabled() else ():  # TRL enables its own after generation
             layer._gradient_checkpointing_func, layer.gradient_checkpointing = policy, True
         loss = own = torch.zeros(())
-        with _shared_rows(trainer) as turns:
+        with _shared_rows(trainer, ranks) as turns:
             for rank, rows in enumerate(ranks):
                 is_last = rank == comm.size - 1
+                goes_on = not is_last and not self._share_prompts  # to the next backward
                 # FSDP2 would keep whole gradients instead of its shards.
-                with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
-                    turns.begin(is_own=rank == comm.rank, is_last=is_last)
-                    loss = super().compute_loss(model, rows, return_outputs)  # type: ignore[misc]
+                with model.no_sync() if isinstance(model, DistributedDataParallel) and goes_on else nullcontext():
+                    turns.begin(rank, is_own=rank == comm.rank, is_last=is_last)
+                    of_rank = super().compute_loss(model, rows, return_outputs)  # type: ignore[misc]
+                    loss = loss + of_rank if self._share_prompts and rank else of_rank
                     if rank == comm.rank:
-                        own = loss.detach()
-                    if torch.is_grad_enabled() and not is_last:
+                        own = of_rank.detach()
+                    if torch.is_grad_enabled() and goes_on:
                         scaled = trainer.loss_is_scaled_for_ga
                         turns.accelerator.backward(
                             loss if scaled else loss / trainer.current_gradient_accumulation_steps
@@ -151,41 +149,44 @@ class SplitRows:
                 f"rows with {given[0] if given else 'a loss of the router'} are not computed on split sequences\n"
                 "allowed: text\nfix: a text-only data set, and router_aux_loss_coef=0.0"
             )
-        if self._is_shared:
-            return *self._logps(model, input_ids, attention_mask, logits_to_keep, compute_entropy), None
-        found: list[tuple[Tensor, Tensor | None]] = []
-        mine = {"prompt_ids": input_ids[:, :-logits_to_keep], "completion_ids": input_ids[:, -logits_to_keep:]}
-        masks = {
-            "prompt_mask": attention_mask[:, :-logits_to_keep],
-            "completion_mask": attention_mask[:, -logits_to_keep:],
+        turns, rows = self._turns, Rows(input_ids, attention_mask, logits_to_keep)
+        if turns is None:
+            return *self._own_logps(model, rows, batch_size, compute_entropy), None
+        if not self._share_prompts:
+            return *self._logps(model, [rows], compute_entropy)[0], None
+        if turns.values is None:
+            turns.values = self._logps(model, list(map(Rows.of, turns.rows)), compute_entropy)
+        return *turns.values[turns.rank], None
+
+    def _own_logps(self, model: nn.Module, mine: Rows, batch_size: int | None, entropy: bool) -> Values:
+        """Return the values of this rank's rows, where each rank of the group holds its own; collective."""
+        keep = mine.keep
+        rows = {
+            "prompt_ids": mine.ids[:, :-keep],
+            "completion_ids": mine.ids[:, -keep:],
+            "prompt_mask": mine.mask[:, :-keep],
+            "completion_mask": mine.mask[:, -keep:],
         }
-        for rank, rows in enumerate(_rows_of_ranks(self.split.mesh, mine | masks)):
-            ids = torch.cat((rows["prompt_ids"], rows["completion_ids"]), 1).split(batch_size or len(input_ids))
-            mask = torch.cat((rows["prompt_mask"], rows["completion_mask"]), 1).split(batch_size or len(input_ids))
-            keep = rows["completion_ids"].shape[1]
-            parts = [self._logps(model, *pair, keep, compute_entropy) for pair in zip(ids, mask, strict=True)]
-            if rank == self.split.mesh.sequence.rank:
-                found = parts
+        ranks = map(Rows.of, rows_of_ranks(self.split.mesh, rows))
+        parts = [[(rank, part) for part in each.split(batch_size or len(each.ids))] for rank, each in enumerate(ranks)]
+        calls = [[part] for each in parts for part in each]
+        if self._share_prompts:
+            calls = [[part for part in each if part is not None] for each in zip_longest(*parts)]
+        found: list[Values] = []
+        for call in calls:
+            values = self._logps(model, [part for _, part in call], entropy)
+            own = self.split.mesh.sequence.rank
+            found += [value for (rank, _), value in zip(call, values, strict=True) if rank == own]
         logps, entropies = zip(*found, strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+        return torch.cat(logps), torch.cat(entropies) if entropy else None
 
-    def _logps(
-        self, model: nn.Module, ids: Tensor, mask: Tensor, keep: int, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probabilities and entropies of rows that all ranks of the group hold."""
-        real = mask.bool()
-        lengths = tuple(length for length in real.sum(1).tolist() if length)
-        labels = ids.masked_fill(~real, IGNORE_INDEX)
-        labels[:, :-keep] = IGNORE_INDEX
-        part = self.split.part(ids[real][None], labels=labels[real][None], documents=Documents(lengths))
-
-        def placed(local: Tensor) -> Tensor:
-            whole = part.gathered(local)[0].roll(1)  # a label is the token behind
-            return whole.new_zeros(ids.shape).masked_scatter(real, whole)[:, -keep:]
-
+    def _logps(self, model: nn.Module, rows: list[Rows], entropy: bool) -> list[Values]:
+        """Return the values of rows that all ranks of the group hold, computed in one call of the model."""
+        part, placed = (as_trees if self._share_prompts else as_documents)(self.split, rows)
         with self._trainer.accelerator.autocast():
             logps, entropies = part.logps(model, temperature=self._trainer.temperature, entropy=entropy)
-        return placed(logps), None if entropies is None else placed(entropies)
+        none: list[Tensor | None] = [None] * len(rows)
+        return list(zip(placed(logps), none if entropies is None else placed(entropies), strict=True))
 
 
 class _OwnRows:
@@ -197,10 +198,16 @@ class _OwnRows:
 
     Args:
         trainer: The trainer.
+        rows: The rows of every rank of the group.
+
+    Attributes:
+        rank: The rank whose turn it is.
+        values: The values of the rows of every rank, if they were computed at once.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.accelerator = trainer.accelerator
+    def __init__(self, trainer: Any, rows: list[dict[str, Tensor]]) -> None:
+        self.accelerator, self.rows, self.rank = trainer.accelerator, rows, 0
+        self.values: list[Values] | None = None
         self._trainer, self._metrics = trainer, trainer._metrics
         self._kept: list[Any] = []
         self._calls = 0
@@ -209,8 +216,9 @@ class _OwnRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
 
-    def begin(self, *, is_own: bool, is_last: bool) -> None:
-        """Begin a turn: whether the rows are this rank's own, and whether it is the last turn."""
+    def begin(self, rank: int, *, is_own: bool, is_last: bool) -> None:
+        """Begin the turn of a rank: whether the rows are this rank's own, and whether it is the last turn."""
+        self.rank = rank
         self._calls, self._is_own, self._is_last = 0, is_own, is_last
         dropped: dict[str, Any] = {mode: defaultdict(list) for mode in self._metrics}
         self._trainer._metrics = self._metrics if is_last else dropped
@@ -245,63 +253,15 @@ class _Shown(torch.autograd.Function):
 
 
 @contextmanager
-def _shared_rows(trainer: Any) -> Iterator[_OwnRows]:
-    """Inside this block, all ranks of a group hold the same rows."""
-    turns = _OwnRows(trainer)
+def _shared_rows(trainer: Any, rows: list[dict[str, Tensor]]) -> Iterator[_OwnRows]:
+    """Inside this block, all ranks of a group hold the same rows: those of every rank, in turn."""
+    turns = _OwnRows(trainer, rows)
     accelerator, metrics = trainer.accelerator, trainer._metrics
-    trainer.accelerator, trainer._is_shared = turns, True
+    trainer.accelerator, trainer._turns = turns, turns
     try:
         yield turns
     finally:
-        trainer.accelerator, trainer._metrics, trainer._is_shared = accelerator, metrics, False
-
-
-def _rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the rows of every rank of this rank's sequence group. Collective over all ranks; the host waits.
-
-    Args:
-        mesh: The ranks.
-        mine: This rank's rows: tensors with at most two dimensions, with equal names and dtypes on all ranks.
-
-    Raises:
-        UserError: A name is not known, or a prompt has no token.
-        Mismatch: The ranks hold different kinds of rows.
-    """
-    names = sorted(mine)
-
-    def decide() -> tuple[None, str]:
-        if unknown := sorted({*names} - _KEYS):
-            raise UserError(
-                f"rows have {unknown[0]}, which is not known on split sequences\nallowed: {', '.join(sorted(_KEYS))}\n"
-                "fix: text, without images"
-            )
-        if not bool(mine["prompt_mask"].any(1).all()):
-            raise UserError("a prompt has no token\nallowed: one or more\nfix: prompts that begin with a token")
-        kinds = [f"{name} {mine[name].dtype} of {mine[name].dim()}" for name in names]
-        return None, "\n".join(["rows of a micro-batch", *kinds])
-
-    with mesh.world.checking():
-        mesh.world.decided(decide)
-    comm: CheckedCommunicator = mesh.sequence
-    shapes = torch.tensor([[*mine[name].shape, 1, 1][:2] for name in names], device=comm.device)
-    (every,) = comm.all_gather(shapes).wait()
-    sizes = [mine[name].element_size() for name in names]
-    nbytes = [
-        [rows * columns * size for (rows, columns), size in zip(rank, sizes, strict=True)] for rank in every.tolist()
-    ]
-    data = torch.cat([mine[name].contiguous().reshape(-1).view(torch.uint8) for name in names]).to(comm.device)
-    padded = nn.functional.pad(data, (0, max(map(sum, nbytes)) - len(data)))
-    (gathered,) = comm.all_gather(padded).wait()
-    found = []
-    for row, shape, counts in zip(gathered, every.tolist(), nbytes, strict=True):
-        pieces = row[: sum(counts)].split(counts)
-        found.append(
-            {
-                name: piece.clone().view(mine[name].dtype).reshape(size[: mine[name].dim()])
-                for name, piece, size in zip(names, pieces, shape, strict=True)
-            }
-        )
-    return found
+        trainer.accelerator, trainer._metrics, trainer._turns = accelerator, metrics, None
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from bmburst.zero import NamedShard, named_shards
 class GradientNorms:
     """Sums of squares of this rank's gradient, by kind of parameter (`bmburst.blocks.kinds`).
 
-    Each element of the gradient is on one rank, in every ZeRO stage and with tensor parallelism. So the sums of all
-    ranks add up to the squares of the norms.
+    Each element of the gradient is on one rank of the first ZeRO group, in every ZeRO stage and with tensor
+    parallelism; the other groups have copies, which do not count. So the sums of all ranks add up to the squares of the
+    norms.
 
     Args:
         model: A model of BMTrain modules.
@@ -25,10 +26,11 @@ class GradientNorms:
         shards = [each for each in named_shards(model) if each.storage.requires_grad]
         kind_by_name = {each.name: kind_of(each.name, each.shape) for each in shards}
         self.kinds = tuple(kind for kind in KINDS if kind in kind_by_name.values())
-        self._shards = [each for each in shards if host_shard(each.storage) is None and each.count]
+        counted = [each for each in shards if each.count and not each.is_copy]
+        self._shards = [each for each in counted if host_shard(each.storage) is None]
         hosted: dict[int, tuple[HostShard, list[NamedShard]]] = {}
-        for each in shards:
-            if each.count and (kept := host_shard(each.storage)):
+        for each in counted:
+            if kept := host_shard(each.storage):
                 hosted.setdefault(id(kept), (kept, []))[1].append(each)
         for kept, pieces in hosted.values():
             kept.pieces = tuple(slice(each.offset, each.offset + each.count) for each in pieces)

@@ -12,13 +12,14 @@ from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.layout import Zigzag
+from bmburst.schedule.layout import Balanced, Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.parallelism import Outer, RingTensors, Strategy
+from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, most_kv_heads
 from bmburst_ops.bounded_cache import bounded_cache
 
@@ -43,6 +44,10 @@ class Task:
         mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
         lora: Adapters to train with frozen weights; None trains the weights.
         pairs: Whether it is preference training (DPO), in which each step also runs a reference model forward.
+        pack: `--pack` of the run's command; None for the default.
+        shared_prompt: Tokens of a prompt that the answers in a sequence share (`--pack trees`); 0: a sequence is one
+            text.
+        answers: Number of these answers, which have the rest of the sequence in equal parts.
         second_model: Whether the reference is a separate model, not the trained model without its adapters.
         host_memory: GiB of a node's host memory in the run's command; None for the free memory.
 
@@ -63,6 +68,9 @@ class Task:
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None
     pairs: bool = False
+    pack: str | None = None
+    shared_prompt: int = 0
+    answers: int = 2
     second_model: bool = False
     host_memory: float | None = None
 
@@ -88,6 +96,24 @@ class Task:
     def gpus_per_node(self) -> int:
         """Number of GPUs per node."""
         return self.gpus // self.nodes
+
+    @property
+    def tree(self) -> Tree | None:
+        """The prompt and its answers; None for a sequence of one text."""
+        if not self.shared_prompt:
+            return None
+        rest = max(0, self.sequence - self.shared_prompt)
+        answers = [rest // self.answers + (i < rest % self.answers) for i in range(self.answers)]
+        lengths = [min(self.sequence, self.shared_prompt), *filter(None, answers)]
+        return Tree([-1, *[0] * (len(lengths) - 1)], lengths)
+
+    @property
+    def query_key_pairs(self) -> float:
+        """Visible pairs of a query and a key of a step, in one head and layer."""
+        tree = self.tree
+        if tree is None:
+            return self.batch * causal_pairs([self.sequence], self.model.sliding_window)
+        return self.batch * (causal_pairs(tree.lengths) + tree.tokens_below_ancestors)
 
     @property
     def trained(self) -> int:
@@ -191,7 +217,13 @@ class Candidate:
     @cached_property
     def tokens(self) -> int:
         """Tokens of a sequence on a sequence rank, including padding."""
-        return 2 * -(-self.task.sequence // (2 * self.sequence))  # zigzag: two chunks
+        chunks = Balanced.chunks if self.is_balanced else 2
+        return chunks * -(-self.task.sequence // (chunks * self.sequence))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the layout is "balanced", made for a tree, and not zigzag."""
+        return self.task.tree is not None and self.task.micro_batch == 1 and self.sequence > 1
 
     @cached_property
     def rows(self) -> int:
@@ -259,8 +291,9 @@ class Candidate:
     @cached_property
     def shapes(self) -> HeadShapes:
         """Sizes of one layer's attention for a micro-batch, after the exchange of heads."""
+        size = self.sequence, self.tokens
         return HeadShapes(
-            layout=Zigzag(self.sequence, self.tokens),
+            layout=Balanced.under(self.mask, *size, self.task.sequence) if self.is_balanced else Zigzag(*size),
             degree=self.ulysses_degree,
             batch=self.task.micro_batch,
             heads=self.own_heads,
@@ -302,6 +335,8 @@ class Candidate:
     @property
     def mask(self) -> Mask:
         """The attention mask."""
+        if (tree := self.task.tree) is not None:
+            return tree
         window = self.task.model.sliding_window
         return SlidingWindow(window) if window else Causal()
 

@@ -53,6 +53,10 @@ def options(candidate: Candidate) -> list[str]:
     if task.pairs:
         words += ["--dpo.beta", "0.1"]  # a usual value; it has no effect on time and memory
         words += ["--dpo.reference", "DIR"] if task.second_model and task.init_from is None else []
+    if task.pack is not None:
+        words += ["--pack", task.pack]
+    if candidate.is_balanced:
+        words += ["--parallel.layout", "balanced"]
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
     if task.mlp_chunk is not None:
@@ -84,8 +88,11 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         total: Number of candidates that were predicted.
     """
     best, tokens = shown[0], short(task.sequence, commas=True)
+    of = (
+        f" (a prompt of {short(task.shared_prompt, commas=True)}, {task.answers} answers)" if task.shared_prompt else ""
+    )
     lines = [
-        f"{task.preset}, {tokens} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
+        f"{task.preset}, {tokens} tokens{of} x {task.batch} a step, {task.gpus} x {hardware.name} on "
         f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} configurations, the best of each mesh and strategy",
         "",
         *comparison(shown),

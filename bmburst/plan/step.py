@@ -14,7 +14,6 @@ from bmburst.plan.counts import (
     adapter_elements,
     block_matrices,
     block_parameters,
-    causal_pairs,
     forward_flops,
     frozen_flops,
     held_block,
@@ -104,12 +103,11 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a task's step, with causal attention over whole sequences or the model's window.
+    """Return the FLOPs of a task's step, with causal attention over whole sequences, trees or the model's window.
 
     The forward pass of a reference model counts. Gradients of frozen weights do not.
     """
-    query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
-    counted = task.model, float(task.batch * task.sequence), query_key_pairs
+    counted = task.model, float(task.batch * task.sequence), task.query_key_pairs
     done = step_flops(*counted, attention_backward=attention_backward)
     done -= frozen_flops(*counted[:2], task.adapters, trains_head=task.lora is not None and task.lora.trains_head)
     return done + forward_flops(*counted) if task.pairs else done

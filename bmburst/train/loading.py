@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import causal_pairs
+from bmburst.plan.counts import causal_pairs, hardware_flops
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.tree import Tree
 from bmburst.sequence import Ids, SequenceShard
 from bmburst_ops.dropout import keys as dropout_keys
 
 if TYPE_CHECKING:
+    from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
+    from bmburst.data.batches import Sequences
 
 
 def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
@@ -42,6 +44,10 @@ class SequenceSource(Protocol):
     @property
     def parents(self) -> tuple[tuple[int, ...] | None, ...]:
         """For each row the parents of its documents as in `bmburst.Tree`; None if no documents share a prompt."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The index of each row in the whole batch."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -72,13 +78,13 @@ class LocalBatch:
     dropout_seed: str | None = None
 
     @classmethod
-    def read(cls, cut: SequenceShard, rows: SequenceSource, first_row: int | None = None) -> "LocalBatch":
+    def read(cls, cut: SequenceShard, rows: SequenceSource, *, numbered: bool = False) -> "LocalBatch":
         """Read this rank's part of sequences to the CPU; only this part is read.
 
         Args:
             cut: This rank's shard of a sequence.
             rows: The sequences.
-            first_row: Index of the first row in the whole batch, to number the tokens; None: no numbers.
+            numbered: Whether to number the tokens.
 
         Raises:
             UserError: The documents do not fit the sequences.
@@ -88,9 +94,9 @@ class LocalBatch:
         of_rows = masks or (None,) * len(rows)
         parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
         numbers = None
-        if first_row is not None:
-            places = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
-            numbers = torch.stack([place + (first_row + row) * cut.length for row, place in enumerate(places)])
+        if numbered:
+            tokens = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
+            numbers = torch.stack([own + row * cut.length for row, own in zip(rows.places, tokens, strict=True)])
         weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
         return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights, numbers)
 
@@ -103,8 +109,7 @@ class LocalBatch:
         """Return the number of query-key pairs of all rows in one head and layer; `window` as in `causal_pairs`."""
         if self.masks is None:
             return len(self.labels) * causal_pairs([self.length], window)
-        below = (mask.tokens_below_ancestors for mask in self.masks if isinstance(mask, Tree))
-        return sum(causal_pairs(mask.lengths, window) for mask in self.masks) + sum(below)
+        return sum(_pairs(mask, window) for mask in self.masks)
 
     def to(self, device: torch.device, *, pinned: bool = False) -> "LocalBatch":
         """Return a copy on a device; with `pinned`, through pinned host memory, without waiting for it."""
@@ -146,6 +151,29 @@ def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | Tree 
 
     found = [cut.read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
     return torch.from_numpy(np.stack(found))
+
+
+def sample_cost(sequences: "Sequences", model: "LlamaConfig", recompute: str) -> Callable[[int], float] | None:
+    """Return the function from the index of a sample to the FLOPs that it takes; None if all take the same.
+
+    Args:
+        sequences: The data set.
+        model: The model's configuration.
+        recompute: A policy of `bmburst.recompute.policy`.
+    """
+    if sequences.pack == "stream":
+        return None
+
+    def cost(index: int) -> float:
+        mask = _mask(sequences.documents(index) or (sequences.sequence_length,), sequences.parents(index))
+        return hardware_flops(model, sequences.sequence_length, _pairs(mask, model.sliding_window), recompute)
+
+    return cost
+
+
+def _pairs(mask: Documents | Tree, window: int | None) -> float:
+    below = mask.tokens_below_ancestors if isinstance(mask, Tree) else 0
+    return causal_pairs(mask.lengths, window) + below
 
 
 def _mask(lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Documents | Tree:
@@ -237,14 +265,14 @@ class Loader:
     Args:
         cut: This rank's shard of a sequence.
         device: Device of the batches.
-        first_row: Index of this rank's first row in the whole batch, if tokens are numbered; None: they are not.
+        numbered: Whether tokens are numbered, for dropout.
 
     Attributes:
         cut: As above.
     """
 
-    def __init__(self, cut: SequenceShard, device: torch.device, first_row: int | None = None) -> None:
-        self.cut, self._first_row = cut, first_row
+    def __init__(self, cut: SequenceShard, device: torch.device, *, numbered: bool = False) -> None:
+        self.cut, self._numbered = cut, numbered
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetch = Prefetch(self._prepare)
@@ -265,7 +293,7 @@ class Loader:
 
     def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
-        batch = LocalBatch.read(self.cut, samples, self._first_row)
+        batch = LocalBatch.read(self.cut, samples, numbered=self._numbered)
         if self._stream is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._stream):  # also sets the device: a new thread would use GPU 0

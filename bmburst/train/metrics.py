@@ -21,7 +21,7 @@ PLOT_FILE = "loss.png"
 _TRAIN, _EVALUATED = "#1f77b4", ("#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
 _TITLED = 2  # evaluations whose losses are in the title of the picture
 _NO_SCALARS = ("step", "data")
-_NOT_ALWAYS = ("reward_", "loss_scale")
+_NOT_ALWAYS = ("reward_", "loss_scale", "data_balance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,9 @@ class StepMetrics:
         reward_accuracy: Fraction of the pairs with a positive margin; left out without pairs.
         grad_norms: Norm of the gradient of each kind of parameter that is trained (`bmburst.blocks.kinds`); written as
             `grad_norm_attention` and so on.
+        data_balance: Predicted cost of the step's slowest data group in each micro-batch, divided by the mean of the
+            groups; left out with one group, or if all samples cost the same.
+        data_balance_drawn: The same if each group computed an equal share of the samples in the order they are drawn.
     """
 
     step: int
@@ -73,6 +76,8 @@ class StepMetrics:
     reward_margin: float | None = None
     reward_accuracy: float | None = None
     grad_norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    data_balance: float | None = None
+    data_balance_drawn: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +193,7 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 
 
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """Return a line's values. Rewards are left out without preference training, the loss scale without fp16."""
+    """Return a line's values. Those of `_NOT_ALWAYS` are left out where unknown."""
     values = dataclasses.asdict(metrics)
     values |= {f"grad_norm_{kind}": norm for kind, norm in values.pop("grad_norms", {}).items()}
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}

@@ -9,6 +9,7 @@ import torch
 
 from bmburst.amounts import GIB
 from bmburst.comm import gather_objects
+from bmburst.data.dealing import Balance
 from bmburst.launch.start import Runtime
 from bmburst.memory import forget_peak, peak_bytes
 from bmburst.mesh import Mesh
@@ -89,6 +90,7 @@ class StepMonitor:
         scale: float | None,
         text_bytes: int,
         norms: Mapping[str, float],
+        balance: Balance | None,
     ) -> StepMetrics:
         """Return the metrics of a finished step.
 
@@ -99,6 +101,7 @@ class StepMonitor:
             scale: Its loss scale.
             text_bytes: Bytes of text that its labels encode.
             norms: Norm of the gradient of each kind of parameter.
+            balance: How equal the predicted costs of the data groups are; None: not known.
         """
         shape, config = self._shape, self._config
         used = self._flops.of(
@@ -129,4 +132,6 @@ class StepMonitor:
             reward_margin=margin,
             reward_accuracy=accuracy,
             grad_norms=norms,
+            data_balance=None if balance is None else balance.dealt,
+            data_balance_drawn=None if balance is None else balance.drawn,
         )

@@ -31,6 +31,8 @@ _MEDIANS = (
     "hardware_tflops",
     "exposed_seconds",
     "data_seconds",
+    "data_balance",
+    "data_balance_drawn",
 )
 _PEAKS = ("memory_gib", "reserved_gib")
 
@@ -81,6 +83,8 @@ def ending(found: Mapping[str, float]) -> str:
     rows.append(("time a step", seconds_text(found["seconds"])))
     rows += _one(found, "data_seconds", "waiting for data", seconds_text)
     rows += _one(found, "exposed_seconds", "exposed communication", seconds_text)
+    drawn = f" by predicted cost, {found['data_balance_drawn']:.3f} as drawn" if "data_balance" in found else ""
+    rows += _one(found, "data_balance", "data groups", lambda value: f"slowest / mean {value:.3f}{drawn}")
     rank = found.get("tokens_per_second_per_gpu")
     of_rank = "" if rank is None else f", {_digits(rank)} a rank"
     rows.append(("tokens/s", f"{_digits(found['tokens_per_second'])}{of_rank}"))

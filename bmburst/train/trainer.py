@@ -27,7 +27,7 @@ from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
-from bmburst.train.loading import Loader, LocalBatch, causal_cut
+from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics
@@ -136,10 +136,11 @@ class Trainer:
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
             total=None if config.epochs is None else sequences_of_epochs(config, sequences),
+            cost=sample_cost(sequences, config.model, recompute),
+            micro_batch_size=config.micro_batch_size,
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
-        rows = config.batch_size // self.mesh.shape.data
-        self._loader = Loader(cut, self.runtime.device, self.mesh.data_rank * rows if config.lora.dropout else None)
+        self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         make_model = _model_maker(config, self.mesh, memory)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio)
@@ -205,9 +206,9 @@ class Trainer:
         rate = self.update(facts)
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
-        scale, text_bytes = self._manager.loss_scale, self.batches.text_bytes
-        norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
-        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=text_bytes, norms=norms)
+        scale, batches = self._manager.loss_scale, self.batches
+        found = {"norms": dict(zip(self._norms.kinds, facts.grad_norms, strict=True)), "balance": batches.balance}
+        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=batches.text_bytes, **found)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.

@@ -72,7 +72,7 @@ def test_rows_at_places(file, length, first, step, pack):
     """The last sample is partial, and a row beyond it has no text."""
     sequences = PackedSequences(file, split="all", sequence_length=length, pack=pack)
     last = len(sequences) - (not sequences.partial_labels)
-    samples = Samples(sequences, (last,), (last, None))
+    samples = Samples(sequences, (last,), (0, 1))
     places = range(min(first, length), length, step)
     ids = sequences[last].tolist()
     padding = [EOS] * (length - len(ids) + 1)

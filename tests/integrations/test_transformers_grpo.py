@@ -20,6 +20,9 @@ def _check(root: Path, size: int, names: list[str], sequence: int | None = None)
     for name in names:
         for found in ranks:
             _require_equal(name, found[name, True], found[name, False])
+        if name == "shared":  # a prompt is most of a row, and read once for the rows of all ranks of a group
+            mine, theirs = (sum(found[name, is_split]["computed"] for found in ranks) for is_split in (True, False))
+            assert theirs / (2 * (sequence or size)) < mine < 1.2 * theirs / (2 * (sequence or size))
         first = ranks[0][name, True]["weights"]
         assert all(
             torch.equal(weight, rank[name, True]["weights"][key]) for key, weight in first.items() for rank in ranks
@@ -46,7 +49,7 @@ def test_equals_trl(size: int, tmp_path: Path) -> None:
 
 
 def test_equals_trl_on_two_ranks(tmp_path: Path) -> None:
-    _check(tmp_path, 2, ["dapo", "grpo", "bnpo", "fsdp2", "adapters", "generation", "rloo"])
+    _check(tmp_path, 2, ["dapo", "grpo", "bnpo", "fsdp2", "adapters", "generation", "rloo", "shared"])
 
 
 @pytest.mark.long

@@ -14,8 +14,9 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SF
 
 from bmburst import Mesh, MeshShape
 from bmburst.comm.groups import single_rank_group
+from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, _rows_of_ranks
+from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
 from tests.refusals import refused
@@ -121,6 +122,9 @@ def test_models(tmp_path: Path) -> None:
         _trainer(tmp_path, model=tiny.transformers_model())
     with refused("router | router_aux_loss_coef=0.0"):
         _trainer(tmp_path, model=tiny.transformers_model("qwen3_moe", attention="bmburst"))
+    with refused("Qwen3NextGatedDeltaNet | next tokens of a tree | rows one by one"):
+        recurrent = tiny.transformers_model("qwen3_next", attention="bmburst")
+        _trainer(tmp_path, share_prompts=True, model=recurrent, args={"router_aux_loss_coef": 0.0})
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
 
@@ -128,9 +132,9 @@ def test_models(tmp_path: Path) -> None:
 def test_rows_that_are_not_known(tmp_path: Path) -> None:
     ones = torch.ones(2, 3, dtype=torch.int64)
     with refused("pixel_values | prompt_ids | fix: text"):
-        _rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
+        rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
     with refused("a prompt has no token | allowed: one or more"):
-        _rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
+        rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
     trainer = _trainer(tmp_path)
     for name in ("pixel_values", "token_type_ids"):
         with refused(f"rows with {name} | allowed: text"):
@@ -145,7 +149,7 @@ def test_rows_of_one_rank_come_back_as_they_are() -> None:
         "num_items_in_batch": torch.tensor(7),
         "old_logps": torch.zeros(2, 0),
     }
-    (found,) = _rows_of_ranks(_split().mesh, rows)
+    (found,) = rows_of_ranks(_split().mesh, rows)
     assert found.keys() == rows.keys()
     for name, tensor in rows.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name

@@ -48,6 +48,15 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
         "adapters": {"beta": 0.1, "gradient_accumulation_steps": 2, "learning_rate": 3.0},
         "generation": {"max_completion_length": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
         "rloo": {"beta": 0.05, "gradient_accumulation_steps": 2, "num_iterations": 2},
+        "shared": {
+            "loss_type": "bnpo",
+            "beta": 0.1,
+            "num_generations": 0,
+            "num_generations_eval": 2,
+            "gradient_accumulation_steps": 2,
+            "num_iterations": 2,
+            "mask_truncated_completions": True,
+        },
     }
 )
 """What each run sets beside the common arguments. `num_generations` of 0 is all rows of a step."""
@@ -108,7 +117,7 @@ class Sampler:
 
 def folder_of(root: Path, *, dtype: torch.dtype = torch.float64) -> str:
     """Save a model and return its folder."""
-    model = tiny.transformers_model("llama", max_position_embeddings=64).to(dtype)
+    model = tiny.transformers_model("llama", max_position_embeddings=512).to(dtype)
     model.save_pretrained(root / "policy")
     tokenizer().save_pretrained(root / "policy")
     return str(root / "policy")
@@ -133,7 +142,8 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
     }
     fields |= GRPO.get(name, {})
     if not fields["num_generations"]:  # all rows of a step are answers to one prompt
-        fields["num_generations"] = fields["per_device_train_batch_size"] * dist.get_world_size()
+        rows = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
+        fields["num_generations"] = rows * dist.get_world_size()
     arguments = (RLOOConfig if is_rloo else GRPOConfig)(
         output_dir=str(root / "out"),
         bf16=False,
@@ -144,7 +154,8 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         model_init_kwargs={"attn_implementation": "bmburst" if split else "sdpa", "dtype": "auto"},
         **(fields | options.pop("args", {})),
     )
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    # A tree shares a prompt if that saves 256 tokens or more.
+    rows = [{"prompt": 5 * LETTERS + prompt if name == "shared" else prompt} for prompt in PROMPTS]
     made: dict[str, Any] = {
         "model": str(root / "policy"),
         "reward_funcs": rewarded,
@@ -160,7 +171,7 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
     made |= options
     if split is None:
         return (RLOOTrainer if is_rloo else GRPOTrainer)(**made)
-    return (SplitRLOO if is_rloo else SplitGRPO)(split=split, **made)
+    return (SplitRLOO if is_rloo else SplitGRPO)(split=split, share_prompts=name == "shared", **made)
 
 
 def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, Any]:
@@ -173,6 +184,10 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     tokens: list[int] = []
     made.model.get_output_embeddings().register_forward_hook(
         lambda _, __, output: tokens.append(output.shape[:-1].numel()) if torch.is_grad_enabled() else None
+    )
+    computed: list[int] = []
+    made.model.get_input_embeddings().register_forward_hook(
+        lambda _, __, output: computed.append(output.shape[:-1].numel()) if torch.is_grad_enabled() else None
     )
     if name == "dapo":
         made.evaluate()
@@ -187,6 +202,7 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
         "tokens": made.state.num_input_tokens_seen,
         "weights": {key: whole_weight(weight) for key, weight in weights if weight.requires_grad},
         "most tokens in the head": max(tokens, default=0),
+        "computed": sum(computed),
         "completions": list(made._logs["completion"]),
     }
 

@@ -109,6 +109,10 @@ def test_a_run_of_epochs_is_the_same_on_one_and_two_ranks(folder):
     one, two = lines(folder, "run-1"), lines(folder, "run-2")
     assert len(one) == -(-EPOCHS * len(sequences(folder)) // BATCH)
     assert [each["loss"] for each in two] == pytest.approx([each["loss"] for each in one], rel=1e-5)
+    # Samples differ in their documents, so they are dealt: groups wait less for each other.
+    assert all("data_balance" not in each for each in one)
+    assert all(1 <= each["data_balance"] <= each["data_balance_drawn"] for each in two)
+    assert sum(each["data_balance_drawn"] - each["data_balance"] for each in two) > 0
 
 
 def test_validation_files_have_their_names_and_losses(folder):

@@ -79,6 +79,8 @@ def test_the_table_at_the_end():
         "hardware_tflops": 412.3,
         "exposed_seconds": 0.0421,
         "data_seconds": 0.000336,
+        "data_balance": 1.012,
+        "data_balance_drawn": 1.21,
         "memory_gib": 125.02,
         "reserved_gib": 130.9,
     }
@@ -87,6 +89,7 @@ def test_the_table_at_the_end():
     assert said["waiting for data"] == "336 us" and said["exposed communication"] == "42.1 ms"
     assert said["tokens/s"] == "6,913, 3,457 a rank" and said["FLOP/s a rank"] == "412 TFLOP/s"
     assert said["MFU"] == "45.1%" and said["peak memory"] == "125.0 GiB, 130.9 GiB reserved"
+    assert said["data groups"] == "slowest / mean 1.012 by predicted cost, 1.210 as drawn"
     few = rows(ending({"steps": 1.0, "skipped_steps": 0.0, "seconds": 2e-6, "tokens_per_second": 4.613}))
     assert few.keys() == {"steps", "time a step", "tokens/s"} and few["time a step"] == "2 us"
     assert few["tokens/s"] == "4.61"
