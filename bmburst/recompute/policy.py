@@ -39,7 +39,6 @@ copied to the GPU when its backward begins: the input first, then attention resu
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
