@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -75,18 +76,22 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     return mesh.sum(loss.item()), grads
 
 
-def require_equal(folder, config, lora, policy, **more):
-    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32."""
+def require_equal(folder, config, lora, *ways):
+    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32.
+
+    `ways` are policies, each with other options of the model.
+    """
     _, *wanted = torch.load(folder / "peft.pt")
     whole = ours(folder, config, lora, "none", torch.float64)
-    for expected, dtype, rel in ((wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)):
+    of_dtypes = (wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)
+    for (policy, more), (expected, dtype, rel) in product(ways, of_dtypes):
         loss, grads = ours(folder, config, lora, policy, dtype, **more)
-        assert loss == pytest.approx(expected[0], rel=rel, abs=0)
+        assert loss == pytest.approx(expected[0], rel=rel, abs=0), (dtype, policy, more)
         assert grads.keys() == expected[1].keys()
         norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
         for name, grad in grads.items():
             off = (grad - expected[1][name]).norm()
-            assert off <= rel * norm, (name, dtype, policy, off / norm)
+            assert off <= rel * norm, (name, dtype, policy, more, off / norm)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +106,9 @@ def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
 def _losses_and_gradients_are_pefts(folder, config, lora):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
-        for policy in POLICIES:
-            for chunk in (None, 7) if policy != "none" else (None,):
-                require_equal(folder, config, lora, policy, mlp_chunk=chunk)
-        require_equal(folder, config, lora, "block", offload_weights=True)
-        require_equal(folder, config, lora, "none", zero_level=2)
+        ways = [(policy, {"mlp_chunk": chunk}) for policy in POLICIES[1:] for chunk in (None, 7)]
+        more = [("none", {}), ("block", {"offload_weights": True}), ("none", {"zero_level": 2})]
+        require_equal(folder, config, lora, *ways, *more)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
@@ -115,8 +118,7 @@ def test_of_other_families_too(tmp_path, family):
 
 
 def _of_other_families_too(folder, config):
-    for policy in ("none", "block"):
-        require_equal(folder, config, LORAS[1], policy, mlp_chunk=7 if policy == "block" else None)
+    require_equal(folder, config, LORAS[1], ("none", {}), ("block", {"mlp_chunk": 7}))
 
 
 def test_tensor_ranks_share_adapters(tmp_path):
@@ -125,9 +127,8 @@ def test_tensor_ranks_share_adapters(tmp_path):
 
 
 def _tensor_ranks_share_adapters(folder, config):
-    for policy in ("none", "block", "block-keep-attention+offload"):
-        for chunk in (None, 7):
-            require_equal(folder, config, LORAS[1], policy, mlp_chunk=chunk)
+    policies = ("none", "block", "block-keep-attention+offload")
+    require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
 
 
 def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
@@ -136,7 +137,7 @@ def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
 
 
 def _tensor_ranks_share_kv_heads(folder, config):
-    require_equal(folder, config, LORAS[1], "none")
+    require_equal(folder, config, LORAS[1], ("none", {}))
 
 
 @pytest.mark.parametrize("strategy", ["heads", "ring", "gather"])
@@ -146,7 +147,7 @@ def test_each_strategy_splits_their_sequences(tmp_path, strategy):
 
 
 def _each_strategy(folder, config, strategy):
-    require_equal(folder, config, LORAS[1], "block", strategy=strategy)
+    require_equal(folder, config, LORAS[1], ("block", {"strategy": strategy}))
 
 
 class Products(TorchDispatchMode):
