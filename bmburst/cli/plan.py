@@ -102,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--recompute",
         metavar="POLICY,...",
-        help="recompute policies to try, each also for the first N layers only (default: those of docs/recompute.md)",
+        help="recompute policies to try, each also for the first N layers only (default: those of docs/memory.md)",
     )
     add(
         "--parallel.zero_level",

@@ -8,7 +8,7 @@ and the result is that of TRL on the same processes.
 Rows are packed without padding. The head returns log-probabilities and entropies, which are gathered; then every rank
 of the group computes TRL's own loss of these rows, and backward takes the gradient of its own tokens. The mean over all
 ranks, which DDP and FSDP2 compute, is that of the ranks' losses. With `share_prompts` the rows of all ranks of a group
-are computed at once as prefix trees; the losses are those of each rank in turn. docs/grpo.md is the guide.
+are computed at once as prefix trees; the losses are those of each rank in turn. docs/hugging_face.md is the guide.
 """
 
 from collections import defaultdict
@@ -315,7 +315,7 @@ def _require_read(trainer: type) -> None:
         raise UserError(
             f"the methods of {kind} were not read, so it is not known to be exact on split sequences\n"
             f"allowed: {', '.join(_TRAINERS)}\n"
-            "fix: for SFTTrainer SplitBatches (docs/trl.md); for pairs of answers, bmburst train (docs/preference.md)"
+            "fix: for SFTTrainer SplitBatches (docs/hugging_face.md); for pairs, bmburst train (docs/fine_tuning.md)"
         )
     installed = version("trl")
     if not installed.startswith(TRL):

@@ -80,7 +80,7 @@ class TrainConfig:
         "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
         "host memory, +offload-all attention too; +first-20 is for the first 20 layers only; +every-4, "
         "+keep-attention-last-8, +offload-first-12, +offload-attention-first-6, +offload-mlp-first-12: "
-        "docs/recompute.md. auto: the fastest that fits.",
+        "docs/memory.md. auto: the fastest that fits.",
         default="block-keep-attention",
     )
     host_memory: float | None = field(

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -100,18 +101,22 @@ def require_freed(model):
     assert not any(each.weight.numel() for each in linears.values())
 
 
-def require_equal(folder, config, lora, policy, **more):
-    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32."""
+def require_equal(folder, config, lora, *ways):
+    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32.
+
+    `ways` are policies, each with other options of the model.
+    """
     _, *wanted = torch.load(folder / "peft.pt")
     whole = ours(folder, config, lora, "none", torch.float64)
-    for expected, dtype, rel in ((wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)):
+    of_dtypes = (wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)
+    for (policy, more), (expected, dtype, rel) in product(ways, of_dtypes):
         loss, grads = ours(folder, config, lora, policy, dtype, **more)
-        assert loss == pytest.approx(expected[0], rel=rel, abs=0)
+        assert loss == pytest.approx(expected[0], rel=rel, abs=0), (dtype, policy, more)
         assert grads.keys() == expected[1].keys()
         norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
         for name, grad in grads.items():
             off = (grad - expected[1][name]).norm()
-            assert off <= rel * norm, (name, dtype, policy, off / norm)
+            assert off <= rel * norm, (name, dtype, policy, more, off / norm)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +131,9 @@ def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
 def _losses_and_gradients_are_pefts(folder, config, lora):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
-        for policy in POLICIES:
-            for chunk in (None, 7) if policy != "none" else (None,):
-                require_equal(folder, config, lora, policy, mlp_chunk=chunk)
-        require_equal(folder, config, lora, "block", offload_weights=True)
-        require_equal(folder, config, lora, "none", zero_level=2)
+        ways = [(policy, {"mlp_chunk": chunk}) for policy in POLICIES[1:] for chunk in (None, 7)]
+        more = [("none", {}), ("block", {"offload_weights": True}), ("none", {"zero_level": 2})]
+        require_equal(folder, config, lora, *ways, *more)
 
 
 FOUR_BIT = LoRAConfig(rank=2, alpha=4, targets=("all-linear",), base="4bit")
@@ -143,10 +146,9 @@ def test_a_base_in_4_bits_is_pefts_model_with_dequantized_weights(tmp_path, size
 
 
 def _a_base_in_4_bits(folder, config):
-    for policy in ("none", "block+every-2", "block-keep-attention:0.5+offload"):
-        require_equal(folder, config, FOUR_BIT, policy, mlp_chunk=7)
-    require_equal(folder, config, FOUR_BIT, "block+every-2", offload_weights=True)
-    require_equal(folder, config, FOUR_BIT, "block+every-2", zero_level=2)
+    policies = ("none", "block+every-2", "block-keep-attention:0.5+offload")
+    more = [("block+every-2", {"offload_weights": True}), ("block+every-2", {"zero_level": 2})]
+    require_equal(folder, config, FOUR_BIT, *((policy, {"mlp_chunk": 7}) for policy in policies), *more)
     require_sharded(config)
 
 
@@ -187,8 +189,7 @@ def test_of_other_families_too(tmp_path, family):
 
 
 def _of_other_families_too(folder, config):
-    for policy in ("none", "block"):
-        require_equal(folder, config, LORAS[1], policy, mlp_chunk=7 if policy == "block" else None)
+    require_equal(folder, config, LORAS[1], ("none", {}), ("block", {"mlp_chunk": 7}))
 
 
 def test_tensor_ranks_share_adapters(tmp_path):
@@ -201,9 +202,8 @@ def _tensor_ranks_share_adapters(folder, config):
 
     with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
         Llama(config, lora=FOUR_BIT)
-    for policy in ("none", "block", "block-keep-attention+offload"):
-        for chunk in (None, 7):
-            require_equal(folder, config, LORAS[1], policy, mlp_chunk=chunk)
+    policies = ("none", "block", "block-keep-attention+offload")
+    require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
 
 
 def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
@@ -212,7 +212,7 @@ def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
 
 
 def _tensor_ranks_share_kv_heads(folder, config):
-    require_equal(folder, config, LORAS[1], "none")
+    require_equal(folder, config, LORAS[1], ("none", {}))
 
 
 @pytest.mark.parametrize("strategy", ["heads", "ring", "gather"])
@@ -222,7 +222,7 @@ def test_each_strategy_splits_their_sequences(tmp_path, strategy):
 
 
 def _each_strategy(folder, config, strategy):
-    require_equal(folder, config, LORAS[1], "block", strategy=strategy)
+    require_equal(folder, config, LORAS[1], ("block", {"strategy": strategy}))
 
 
 class Products(TorchDispatchMode):

@@ -321,7 +321,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
         (["--json", "."], "--json . | cannot be written | Is a directory | fix: "),
         (["--dtype", "float16"], "float16 | overflows | float32, bfloat16 | fix: --dtype bfloat16"),
         (["--resume"], "--resume | run"),
-        (["--preset", "llama-2-7b", "--model.num_layers", "4000"], "GiB free"),
+        (["--preset", "llama-2-7b", "--model.num_layers", "4000"], "free | the check writes | GiB"),
     ],
 )
 def test_bad_input_starts_nothing(launches, here, capsys, argv, words):

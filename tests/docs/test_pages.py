@@ -10,11 +10,11 @@ import torch
 
 from bmburst.cli import CommandParser
 from bmburst.cli.training import configure, resolve_options
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks
 from tests.docs.scripts import Page, run_script
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: read_blocks(PATHS[name]) for name in ("bmtrain.md", "model_center.md")}
+PAGES = {name: read_blocks(name) for name in ("bmtrain.md", "model_center.md")}
 
 
 @pytest.fixture

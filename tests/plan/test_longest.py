@@ -297,9 +297,9 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys):
     says(capsys.readouterr().err.strip(), REFUSALS[words])
 
 
+@pytest.mark.usefixtures("no_ranks")
 def test_train_refuses_host_memory_before_ranks_start(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks started"))
     assert main(["train", "--host-memory", "900T"]) == 2
     says(capsys.readouterr().err.strip(), "host_memory | machine | allowed: | fix: --host-memory")
     assert main(["train", "--host-memory", "8M", "--optimizer.offload", "--steps", "1"]) == 2

@@ -21,6 +21,7 @@ from bmburst.schedule.units import HeadShapes
 from bmburst_ops import nf4
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import selected
 from tests.plan.program import after_frozen_forward, measure_all, measure_heads, measure_in_4bit
 
 HARDWARE = load_hardware("h200")
@@ -60,6 +61,7 @@ MORE = [
     ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
+TARGETS = (("q_proj", "v_proj"), ("all-linear",))
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
     for recompute, dtype in POLICIES
@@ -77,10 +79,13 @@ CASES = [
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
                               ("block+every-2", {"mlp_chunk": 84}), ("block+offload", {"mlp_chunk": 84}),
                               ("none", {}), ("none", {"mlp_chunk": 84}), ("block-keep-attention+first-1", {}))
-      for targets in (("q_proj", "v_proj"), ("all-linear",))),
+      for targets in TARGETS),
     *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
+BOTH_TARGETS = [i for i, case in enumerate(CASES) if case.get("lora", {}).get("targets") in TARGETS]
+LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2}
+"""Cases with adapters of which each policy and each choice of targets is in another."""
 TENSOR_CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
      "mlp_chunk": chunk}
@@ -107,13 +112,22 @@ def way(model, tokens, gpus=1, *, degree=1, outer="none", dtype="bfloat16", **mo
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(request, tmp_path_factory):
+    """What is measured of the cases that are to run, by their places in `CASES`; `FEW_TOKENS` follow."""
     file = tmp_path_factory.mktemp("measured") / "bytes.json"
-    run_program(1, measure_all, CASES + FEW_TOKENS, file, seconds=300, fresh=True)
-    return json.loads(file.read_text())
+    places = [i for i in range(len(CASES)) if i not in LONG or i in selected(request, "index")]
+    places += range(len(CASES), len(CASES + FEW_TOKENS))
+    run_program(1, measure_all, [(CASES + FEW_TOKENS)[i] for i in places], file, seconds=300, fresh=True)
+    return dict(zip(places, json.loads(file.read_text()), strict=True))
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(i, marks=pytest.mark.long if i in LONG else (), id=f"{case['recompute']}-{case['dtype']}-{i}")
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_activations_are_those_of_the_model(measured, index):
     case = CASES[index]
     memory = predicted(case)
@@ -243,7 +257,8 @@ def predicted_way(case):
 
 
 def test_parameters_are_those_of_the_model(measured):
-    for case, found in zip(CASES + FEW_TOKENS, measured, strict=True):
+    for place, found in measured.items():
+        case = (CASES + FEW_TOKENS)[place]
         model, task = tiny.config(**case["model"]), predicted_way(case).task
         assert task.parameters == found["parameters"]
         held = held_block(model) + adapter_elements(model, task.lora)

@@ -150,8 +150,8 @@ def test_the_command_line_takes_adapters(trained, capfd):
     assert capfd.readouterr().out.count("perplexity") == 2
 
 
-def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path, monkeypatch):
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
+@pytest.mark.usefixtures("no_ranks")
+def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path):
     run, other, base = (str(trained / name) for name in ("run", "other", "base"))
     text = ["--data", str(trained / "text.txt")]
     prompt = ["--prompt", "line 1:", "--nproc", "2"]

@@ -200,7 +200,7 @@ def test_a_step_moves_all_ranks_alike(folder, cases, case):
     assert ours["second"] != pytest.approx(ours["trained"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", program.HALF, ids=str)
+@pytest.mark.parametrize("case", [program.HALF[0], *long(*zip(program.HALF[1:]))], ids=str)
 def test_fp16_is_near_fp32(folder, case):
     ours = program.result(folder, case)
     (loss, norm, scale), (second, _, _) = ours["half"]
