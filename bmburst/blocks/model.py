@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 
 import bmtrain as bmt
