@@ -172,9 +172,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             shard: The parameter.
             name: "exp_avg" or "exp_avg_sq".
         """
-        state, part = self._settled(shard), self.part_of(shard)
-        scales = state.get(SCALES[name])
-        return shard.local(state[name]), None if scales is None else scales[part.blocks if part else slice(0)]
+        state = self._settled(shard)
+        stored, scales = shard.local(state[name]), state.get(SCALES[name])
+        if scales is None:
+            return stored, None
+        part = self.part_of(shard)
+        return stored, scales[part.blocks if part else slice(0)]
 
     def _settled(self, shard: NamedShard) -> dict[str, Any]:
         kept = host_shard(shard.storage)
