@@ -2,8 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 
 import bmtrain as bmt
@@ -17,7 +16,7 @@ from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantize
 from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
-from bmburst.blocks.stages import Stage, StageBlocks, add_tied_gradients, gathered_blocks
+from bmburst.blocks.stages import Stage, StageBlocks
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.comm.host_memory import HostMemory, ShardCopies
@@ -418,24 +417,6 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def stream_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
         """Return the shape of the stream of `rows` sequences with `tokens` tokens on the ranks of a tensor group."""
         return rows, -(-tokens // self.tensor.size), self.config.hidden_size
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Gather all weights of this stage once for the micro-batches of a step, and reduce their gradients once."""
-        tables = (getattr(self.model, "embed_tokens", None), getattr(self, "lm_head", None))
-        with ExitStack() as stack:
-            for table in filter(None, tables):
-                stack.enter_context(table.gathered())
-            stack.enter_context(gathered_blocks(self.model.layers))
-            yield
-
-    def settle_gradients(self) -> None:
-        """Complete the gradients of a stage after the backward passes of a step, also that of a tied table."""
-        torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])  # BMTrain reduces gradients there
-        if self.stage.count > 1 and self.config.tie_embeddings and (self.stage.is_first or self.stage.is_last):
-            table = self.model.embed_tokens._parameters["weight"]
-            if table.requires_grad:
-                add_tied_gradients(table, self.stage)
 
     def _require_whole(self) -> None:
         if self.stage.count > 1:

@@ -10,9 +10,9 @@ communicators only.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bmtrain as bmt
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst.schedule.pipeline import require_stages, stage_layers
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +135,20 @@ def _exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:
             bmt.nccl.recv(FlatStorage(received), peer, bmt.config["pipe_comm"])
 
 
-@torch.no_grad()
-def add_tied_gradients(table: torch.nn.Parameter, stage: Stage) -> None:
-    """Add this rank's shard of a tied table's gradient and that of the other stage that has the table.
-
-    The first and the last stage call it, once all gradients are complete. Both get the same bits.
-    """
-    if table.grad is None:
-        table.grad = torch.zeros_like(table.data)
-    other = torch.empty_like(table.grad)
-    _exchange(stage.count - 1 if stage.is_first else 0, table.grad, other)
-    table.grad += other
+@contextmanager
+def gathered(model: "Llama") -> Iterator[None]:
+    """Gather all weights of a stage once for the micro-batches of a step, and reduce their gradients once."""
+    tables = (getattr(model.model, "embed_tokens", None), getattr(model, "lm_head", None))
+    with ExitStack() as stack:
+        for table in filter(None, tables):
+            stack.enter_context(table.gathered())
+        stack.enter_context(_gathered_blocks(model.model.layers))
+        yield
 
 
 @contextmanager
-def gathered_blocks(blocks: Iterable[bmt.Block]) -> Iterator[None]:
-    """Gather the weights of blocks once, and reduce their gradients once, at the end: ZeRO 2 over many micro-batches.
-
-    BMTrain's hooks do nothing for a block that is gathered already.
-    """
+def _gathered_blocks(blocks: Iterable[bmt.Block]) -> Iterator[None]:
+    """BMTrain's hooks do nothing for a block that is gathered already."""
     contexts = []
     for block in blocks:
         block._layer_dict.clear()  # copies that an evaluation left
@@ -159,3 +157,23 @@ def gathered_blocks(blocks: Iterable[bmt.Block]) -> Iterator[None]:
     yield
     for context in reversed(contexts):
         context.exit(0, True)
+
+
+def settle_gradients(model: "Llama") -> None:
+    """Complete the gradients of a stage after the backward passes of a step, also that of a tied table."""
+    torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])  # BMTrain reduces gradients there
+    stage = model.stage
+    if model.config.tie_embeddings and stage.count > 1 and (stage.is_first or stage.is_last):
+        table = model.model.embed_tokens._parameters["weight"]
+        if table.requires_grad:
+            _add_tied_gradients(table, stage)
+
+
+@torch.no_grad()
+def _add_tied_gradients(table: torch.nn.Parameter, stage: Stage) -> None:
+    """Add this rank's shard of a tied table's gradient and that of the other stage that has it; both get equal bits."""
+    if table.grad is None:
+        table.grad = torch.zeros_like(table.data)
+    other = torch.empty_like(table.grad)
+    _exchange(stage.count - 1 if stage.is_first else 0, table.grad, other)
+    table.grad += other

@@ -40,13 +40,15 @@ def run_stage(
         zero_level: With 2, weights are gathered once, and gradients are reduced once.
     """
 
+    from bmburst.blocks.stages import gathered, settle_gradients  # they import BMTrain: only after `bmburst.start`
+
     def forward(part: LocalBatch, stream: Tensor) -> Tensor:
         scaled: Tensor = manager.scale_loss(objective.forward(part, stream))
         return scaled
 
-    with model.gathered() if zero_level == 2 else nullcontext():
+    with gathered(model) if zero_level == 2 else nullcontext():
         PipelineStep(model, parts, forward).run()
-    model.settle_gradients()
+    settle_gradients(model)
 
 
 class PipelineStep:

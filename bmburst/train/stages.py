@@ -24,6 +24,7 @@ def require_pipeline(config: "TrainConfig") -> None:
         Policy.parse(config.recompute).require_stages(stages)
     is_other = {
         f"dpo.beta {config.dpo.beta}, whose reference needs the whole model": config.dpo.is_on,
+        "lora.base 4bit, whose blocks dequantize their own gathered bytes": config.lora.is_4bit,
         "optimizer.offload_weights, which streams the blocks of a whole model": config.optimizer.offload_weights,
         f"sample_tokens {config.sample_tokens}: a stage cannot generate text": bool(config.sample_tokens),
         "context_report true: a stage cannot generate the answers of pass keys": bool(config.context_report),

@@ -306,6 +306,10 @@ def test_ranks_that_do_not_match_are_refused(options, world, words):
         ({"recompute": "block+every-2"}, "'block+every-2' | 2 stages | --recompute block"),
         ({"recompute": "block-keep-attention+offload-mlp-first-2"}, "2 stages | without offload"),
         ({"optimizer.offload_weights": "true", "optimizer.offload": "true"}, "optimizer.offload_weights | fix: leave"),
+        (
+            {"lora.base": "4bit", "lora.rank": 2, "checkpoint_every": "never"},
+            "lora.base 4bit | fix: leave lora.base out",
+        ),
         ({"sample_tokens": 5}, "sample_tokens 5 | cannot generate | leave sample_tokens out"),
         ({"context_report": "true"}, "context_report true | pass keys"),
     ],
