@@ -15,9 +15,9 @@ master is exactly between two weights and the lower one is even, its last bit is
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.fused import compiled
+from bmburst_ops.moments import Rounding, aligned, blocks_of, decoded, encode_, part_of, random_bits, table
 
 KERNELS = ("auto", "c", "torch")
 PIECE = 1 << 20
@@ -64,6 +65,7 @@ def adamw_(
     factor: float | None = None,
     master: Tensor | None = None,
     remainder: Tensor | None = None,
+    rounding: Rounding | None = None,
     kernel: Literal["auto", "c", "torch"] = "auto",
 ) -> None:
     """Do one step in place. All tensors are flat `[n]`, contiguous and in host memory.
@@ -71,13 +73,15 @@ def adamw_(
     Args:
         weights: fp32, bf16 or fp16; written.
         gradient: In the dtype of the weights; only read.
-        moments: The first and the second, fp32; updated.
+        moments: The first and the second; updated. fp32; with `rounding` bf16, or uint8 codes.
         rates: The rates.
         step: Number of this step, from 1.
         scale: Gradients are divided by it, in fp32.
         factor: Factor on the gradient, before the division. The product is rounded to the gradient's dtype.
         master: fp32 master weights of 16-bit weights; updated. fp32 weights have no separate master.
         remainder: Remainders of bf16 weights instead of a master, int16; updated.
+        rounding: How small moments are rounded and, for 8 bits, their scales (`bmburst_ops.moments`). bf16 weights then
+            have remainders.
         kernel: "c", "torch", or "auto": "c" if it can be compiled.
 
     Raises:
@@ -89,24 +93,46 @@ def adamw_(
     if kernel == "c" and library is None:
         raise KernelError("kernel 'c' needs a C compiler with OpenMP\nfix: install gcc, or kernel='auto'")
     if library is not None and weights.dtype != torch.float16:
-        _call(library, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder)
+        _call(library, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder, rounding)
         return
     plain = _numbers(rates, step, scale, None)
-    for run in pieces(len(weights), PIECE):
-        part, given, state = weights[run], gradient[run], (moments[0][run], moments[1][run])
+    for run in aligned(len(weights), rounding.first if rounding else 0, PIECE):
+        part, given, stored = weights[run], gradient[run], (moments[0][run], moments[1][run])
+        of_run = part_of(rounding, run) if rounding else None
         if factor is not None:
             given = given * factor
         wide = given.float() if given.dtype != torch.float32 else given.clone()
         of_part = part if master is None else master[run]
         of_part = of_part if remainder is None else joined(part, remainder[run])
         if library is not None:
-            _call(library, of_part, wide, state, plain)
+            _call(library, of_part, wide, stored, plain, rounding=of_run)
         else:
-            _by_torch(of_part, wide, state, rates, step, scale)
+            with widened(stored, of_run) as state:
+                _by_torch(of_part, wide, state, rates, step, scale)
         if remainder is not None:
             split(of_part, part, remainder[run])
         elif master is not None:
             part.copy_(of_part)
+
+
+@contextmanager
+def widened(moments: tuple[Tensor, Tensor], rounding: Rounding | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give both moments in fp32; round and store them at the end. All are flat `[n]`, on any device.
+
+    Without `rounding` they are fp32 themselves.
+    """
+    if rounding is None:
+        yield moments
+        return
+    scales, first = rounding.scales or (None, None), rounding.first
+    wide = tuple(
+        decoded(each, of_it, first, signed=signed)
+        for each, of_it, signed in zip(moments, scales, (True, False), strict=True)
+    )
+    yield wide[0], wide[1]
+    noise = random_bits(first, len(wide[0]), rounding.key, wide[0].device)
+    encode_(moments[0], scales[0], wide[0], first, noise & 0xFFFF, signed=True)
+    encode_(moments[1], scales[1], wide[1], first, noise >> 16, signed=False)
 
 
 def joined(weights: Tensor, remainder: Tensor) -> Tensor:
@@ -121,11 +147,6 @@ def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     weights.copy_(master)
     difference = master.view(torch.int32) - weights.float().view(torch.int32)
     remainder.copy_(difference.clamp_max_((1 << 15) - 1))
-
-
-def pieces(numbers: int, piece: int) -> Iterator[slice]:
-    """Yield slices of `piece` numbers; the last one may be shorter."""
-    return (slice(*ends) for ends in pairwise((*range(0, numbers, piece), numbers)))
 
 
 def _by_torch(
@@ -184,8 +205,13 @@ def _call(
     numbers: _Numbers,
     master: Tensor | None = None,
     remainder: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     dtype = torch.float32 if master is None and remainder is None else torch.bfloat16
+    if rounding is not None:
+        assert master is None and weights.dtype == gradient.dtype == dtype
+        _call_small(library, weights, gradient, moments, numbers, remainder, rounding)
+        return
     own: tuple[Tensor, ...]
     if remainder is not None:
         function, own = library.adamw_remainder, (remainder,)
@@ -194,11 +220,44 @@ def _call(
     else:
         function, own = library.adamw_fp32, ()
     assert weights.dtype == gradient.dtype == dtype and moments[0].dtype == moments[1].dtype == torch.float32
-    tensors = (weights, *own, gradient, *moments)
-    assert all(t.is_contiguous() and len(t) == len(weights) and t.device.type == "cpu" for t in tensors)
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    threads = ctypes.c_int32(torch.get_num_threads())
-    function(ctypes.c_int64(len(weights)), *pointers, ctypes.byref(numbers), threads)
+    pointers = _pointers((weights, *own, gradient, *moments), len(weights))
+    function(ctypes.c_int64(len(weights)), *pointers, ctypes.byref(numbers), _threads())
+
+
+def _call_small(
+    library: ctypes.CDLL,
+    weights: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    numbers: _Numbers,
+    remainder: Tensor | None,
+    rounding: Rounding,
+) -> None:
+    count, scales = len(weights), rounding.scales or ()
+    assert all(each.dtype == (torch.uint8 if scales else torch.bfloat16) for each in moments)
+    tables = [table(weights.device, signed=signed) for signed in (True, False)] if scales else []
+    own, none = (() if remainder is None else (remainder,)), [ctypes.c_void_p()]
+    library.adamw_small(
+        ctypes.c_int64(count),
+        ctypes.c_int64(rounding.first),
+        ctypes.c_uint32(rounding.key),
+        *_pointers((weights,), count),
+        *(_pointers(own, count) or none),
+        *_pointers((gradient, *moments), count),
+        *(_pointers(scales, blocks_of(rounding.first, count)) or 2 * none),
+        *(_pointers(tables, 256) or 2 * none),
+        ctypes.byref(numbers),
+        _threads(),
+    )
+
+
+def _pointers(tensors: Sequence[Tensor], length: int) -> list[ctypes.c_void_p]:
+    assert all(t.is_contiguous() and len(t) == length and t.device.type == "cpu" for t in tensors)
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def _threads() -> ctypes.c_int32:
+    return ctypes.c_int32(torch.get_num_threads())
 
 
 @cache

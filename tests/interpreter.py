@@ -2,7 +2,8 @@
 
 At each call of a function inside a kernel it looks through all names of the language for those that it has to replace,
 which it has done when the kernel began: 40 % of its time. A kernel's own beginning is left as it is. For each value it
-makes a table of NumPy's dtypes, and the shape, which is one of a few: a third of the rest.
+makes a table of dtypes, and the shape, which is one of a few: a third of the rest. The types of two values, the
+shape of both, and whether whole numbers overflow, it finds by many small operations of its own: most of the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,11 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 
 @contextmanager
 def names_replaced_once() -> Iterator[None]:
     """Let a function's names be replaced at its first call of each run of a kernel only: they stay so to its end."""
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     replace, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -23,6 +27,9 @@ def names_replaced_once() -> Iterator[None]:
     types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
     done: dict[Callable[..., Any], Any] = {}
+    find_result, broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
+    results: dict[tuple[Any, ...], Any] = {}
+    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def once(function: Callable[..., Any]) -> Any:
         if function not in done:
@@ -53,7 +60,43 @@ def names_replaced_once() -> Iterator[None]:
             shapes[key] = {name: getattr(self, name) for name in ("shape", "numel")}
         vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
 
+    def result_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in results:
+            results[key] = find_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return results[key]
+
+    def require_no_overflow(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
+        scalar = lhs.type.scalar
+        if scalar.int_bitwidth >= 64 or scalar.is_int_unsigned():  # random bits wrap around
+            return
+        found = exact[operation.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        least, most = scalar.get_int_min_value(), scalar.get_int_max_value()
+        name = operation.__name__
+        assert least <= found.min() and found.max() <= most, f"{scalar} overflow detected for operation {name}"
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        ours, theirs = lhs.handle.data.shape, rhs.handle.data.shape
+        if not (lhs.type.is_block() and rhs.type.is_block()) or len(ours) != len(theirs):
+            return broadcast(self, lhs, rhs)
+        if ours == theirs:
+            return lhs, rhs
+        shape = [a if b == 1 else b for a, b in zip(ours, theirs, strict=True)]
+        if any(a not in (1, size) for a, size in zip(ours, shape, strict=True)):
+            return broadcast(self, lhs, rhs)  # which raises
+        return tuple(
+            each
+            if each.handle.data.shape == tuple(shape)
+            else self.tensor(
+                self.builder.create_broadcast(each.handle, shape), core.block_type(each.type.scalar, shape)
+            )
+            for each in (lhs, rhs)
+        )
+
     with (
+        mock.patch.object(TritonSemantic, "computation_type_impl", result_type),
+        mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", require_no_overflow),
+        mock.patch.object(TritonSemantic, "broadcast_impl_value", of_one_shape),
         mock.patch.object(core.block_type, "__init__", block_type),
         mock.patch.object(core.tensor, "__init__", tensor),
         mock.patch.object(interpreter, "_get_np_dtype", np_dtype),

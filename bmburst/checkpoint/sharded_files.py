@@ -246,16 +246,21 @@ def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict
     return {name: crc for action in (write, finish) for each in source.together(action) for name, crc in each.items()}
 
 
-def open_parts(folder: Path, stem: str) -> TensorFile:
+def open_parts(folder: Path, stem: str, *, with_codes: bool = False) -> TensorFile:
     """Open the file or the parts that `save_parts` wrote.
+
+    Args:
+        folder: The folder.
+        stem: Beginning of the names of the files.
+        with_codes: See `open_tensors`.
 
     Raises:
         UserError: A file is missing or damaged.
     """
     index = folder / index_name(stem)
     if not index.exists():
-        return open_tensors(folder / f"{stem}.safetensors")
-    return JoinedFiles([open_tensors(folder / part) for part in sorted(parts_of(index))])
+        return open_tensors(folder / f"{stem}.safetensors", with_codes=with_codes)
+    return JoinedFiles([open_tensors(folder / part, with_codes=with_codes) for part in sorted(parts_of(index))])
 
 
 def parts_of(index: Path) -> set[str]:

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from bmburst.outputs import FULL, free_bytes
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.checkpoint.adapter import Base
-    from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, TensorSource
+    from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorSource
     from bmburst.optim.adamw import AdamW
 
 __all__ = [
@@ -50,7 +49,7 @@ __all__ = [
     "verified_together",
 ]
 
-OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
+RANDOM_FILE = "random.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +87,13 @@ class Draft:
         `base`. `tokenizer` maps names of the tokenizer's files to their content, which is written beside the weights.
         """
         from bmburst.checkpoint import adapter, hugging_face
+        from bmburst.checkpoint.optimizer_state import optimizer_group
         from bmburst.checkpoint.sharded_files import Contents
 
         weights = (
             hugging_face.contents(model, part_bytes=part_bytes) if model.lora is None else adapter.contents(model, base)
         )
-        groups = (*weights.groups, _optimizer_group(model, optimizer, part_bytes))
+        groups = (*weights.groups, optimizer_group(model, optimizer, part_bytes))
         files = {**weights.files, RANDOM_FILE: _random_state(), **(tokenizer or {})}
         return cls(run_folder=run_folder, progress=progress, contents=Contents(groups, files), keep=keep)
 
@@ -195,13 +195,14 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | 
         UserError: The checkpoint is truncated, not a checkpoint of bmburst, or of another model.
     """
     from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.checkpoint.optimizer_state import load_optimizer
 
     progress = read_progress(checkpoint)
     if model.lora is not None:
         adapter.load(model, checkpoint, base)
     else:
         hugging_face.load(model, checkpoint)
-    _load_optimizer(checkpoint, model, optimizer, max(progress.step - progress.skipped, 0))
+    load_optimizer(checkpoint, model, optimizer, max(progress.step - progress.skipped, 0))
     _load_random(checkpoint / RANDOM_FILE)
     return progress
 
@@ -229,47 +230,6 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
     state |= {} if progress.loss_scale is None else {"loss_scale": list(progress.loss_scale)}
     state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
     path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
-
-
-def _optimizer_group(model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> "TensorGroup":
-    import torch
-
-    from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import named_shards
-
-    tensors = tuple(
-        ShardedTensor(f"{shard.name}.{name}", shard, torch.float32, partial(optimizer.state_of, shard, name))
-        for shard in named_shards(model)
-        if shard.storage.requires_grad
-        for name in state_names(shard)
-    )
-    return TensorGroup(OPTIMIZER, tensors, part_bytes=part_bytes)
-
-
-def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
-    from bmburst.checkpoint.sharded_files import open_parts
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import named_shards
-
-    file = open_parts(folder, OPTIMIZER)
-    shards = [each for each in named_shards(model) if each.storage.requires_grad]
-    expected = {f"{shard.name}.{name}": shard.shape for shard in shards for name in state_names(shard)}
-    different = sorted(key for key in {*expected, *file.shapes} if expected.get(key) != file.shapes.get(key))
-    if different:
-        there, here = (_said(shapes.get(different[0])) for shapes in (file.shapes, expected))
-        raise UserError(
-            f"{folder / OPTIMIZER} is of another model or dtype: {different[0]} is {there}, here {here}\n"
-            "fix: resume with the dtype the run had, or take the weights alone: --init-from"
-        )
-    for shard in shards:
-        for name in state_names(shard):
-            piece = shard.read(partial(file.read, f"{shard.name}.{name}"))
-            optimizer.load_state_of(shard, name, piece, step)
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
 
 
 def _random_state() -> bytes:

@@ -309,16 +309,14 @@ def require_recipe(path: Path) -> None:
     require_file("--write", path, "a recipe of bmburst plan --write", _is_recipe)
 
 
-def write_recipe(path: Path, best: "Prediction") -> None:
-    """Write the recipe of the best configuration.
+def write_recipe(path: Path, best: "Prediction", needs: str) -> None:
+    """Write the recipe of the best configuration. `needs` says what it needs if it does not fit.
 
     Raises:
         UserError: The configuration does not fit into memory, or the file cannot be written.
     """
     if not best.memory.fits:
-        raise UserError(
-            f"--write {path}: no configuration fits into memory\nfix: use more GPUs or a shorter --sequence-length"
-        )
+        raise UserError(f"--write {path}: no configuration fits into memory\nfix: {needs}")
     text = recipe(best, settings_of(best.candidate), str(path))
     write_text("--write", path, text)
     print(f"{path}: written for bmburst train --config {path}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import itertools
+import math
 import time
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 from bmburst.amounts import bytes_text
 from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
 from bmburst.errors import UserError
+from bmburst.optim.config import MOMENT_BYTES
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, held, require_space
-from bmburst.plan.counts import ITEMSIZE, adam_bytes
+from bmburst.plan.counts import ITEMSIZE, saved_master
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
 
@@ -36,6 +38,11 @@ def checkpoint_to_resume(folder: Path) -> Path:
             "fix: leave --resume out and give another --output to begin again"
         )
     return newest
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds files of a run, or its configuration."""
+    return any((folder / name).exists() for name in (CONFIG_FILE, *RUN_TRACES))
 
 
 def lock(stack: contextlib.ExitStack, folder: Path) -> None:
@@ -75,9 +82,9 @@ def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) ->
 
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Return the bytes of a checkpoint's weights and optimizer state; with adapters, only of what is trained."""
-    itemsize = ITEMSIZE[config.dtype]
+    each = ITEMSIZE[config.dtype] + MOMENT_BYTES[config.optimizer.state] + saved_master(config.dtype)
     trained = config.lora.trained(config.model) if config.lora.is_on else config.model.num_parameters
-    return trained * (itemsize + adam_bytes(itemsize))
+    return math.ceil(trained * each)
 
 
 def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
@@ -149,7 +156,7 @@ def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
     """
     require_no_file(folder)
     if folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_FILE, TRAINING_LOCK))
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK_FILE, TRAINING_LOCK)))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
             raise _occupied(folder, found[0])

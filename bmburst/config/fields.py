@@ -366,6 +366,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.weight_decay",): "wd decay",
         ("optimizer.weight_decay_on",): "weight_decay_groups decay_parameters no_decay",
         ("optimizer.clip_norm",): "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clipping",
+        ("optimizer.state",): "adam_8bit optim_bits exp_avg_dtype exp_avg_sq_dtype optimizer_state_dtype",
         ("optimizer.offload",): "cpu_offload offload offload_optimizer optimizer_cpu_offload",
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
@@ -405,6 +406,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("data.chat_template", "chat_template"): "template chat_template_path",
         ("pack",): "packing sample_packing pack_sequences",
         ("lora.rank", "lora"): "lora_r lora_rank r rank peft adapter",
+        ("lora.base",): "load_in_4bit qlora quantization_bit quantization bnb_4bit_quant_type",
         ("lora.alpha",): "lora_alpha alpha",
         ("lora.targets",): "lora_target lora_target_modules target_modules lora_target_linear",
         ("lora.dropout",): "lora_dropout",
@@ -420,6 +422,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
             "tensor_parallel",
             "parallel.tensor_parallel",
         ): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
+        (
+            "pipeline_parallel",
+            "parallel.pipeline_parallel",
+        ): "pp pipe pipe_size pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
         (
             "head_parallel",
             "parallel.head_parallel",

@@ -1,6 +1,6 @@
 """AdamW on BMTrain's ZeRO shards, with its state on the GPU or in host memory: `AdamW`, `build_optimizer`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -9,22 +9,32 @@ import bmtrain as bmt
 import torch
 
 from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
-from bmburst.comm.host_memory import host_shard, host_zeros
+from bmburst.comm.host_memory import host_shard
 from bmburst.errors import UserError, unknown
-from bmburst.optim.config import OptimizerConfig
-from bmburst.optim.updates import (
+from bmburst.optim.config import OptimizerConfig, require_kernel
+from bmburst.optim.states import (
+    DTYPES,
     MASTER,
     MEAN,
     REMAINDER,
+    SCALES,
     SQUARE,
     STEP,
+    Part,
+    initial_state,
+    moment,
+    part_of_all,
+    parts_of,
+    set_moment,
+)
+from bmburst.optim.updates import (
     HostAdam,
     LateUpdates,
     ShardUpdate,
     Update,
-    initial_state,
     step_fused,
-    step_masters,
+    step_plain,
+    step_small,
     step_wide,
 )
 from bmburst.zero import NamedShard, named_shards, scatter_piece
@@ -61,6 +71,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     or their state. Each bf16 weight then keeps 2 bytes of its master instead of 4, and a master weight exactly halfway
     between two bf16 numbers may lose its last bit.
 
+    With a `state` of fewer bytes, moments are rounded stochastically (`bmburst_ops.moments`), and the master of a bf16
+    weight is its remainder also on the GPU. The kernel is `bmburst_ops.triton_moments` where Triton runs, else torch.
+
     Args:
         params: As in any torch optimizer; fp32, bf16 or fp16.
         lr: Learning rate.
@@ -69,9 +82,13 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         weight_decay: Decoupled weight decay per unit of `lr`.
         offload: Whether the state is in host memory and the host computes the update.
         kernel: Kernel that updates weights on a GPU: one of `KERNELS`.
+        state: Type of the moments: one of `bmburst.optim.states.DTYPES`.
+        parts: The parameters that each storage holds, for a small state (`bmburst.optim.states.parts_of`). By default
+            each storage is one parameter, whose random numbers depend on the rank in its ZeRO group.
 
     Raises:
-        UserError: The kernel is unknown, or weights are in host memory without `offload`.
+        UserError: The kernel or the state is unknown, the kernel has no such state, or weights are in host memory
+            without `offload`.
     """
 
     param_groups: list[dict[str, Any]]
@@ -86,11 +103,18 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         *,
         offload: bool = False,
         kernel: str = "auto",
+        state: str = "float32",
+        parts: Mapping[torch.Tensor, Sequence[Part]] | None = None,
     ) -> None:
         if kernel not in KERNELS:
             raise unknown("optimizer kernel", kernel, KERNELS)
+        if state not in DTYPES:
+            raise unknown("optimizer state", state, tuple(DTYPES))
+        if state != "float32":
+            require_kernel(kernel, state)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._kernel = kernel
+        self._kernel, self._kind = kernel, state
+        self._parts: dict[torch.Tensor, Sequence[Part]] = dict(parts or {})
         self._host = HostAdam() if offload else None
         self._has_scaled_state = kernel == "bmtrain" and not offload  # of fp16 weights
         self._late = LateUpdates()
@@ -132,19 +156,58 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             shard: The parameter.
             name: One of `state_names(shard)`.
         """
+        state = self._settled(shard)
+        if name == MASTER:
+            has_remainder = REMAINDER in state
+            return joined(shard.local(), shard.local(state[REMAINDER])) if has_remainder else shard.local(state[name])
+        if self._kind == "float32":
+            return shard.local(state[name])
+        part = self.part_of(shard)
+        return shard.local(state[name])[:0].float() if part is None else moment(state, name, part)
+
+    def stored_of(self, shard: NamedShard, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return this rank's shard of a moment as it is stored, flat, and the scales of its blocks if it is codes.
+
+        Args:
+            shard: The parameter.
+            name: "exp_avg" or "exp_avg_sq".
+        """
+        state = self._settled(shard)
+        if (scales := state.get(SCALES[name])) is None:
+            return shard.local(state[name]), None
+        part = self.part_of(shard)
+        return shard.local(state[name]), scales[part.blocks if part else slice(0)]
+
+    def _settled(self, shard: NamedShard) -> dict[str, Any]:
         kept = host_shard(shard.storage)
         if kept is not None:
             kept.settle()
-        state = self.state.get(shard.storage) or self._initial_state(shard.storage)
-        if name == MASTER and REMAINDER in state:
-            return joined(shard.local(), shard.local(state[REMAINDER]))
-        return shard.local(state[name])
+        return self.state.get(shard.storage) or self._initial_state(shard.storage)
+
+    def part_of(self, shard: NamedShard) -> Part | None:
+        """Return the part of the storage that is this rank's shard; None if the rank has no element of it.
+
+        Raises:
+            ValueError: The optimizer was made without `parts` for a storage of several parameters.
+        """
+        if not shard.count:
+            return None
+        for part in self._parts_of(shard.storage):
+            if (part.offset, part.count) == (shard.offset, shard.count):
+                return part
+        raise ValueError(f"{shard.name}: AdamW(..., parts=parts_of(named_shards(model), seed)) knows where it lies")
+
+    @property
+    def kind(self) -> str:
+        """Type of the moments."""
+        return self._kind
 
     @torch.no_grad()
     def load_state_of(self, shard: NamedShard, name: str, piece: torch.Tensor, step: int) -> None:
         """Set the state that `state_of` returns, and the number of steps.
 
-        Masters of bf16 weights in host memory set the weights too, because they share their bits.
+        Masters of bf16 weights that are kept as remainders set the weights too, because they share their bits. Moments
+        are rounded to nearest.
 
         Args:
             shard: The parameter.
@@ -156,7 +219,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         state[STEP] = step
         if name == MASTER and REMAINDER in state:
             weights, remainder = shard.local(), shard.local(state[REMAINDER])
-            split(piece.cpu(), weights, remainder)
+            split(piece.to(weights.device), weights, remainder)
+            # BMTrain gathers on its own stream, which must not start before the weights are written.
+            bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())
+        elif name != MASTER and self._kind != "float32":
+            if part := self.part_of(shard):
+                set_moment(state, name, part, piece)
         else:
             scatter_piece(shard, piece, state[name])
 
@@ -208,6 +276,10 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             self._factor = None
             return loss
         self._factor = None
+        if self._kind != "float32":
+            for group in groups:
+                self._step_small(group, of_halves if self._is_half(group["params"][0]) else scale)
+            return loss
         others = []
         for group in groups:
             of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
@@ -217,7 +289,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             elif fused is not None:
                 step_fused(fused, self._updates(group), of_group)
             elif self._is_half(group["params"][0]):
-                step_masters(self._updates(group), of_group)
+                step_plain(self._updates(group), of_group)
             else:
                 others.append(group)
         self.param_groups = others
@@ -227,11 +299,19 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             self.param_groups = groups
         return loss
 
+    def _step_small(self, group: dict[str, Any], scale: float) -> None:
+        updates = self._updates(group)
+        kernel = triton_twin("triton_moments", *(each.weights for each in updates)) if updates else None
+        if kernel is None:
+            step_plain(updates, scale)
+        else:
+            step_small(kernel, updates, scale)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict` of an AdamW with or without offload.
+        """Load the result of `state_dict` of an AdamW with the same type of state, with or without offload.
 
         Raises:
-            UserError: Moments of fp16 weights do not have the dtype that this optimizer uses.
+            UserError: Moments do not have the dtype that this optimizer uses.
             ValueError: The parameter groups differ.
         """
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -240,25 +320,36 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             for key, parameter in zip(saved, self._parameters(), strict=False)
             if key in state_dict["state"]
         }
-        wanted = torch.float16 if self._has_scaled_state else torch.float32
+        for state in states.values():
+            found = state[MEAN].dtype
+            if found != DTYPES[self._kind] and (found, self._kind) != (torch.float16, "float32"):
+                has = next((kind for kind, dtype in DTYPES.items() if dtype == found), str(found))
+                raise UserError(
+                    f"the saved optimizer state is {has}, but {self._kind} here\n"
+                    f"fix: AdamW(..., state={has!r}), or a checkpoint of bmburst train, which is converted"
+                )
+        wanted = torch.float16 if self._has_scaled_state else DTYPES[self._kind]
         for parameter, state in states.items():
             if parameter.dtype == torch.float16 and state[MEAN].dtype != wanted:
                 raise UserError(
                     f"{MEAN} of fp16 weights is {state[MEAN].dtype}, but {wanted} here: BMTrain's kernel keeps it "
                     "times the loss scale\nfix: load it with the kernel and the offload that it was saved with"
                 )
-        if self._host is None:
+        if self._host is None and self._kind == "float32":
             super().load_state_dict(state_dict)
             for parameter, state in states.items():
                 if self._is_half(parameter):  # BMTrain has made it fp16
                     self.state[parameter][MEAN] = state[MEAN].to(parameter.device, torch.float32, copy=True)
             return
-        super().load_state_dict({**state_dict, "state": {}})  # it would put the state on the GPU
+        super().load_state_dict({**state_dict, "state": {}})  # it would put the state on the GPU, in other dtypes
         for parameter, state in states.items():
+            device = parameter.device if self._host is None else torch.device("cpu")
             self.state[parameter] = {
-                name: value.to("cpu", torch.float32, copy=True) if isinstance(value, torch.Tensor) else value
+                name: value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
             }
+            if self._kind == "float32":
+                self.state[parameter][MEAN] = self.state[parameter][MEAN].float()
 
     def _on_justify_scale(self, old_scale: float, new_scale: float) -> None:
         if self._has_scaled_state:
@@ -269,7 +360,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
         return [
-            Update(weights=p.data, gradient=p.grad, state=self._state(p), **_rates(group))
+            Update(weights=p.data, gradient=p.grad, state=self._state(p), parts=self._parts_of(p), **_rates(group))
             for p in group["params"]
             if p.grad is not None and p.requires_grad and host_shard(p) is None
         ]
@@ -281,6 +372,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
                 gradient=p.grad,
                 factor=None if self._is_half(p) else self._factor,
                 state=self._state(p),
+                parts=self._parts_of(p),
                 **_rates(group),
                 scale=of_halves if self._is_half(p) else scale,
             )
@@ -297,12 +389,25 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return state
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        parts = self._parts_of(parameter)
         if kept := host_shard(parameter):
-            return initial_state(kept.weights)
-        state = _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
+            return initial_state(kept.weights, kept.weights.device, self._kind, parts, with_weights=True)
+        device = parameter.device if self._host is None else torch.device("cpu")
+        state = initial_state(parameter.data, device, self._kind, parts)
         if parameter.dtype == torch.float16 and self._has_scaled_state:
             state[MEAN] = state[MEAN].half()
         return state
+
+    def _parts_of(self, storage: torch.Tensor) -> Sequence[Part]:
+        found = self._parts.get(storage)
+        if found is None:
+            number = next((i for i, each in enumerate(self._parameters()) if each is storage), None)
+            if number is None:  # of another stage of a pipeline
+                return ()
+            # Ranks with copies of each other have the same number in their groups.
+            rank = bmt.nccl.commRank(bmt.config["zero_comm"]) if bmt.config["initialized"] else 0
+            found = self._parts[storage] = part_of_all(storage.numel(), f"{number} of rank {rank}")
+        return found
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
         """Return `triton_elementwise` if it can update this group, else None."""
@@ -321,7 +426,9 @@ def _is_wide(group: dict[str, Any]) -> bool:
     return bool(group["params"][0].dtype == torch.float32)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_ratio: float = 1.0) -> AdamW:
+def build_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, *, outward_ratio: float = 1.0, seed: int = 0
+) -> AdamW:
     """Return AdamW over the model's shards; weight decay is on the kinds of parameters that the configuration names.
 
     Each parameter group has `lr_factor`, the factor on the learning rate of its step.
@@ -332,15 +439,15 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_
         config: Hyperparameters; the trainer overwrites the learning rate before each step.
         outward_ratio: `lr_factor` of the second matrices of adapters and of vectors (LoRA+, arXiv:2402.12354, as in
             PEFT's `create_loraplus_optimizer`).
+        seed: Of the rounding of a small state.
 
     Raises:
         UserError: Parameters that a block keeps together need different rates.
     """
     found: dict[tuple[float, float], dict[int, torch.Tensor]] = {}
     rates: dict[int, tuple[float, float]] = {}
-    for shard in named_shards(model):
-        if not shard.storage.requires_grad:
-            continue
+    shards = [shard for shard in named_shards(model) if shard.storage.requires_grad and shard.is_here]
+    for shard in shards:
         kind, of_storage = kind_of(shard.name, shard.shape), id(shard.storage)
         decay = config.weight_decay if kind in config.weight_decay_on else 0.0
         has_ratio = shard.name.endswith(OUTWARD) or kind not in MATRICES
@@ -362,6 +469,8 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, outward_
         eps=config.eps,
         offload=config.offload,
         kernel=config.kernel,
+        state=config.state,
+        parts=None if config.state == "float32" else parts_of(shards, seed),
     )
 
 
@@ -376,15 +485,3 @@ def _rates(group: dict[str, Any]) -> dict[str, Any]:
 
 def _names(dtype: torch.dtype) -> tuple[str, ...]:
     return (MEAN, SQUARE) if dtype == torch.float32 else (MEAN, SQUARE, MASTER)
-
-
-def _initial_state(parameter: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    weights = parameter.data
-    shape, names = weights.shape, _names(weights.dtype)
-    if device == weights.device:
-        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
-    else:
-        state = {name: host_zeros(shape, torch.float32) for name in names}
-    if MASTER in state:
-        state[MASTER].copy_(weights.to(device))  # cast to fp32 on the target device, to save GPU memory
-    return {STEP: 0, **state}

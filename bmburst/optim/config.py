@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import types
+from collections.abc import Mapping
 from typing import Literal
 
 from bmburst.blocks.kinds import KINDS, MATRICES
@@ -10,6 +12,10 @@ from bmburst.errors import UserError
 
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
 """Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
+State = Literal["float32", "bfloat16", "8bit"]
+"""Types of AdamW's moments."""
+MOMENT_BYTES: Mapping[State, float] = types.MappingProxyType({"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 * 4 / 256})
+"""Bytes of both moments of a weight, by `OptimizerConfig.state`; 8 bits have an fp32 scale for 256 neighbours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +53,14 @@ class OptimizerConfig:
         choices=KINDS,
     )
     clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
+    state: State = field(  # noqa: RUF009
+        "Type of AdamW's two moments: 8, 4 or 2 bytes per weight. bfloat16 and 8bit are rounded stochastically; 8bit "
+        "has an fp32 scale for 256 neighbours. With them the master of a bfloat16 weight takes 2 bytes instead of 4.",
+        default="float32",
+    )
     offload: bool = field(
         "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
-        "per weight of a rank in bfloat16, 8 in float32.",
+        "per weight of a rank in bfloat16, 8 in float32; fewer with a smaller optimizer.state.",
         default=False,
     )
     offload_weights: bool = field(
@@ -80,6 +91,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.state != "float32":
+            require_kernel(self.kernel, self.state)
         if self.offload_weights and not self.offload:
             raise UserError("optimizer.offload_weights without optimizer.offload\nfix: --optimizer.offload too")
         if self.loss_scale is not None and math.frexp(self.loss_scale)[0] != 0.5:
@@ -105,3 +118,16 @@ class OptimizerConfig:
                 "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
                 "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
             )
+
+
+def require_kernel(kernel: str, state: str) -> None:
+    """Check that a kernel can keep small moments.
+
+    Raises:
+        UserError: It is BMTrain's, whose moments are fp32.
+    """
+    if kernel == "bmtrain":
+        raise UserError(
+            f"optimizer.kernel bmtrain with optimizer.state {state}: BMTrain's kernel keeps moments in fp32\n"
+            "allowed: auto\nfix: --optimizer.kernel auto, or leave --optimizer.state out"
+        )

@@ -7,7 +7,8 @@ pieces are being copied.
 
 Weights in host memory are updated block by block during the next forward pass. For bf16 weights, the host keeps only a
 16-bit remainder: weight and remainder together are the fp32 master. Weight and state then take 2 + 2 + 8 bytes; with a
-separate master they would take 14.
+separate master they would take 14. Where moments are small (`bmburst.optim.states`), remainders replace masters
+everywhere, and are updated with weights that are copied from the GPU like gradients.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bmburst.comm.host_memory import HostShard, host_zeros
-from bmburst_ops.host_adamw import adamw_, pieces
+from bmburst.comm.host_memory import HostShard
+from bmburst.optim.states import MASTER, MEAN, REMAINDER, SQUARE, STEP, Part, Run, runs_of
+from bmburst_ops.host_adamw import adamw_, joined, split, widened
 
-MASTER, MEAN, SQUARE, STEP = "_param_fp32", "exp_avg", "exp_avg_sq", "step"
-REMAINDER = "_param_remainder"
 PIECE = 1 << 22
 """Elements of a piece."""
 DEPTH = 3
@@ -38,8 +38,10 @@ class Update:
     Attributes:
         weights: Contiguous fp32, bf16 or fp16, on any device; written.
         gradient: Same shape, dtype and device as `weights`; only read.
-        state: Moments `exp_avg` and `exp_avg_sq` and, unless `weights` are fp32, the master weights `_param_fp32`; all
-            fp32 in host memory, updated in place. `step`: number of steps taken, incremented.
+        state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes, and unless `weights` are fp32, the
+            fp32 master weights `_param_fp32` or, for small moments of bf16 weights, `_param_remainder`, int16; updated
+            in place. `step`: number of steps taken, incremented.
+        parts: The runs of the weights that are updated.
         lr: Learning rate.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
@@ -49,6 +51,7 @@ class Update:
     weights: Tensor
     gradient: Tensor
     state: dict[str, Any]
+    parts: Sequence[Part]
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -85,12 +88,12 @@ class HostAdam:
             updates: One per parameter. State and gradients must not change during the call.
             scale: Divisor of the gradients, applied in fp32.
         """
-        jobs = [(update, run) for update in updates for run in pieces(update.weights.numel(), self._piece)]
+        jobs = [(update, run) for update in updates for run in runs_of(update.parts, self._piece, update.state)]
         for update in updates:
             update.state[STEP] += 1
         if not jobs:
             return
-        self._prepare(max(run.stop - run.start for _, run in jobs))
+        self._prepare(max(run.at.stop - run.at.start for _, run in jobs))
         current = torch.cuda.current_stream()
         # Copies must wait for the kernels that write the gradients and for those that read the old weights.
         self._incoming.wait_stream(current)
@@ -102,7 +105,7 @@ class HostAdam:
             current.wait_stream(self._incoming)
             current.wait_stream(self._outgoing)
 
-    def _work_off(self, jobs: "Sequence[tuple[Update, slice]]", scale: float) -> None:
+    def _work_off(self, jobs: "Sequence[tuple[Update, Run]]", scale: float) -> None:
         slots, depth = self._slots, self._depth
         for slot, (update, run) in zip(slots, jobs, strict=False):
             self._fetch(slot, update, run)
@@ -111,18 +114,19 @@ class HostAdam:
             slot.here.synchronize()
             weights = _arithmetic(update, run, slot, scale)
             with torch.cuda.stream(self._outgoing):
-                update.weights.view(-1)[run].copy_(weights, non_blocking=True)
+                update.weights.view(-1)[run.at].copy_(weights, non_blocking=True)
                 slot.gone.record(self._outgoing)
             if number + depth < len(jobs):
                 self._fetch(slot, *jobs[number + depth])
 
-    def _fetch(self, slot: "_Slot", update: Update, run: slice) -> None:
+    def _fetch(self, slot: "_Slot", update: Update, run: Run) -> None:
         """Start to copy a piece's gradient to the host, and its weights if they have no separate master."""
+        dtype, at = update.weights.dtype, run.at
         with torch.cuda.stream(self._incoming):
-            slot.of("gradient", update.weights.dtype, run).copy_(update.gradient.reshape(-1)[run], non_blocking=True)
-            if _is_master(update):
+            slot.of("gradient", dtype, at).copy_(update.gradient.reshape(-1)[at], non_blocking=True)
+            if MASTER not in update.state:
                 self._incoming.wait_event(slot.gone)  # the slot's previous weights must be copied out first
-                slot.of("weights", update.weights.dtype, run).copy_(update.weights.view(-1)[run], non_blocking=True)
+                slot.of("weights", dtype, at).copy_(update.weights.view(-1)[at], non_blocking=True)
             slot.here.record(self._incoming)
 
     def _prepare(self, numbers: int) -> None:
@@ -151,29 +155,47 @@ class _Slot:
         return self._memory[name].view(dtype)[: run.stop - run.start]
 
 
-def _arithmetic(update: Update, run: slice, slot: _Slot, scale: float) -> Tensor:
+def _arithmetic(update: Update, run: Run, slot: _Slot, scale: float) -> Tensor:
     """Update a piece's state, and return its weights in pinned memory.
 
     Args:
         update: The parameter.
         run: The piece.
-        slot: Holds the gradient, and fp32 weights, which are their own master.
+        slot: Holds the gradient, and weights without a separate master.
         scale: See `HostAdam.step`.
     """
-    dtype, state = update.weights.dtype, update.state
-    weights, master = slot.of("weights", dtype, run), None
-    if not _is_master(update):
-        master = state[MASTER].view(-1)[run]
+    dtype, state, at = update.weights.dtype, update.state, run.at
+    weights, gradient = slot.of("weights", dtype, at), slot.of("gradient", dtype, at)
+    if MASTER in state:
         slot.gone.synchronize()  # the slot's previous weights were copied out
-    moments = state[MEAN].view(-1)[run], state[SQUARE].view(-1)[run]
-    gradient = slot.of("gradient", dtype, run)
-    adamw_(weights, gradient, moments, update, step=state[STEP], scale=scale, master=master)
+    _on_host(weights, gradient, update, run, state[STEP], scale)
     return weights
 
 
-def _is_master(update: Update) -> bool:
-    """Whether weights are fp32, so that they need no separate master."""
-    return update.weights.dtype == torch.float32
+def _on_host(
+    weights: Tensor,
+    gradient: Tensor,
+    update: "Update | ShardUpdate",
+    run: Run,
+    step: int,
+    scale: float,
+    factor: float | None = None,
+) -> None:
+    """Update a run's state and its weights, flat `[n]` in host memory."""
+    state, at = update.state, run.at
+    master, remainder = (state[name].view(-1)[at] if name in state else None for name in (MASTER, REMAINDER))
+    adamw_(
+        weights,
+        gradient,
+        (state[MEAN].view(-1)[at], state[SQUARE].view(-1)[at]),
+        update,
+        step=step,
+        scale=scale,
+        factor=factor,
+        master=master,
+        remainder=remainder,
+        rounding=run.rounding(state, step),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -184,8 +206,9 @@ class ShardUpdate:
         shard: The shard; its gradient is `shard.parameter.grad`.
         gradient: Flat, dtype of the weights, in host memory; only read.
         factor: Factor on the gradient, applied before it is divided by `scale`; None: 1.
-        state: Moments `exp_avg` and `exp_avg_sq`, fp32; `_param_remainder`, int16, for bf16 weights; `_param_fp32` for
-            fp16 weights; `step`: number of steps taken, incremented.
+        state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes; `_param_remainder`, int16, for bf16
+            weights; `_param_fp32` for fp16 weights; `step`: number of steps taken, incremented.
+        parts: The runs of the weights that are updated.
         lr: Learning rate.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
@@ -197,6 +220,7 @@ class ShardUpdate:
     gradient: Tensor
     factor: float | None
     state: dict[str, Any]
+    parts: Sequence[Part]
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -220,32 +244,13 @@ class LateUpdates:
             each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
 
 
-def initial_state(weights: Tensor) -> dict[str, Any]:
-    """Return the initial state of weights in host memory."""
-    state = {name: host_zeros(weights.shape, torch.float32) for name in (MEAN, SQUARE)}
-    if weights.dtype == torch.bfloat16:
-        state[REMAINDER] = host_zeros(weights.shape, torch.int16)
-    elif weights.dtype == torch.float16:
-        state[MASTER] = weights.float()
-    return {STEP: 0, **state}
-
-
 def _update(update: ShardUpdate, step: int) -> None:
     """Update a shard's weights and state; `step` counts from 1."""
     update.shard.wait_for_gradient()
-    state = update.state
     with torch.no_grad():
-        adamw_(
-            update.shard.weights,
-            update.gradient,
-            (state[MEAN], state[SQUARE]),
-            update,
-            step=step,
-            scale=update.scale,
-            factor=update.factor,
-            master=state.get(MASTER),
-            remainder=state.get(REMAINDER),
-        )
+        for part in update.parts:
+            weights, gradient = update.shard.weights[part.at], update.gradient[part.at]
+            _on_host(weights, gradient, update, Run(part.at, part), step, update.scale, update.factor)
 
 
 _AT_ONCE = 1 << 24
@@ -274,23 +279,58 @@ def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
         )
 
 
-def step_masters(updates: Sequence[Update], scale: float) -> None:
-    """Update 16-bit weights like `step_fused`, with torch operations on their fp32 masters.
+def step_small(kernel: Any, updates: Sequence[Update], scale: float) -> None:
+    """Update weights with small moments with `bmburst_ops.triton_moments`.
 
     Args:
-        updates: See `step_fused`; on any device.
-        scale: See `step_fused`.
+        kernel: The module `bmburst_ops.triton_moments`.
+        updates: One per parameter, all on one GPU.
+        scale: Divisor of the gradients, applied in fp32.
     """
     for update in updates:
         state = update.state
-        tensors = update.weights, update.gradient.reshape(-1), state[MASTER], state[MEAN], state[SQUARE]
-        weights, gradient, *kept = (each.view(-1) for each in tensors)
-        for run in pieces(len(weights), _AT_ONCE):
-            master, mean, square = (each[run] for each in kept)
-            wide = gradient[run].float().div_(scale)
-            _by_torch([master], [wide], [mean], [square], [state[STEP]], _rates(update), foreach=False)
-            weights[run].copy_(master)
         state[STEP] += 1
+        for part in update.parts:
+            weights, gradient, mean, square, master, remainder = _of_run(update, part.at)
+            kernel.adamw_(
+                *(weights, gradient, (mean, square), Run(part.at, part).rounding(state, state[STEP])),
+                **_rates(update),
+                step=state[STEP],
+                scale=scale,
+                master=master,
+                remainder=remainder,
+            )
+
+
+def step_plain(updates: Sequence[Update], scale: float) -> None:
+    """Update weights like `step_fused` or `step_small`, with torch operations on their fp32 masters.
+
+    Args:
+        updates: See there; on any device.
+        scale: See there.
+    """
+    for update in updates:
+        state = update.state
+        state[STEP] += 1
+        for run in runs_of(update.parts, _AT_ONCE, state):
+            weights, gradient, mean, square, master, remainder = _of_run(update, run.at)
+            own = weights if master is None else master
+            own = own if remainder is None else joined(weights, remainder)
+            wide = gradient.to(torch.float32, copy=True).div_(scale)
+            with widened((mean, square), run.rounding(state, state[STEP])) as moments:
+                _by_torch([own], [wide], [moments[0]], [moments[1]], [state[STEP] - 1], _rates(update), foreach=False)
+            if remainder is not None:
+                split(own, weights, remainder)
+            elif master is not None:
+                weights.copy_(master)
+
+
+def _of_run(update: Update, at: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return a run's weights, gradient, moments, and its master or remainders, flat."""
+    state, gradient = update.state, update.gradient.reshape(-1)[at]
+    weights, mean, square = (each.view(-1)[at] for each in (update.weights, state[MEAN], state[SQUARE]))
+    master, remainder = (state[name].view(-1)[at] if name in state else None for name in (MASTER, REMAINDER))
+    return weights, gradient, mean, square, master, remainder
 
 
 def step_wide(

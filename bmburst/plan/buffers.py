@@ -5,9 +5,11 @@ engine transport, buffers that other ranks read or write ("boxes") are outside t
 next layer. Memory of kernels that run as CUDA graphs belongs to the graphs, and torch's peak does not include it.
 """
 
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import WIDE
 from bmburst.schedule.units import Sizes
 
@@ -28,6 +30,45 @@ class Buffers(NamedTuple):
     kernel: float
     working: float
     boxes: float
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of one attention call beside its inputs and results, computed when they are first asked for.
+
+    Attributes:
+        candidate: The way to train, with the heads of one call.
+    """
+
+    candidate: Candidate
+
+    @cached_property
+    def forward(self) -> Buffers:
+        """See `attention_buffers`."""
+        return attention_buffers(self.candidate, backward=False)
+
+    @cached_property
+    def backward(self) -> Buffers:
+        """See `attention_buffers`."""
+        return attention_buffers(self.candidate, backward=True)
+
+    @cached_property
+    def outside(self) -> float:
+        """See `held_outside`."""
+        return held_outside(self.candidate)
+
+    @cached_property
+    def in_graphs(self) -> float:
+        """See `held_by_graphs`."""
+        return held_by_graphs(self.candidate)
+
+
+def attention_memory(candidate: Candidate) -> AttentionMemory:
+    """Return the memory of attention. Ways that differ in policy, ZeRO stage and offload alone share it."""
+    return _of_attention(replace(candidate, recompute="none", layer=None, zero=3, offload=Offload.NOTHING))
+
+
+_of_attention = lru_cache(maxsize=256)(AttentionMemory)
 
 
 def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:

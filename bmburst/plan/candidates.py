@@ -1,18 +1,20 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
-placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost, tensor ranks,
-ranks that exchange heads (Ulysses), the ring or gather between such groups, and data parallel ranks.
+A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage.
+Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost,
+tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and
+stages of a pipeline.
 """
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs
+from bmburst.optim.config import MOMENT_BYTES, State
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
@@ -40,6 +42,7 @@ class Task:
         batch: Sequences per step.
         micro_batch: Sequences that a data parallel group computes at once.
         dtype: dtype of weights and activations.
+        state: Type of AdamW's moments, as in `OptimizerConfig`.
         loss_chunk: Number of a rank's tokens whose logits are computed at once.
         mlp_chunk: Number of a rank's tokens that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
         lora: Adapters to train with frozen weights; None trains the weights.
@@ -64,6 +67,7 @@ class Task:
     batch: int = 1
     micro_batch: int = 1
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    state: State = "float32"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None
@@ -91,6 +95,7 @@ class Task:
                 "fix: a divisor of --batch-size, for example 1"
             )
         require_known("dtype", self.dtype, ITEMSIZE)
+        require_known("--optimizer.state", self.state, MOMENT_BYTES)
 
     @property
     def gpus_per_node(self) -> int:
@@ -136,6 +141,11 @@ class Task:
     def adapters(self) -> int:
         """Number of parameters of the adapters."""
         return self.lora.parameters(self.model) if self.lora else 0
+
+    @property
+    def four_bit_saving(self) -> float:
+        """Bytes by which the shards of all blocks are smaller because their matrices are in 4 bits."""
+        return self.model.num_layers * four_bit_saving(self.model, self.lora, self.itemsize)
 
     @property
     def itemsize(self) -> int:
@@ -190,6 +200,7 @@ class Candidate:
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
         layer: If `recompute` differs by layer, the policy of the layers that are predicted.
         offload: What is in host memory.
+        pipe: Stages of a pipeline.
     """
 
     task: Task
@@ -203,11 +214,12 @@ class Candidate:
     ring_tensors: str = "auto"
     layer: Policy | None = None
     offload: Offload = Offload.NOTHING
+    pipe: int = 1
 
     @cached_property
     def sequence(self) -> int:
         """Number of ranks that share a sequence."""
-        return self.task.gpus // (self.data * self.tensor)
+        return self.task.gpus // (self.pipe * self.data * self.tensor)
 
     @cached_property
     def groups(self) -> int:
@@ -260,8 +272,7 @@ class Candidate:
         at_once = kv_heads_at_once(every, self.rows * self.own_heads, self.sequence)
         if at_once == every:
             return self
-        few = replace(model, num_heads=model.num_heads * at_once // every, num_kv_heads=at_once)
-        return replace(self, task=replace(self.task, model=few))
+        return replace(self, task=_of_heads(self.task, model.num_heads * at_once // every, at_once))
 
     @cached_property
     def micro_steps(self) -> int:
@@ -351,7 +362,8 @@ class Candidate:
     def name(self) -> str:
         """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
-        mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
+        pipe = f"pipe {self.pipe} x " if self.pipe > 1 else ""
+        mesh = f"{pipe}data {self.data} x sequence {self.sequence}{tensor}"
         policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
         return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
 
@@ -359,6 +371,11 @@ class Candidate:
 @bounded_cache(maxsize=256)
 def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
     return problem.cost(problem.in_units(strategy))
+
+
+@lru_cache(maxsize=256)
+def _of_heads(task: Task, heads: int, kv_heads: int) -> Task:
+    return replace(task, model=replace(task.model, num_heads=heads, num_kv_heads=kv_heads))
 
 
 def _in_words(policy: Policy) -> str:

@@ -222,7 +222,7 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         "Norms, activations, convolutions, routing and the host are not counted.",
     ]
     if not step.fits:
-        lines.append("It does not fit into memory: use more GPUs or a shorter sequence.")
+        lines[:0] = ["It does not fit into memory: use more GPUs or a shorter sequence.", ""]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from bmburst.errors import UserError
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
+from bmburst.plan.remedies import remedy
 from bmburst.plan.search import Prediction, best, with_usable_memory
 from bmburst.plan.ways import candidates, require_possible, with_policies
 from bmburst.recompute.policy import POLICIES
@@ -84,17 +85,19 @@ def longest(
         UserError: No mesh can train a sequence of `STEP` tokens per rank.
     """
     found: list[Longest] = []
+    shortest = replace(task, sequence=STEP * task.gpus)
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
-        shortest = replace(asked, sequence=STEP * task.gpus)
-        for each in candidates(shortest, recompute=recompute[:1], zero=(3,), tensor=tensor):
+        for each in candidates(
+            replace(asked, sequence=STEP * task.gpus), recompute=recompute[:1], zero=(3,), tensor=tensor
+        ):
             meshes[each.data, each.tensor].append(each)
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]
     if not found:
         raise UserError(
             f"{task.preset} does not fit on {task.gpus} x {hardware.name} at any length\n"
-            "fix: more GPUs, more --host-memory, or a smaller model"
+            f"fix: {remedy(shortest, hardware, recompute=recompute, zero=(3,), tensor=tensor, offload=offload)}"
         )
     return sorted(found, key=lambda each: (each.training, -each.tokens, each.found.seconds))
 

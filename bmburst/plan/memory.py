@@ -13,11 +13,10 @@ The moments of plain blocks are in `bmburst.plan.moments`, those of blocks that 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import (
     CURRENT,
@@ -26,10 +25,10 @@ from bmburst.plan.counts import (
     adam_bytes,
     block_parameters,
     held_block,
-    host_adam_bytes,
     mlp_matrix,
 )
 from bmburst.plan.moments import Lines, Moments, Others, StepMoments
+from bmburst.plan.stages import ends, kept_by_stage, stage_of, stages_per_node
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
@@ -94,20 +93,38 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    if candidate.pipe > 1:
+        stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
+        return max(stages, key=lambda each: (each.lacking, each.total))
+    moment, lines, totals, boxes, in_host = _peak(candidate, hardware.workspace, operators)
+    outside = boxes | _libraries(candidate.task, hardware)
+    most = HOST_SHARE * hardware.host_memory
+    return Memory(moment, lines, _used(outside), hardware.memory, totals, in_host, most)
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same ways again, and for their memory on other machines
+def _peak(candidate: Candidate, workspace: float, operators: Operators) -> tuple[str, Lines, Lines, Lines, Lines]:
+    """Return moment, lines and moments of `Memory`, the bytes of attention outside the allocator, and the host's."""
     blocks = _Blocks(candidate, operators)
-    held = blocks.last().states() | {"workspace": hardware.workspace}
+    held = blocks.last().states() | {"workspace": workspace}
     found = {name: held | moment() for name, moment in blocks.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
-    outside = blocks.outside() | _libraries(candidate.task, hardware)
-    return Memory(
-        moment,
-        _used(found[moment]),
-        _used(outside),
-        hardware.memory,
-        totals,
-        _used(blocks.in_host()),
-        HOST_SHARE * hardware.host_memory,
+    return moment, _used(found[moment]), totals, blocks.outside(), _used(blocks.in_host())
+
+
+def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operators: Operators) -> Memory:
+    """Return the peak memory of a stage of a pipeline."""
+    stage = stage_of(candidate, number)
+    own = memory_of(stage, hardware, operators=operators)
+    more = _used(kept_by_stage(candidate, number, StepMoments(stage, operators)))
+    others = stages_per_node(candidate)
+    return replace(
+        own,
+        lines={**own.lines, **more},
+        outside={**own.outside, **_used(_libraries(candidate.task, hardware))},
+        moments={name: nbytes + sum(more.values()) for name, nbytes in own.moments.items()},
+        host={name: others * nbytes for name, nbytes in own.host.items()},
     )
 
 
@@ -117,14 +134,15 @@ def host_state(candidate: Candidate) -> Lines:
     if candidate.offload is Offload.NOTHING:
         return {}
     if candidate.offload is Offload.OPTIMIZER:
-        return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
+        return {"optimizer": task.trained / nodes * adam_bytes(task.dtype, task.state)}
     blocks = block_parameters(task.model, task.lora) / nodes
-    trained = task.trained_in_blocks / nodes
-    state = trained * host_adam_bytes(task.dtype) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
+    trained, saved = task.trained_in_blocks / nodes, task.four_bit_saving / nodes
+    state = trained * adam_bytes(task.dtype, task.state, with_weights=True)
+    state += (task.trained / nodes - trained) * adam_bytes(task.dtype, task.state)
     reference = (
         {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}
     )
-    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize, **reference}
+    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize - saved, **reference}
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:
@@ -153,18 +171,18 @@ class _Blocks:
 
     def __init__(self, candidate: Candidate, operators: Operators) -> None:
         self._candidate, self._task, self._operators = candidate, candidate.task, operators
-        self._ways = {kind.policy: kind for kind, _ in candidate.kinds}
-        self._policies = candidate.policy.of_layers(candidate.task.model.num_layers)
-        kinds = {policy: self._moments(way, Others()) for policy, way in self._ways.items()}
-        self._kinds = [kinds[policy] for policy in self._policies]
-        self._kept_before = list(accumulate((each.kept() for each in self._kinds), initial=0.0))
-        stored = (i if policy.is_stored else 0 for i, policy in enumerate(self._policies))
+        self._ways = [kind for kind, _ in candidate.kinds]
+        self._kinds = [self._moments(way, Others()) for way in self._ways]
+        self._of_layers = candidate.policy.kinds_of_layers(candidate.task.model.num_layers)
+        kept, hosted = ([take(each) for each in self._kinds] for take in (StepMoments.kept, StepMoments.hosted))
+        self._kept_before = list(accumulate((kept[kind] for kind in self._of_layers), initial=0.0))
+        stored = (i if self._ways[kind].policy.is_stored else 0 for i, kind in enumerate(self._of_layers))
         self._first_of_segment = list(accumulate(stored, max))
-        self._hosted = [each.hosted() for each in self._kinds]
+        self._hosted = [hosted[kind] for kind in self._of_layers]
 
     def last(self) -> StepMoments:
         """Return the moments of the last block."""
-        return self._at(len(self._kinds) - 1)
+        return self._at(len(self._of_layers) - 1)
 
     def moments(self) -> Moments:
         """Return the moments at which memory can peak: in the last block, and in the backward of blocks of other kinds.
@@ -172,21 +190,22 @@ class _Blocks:
         After the last blocks are done, blocks before them may recompute more and so need more memory.
         """
         found = self.last().moments()
-        ends = [i for i, each in enumerate(self._policies) if not each.feeds_next and each.recomputes]
-        for policy in dict.fromkeys(self._policies[i] for i in ends):
-            alike = [i for i in ends if self._policies[i] == policy]
+        for kind, way in enumerate(self._ways):
+            if way.policy.feeds_next or not way.policy.recomputes:
+                continue
+            alike = [i for i, each in enumerate(self._of_layers) if each == kind]
             fullest = max(alike, key=lambda i: self._others(i).total)
-            if fullest < len(self._policies) - 1:
+            if fullest < len(self._of_layers) - 1:
                 moments = self._at(fullest).in_backward()
                 found |= {f"{name} of block {fullest + 1}": moment for name, moment in moments.items()}
         return found
 
     def outside(self) -> Lines:
         """Return the bytes of attention outside torch's allocator."""
-        calls = [each.attends for each in set(self._kinds)]
+        calls = [each.attends for each in self._kinds]
         return {
-            "boxes that peers read": max(map(held_outside, calls)),
-            "kept by CUDA graphs": max(map(held_by_graphs, calls)),
+            "boxes that peers read": max(each.outside for each in calls),
+            "kept by CUDA graphs": max(each.in_graphs for each in calls),
         }
 
     def in_host(self) -> Lines:
@@ -197,14 +216,15 @@ class _Blocks:
 
     def _at(self, layer: int) -> StepMoments:
         """Return the moments of a block that ends a segment."""
-        return self._moments(self._ways[self._policies[layer]], self._others(layer))
+        return self._moments(self._ways[self._of_layers[layer]], self._others(layer))
 
     def _others(self, layer: int) -> Others:
         """Return the bytes of other blocks in the backward of a block that ends a segment."""
         first, before = self._first_of_segment[layer], self._kept_before[layer]
         if first < layer:
-            segment = sum(each.hidden + each.again() for each in self._kinds[first:layer])
-            fetched = self._kinds[first].hidden if self._hosted[first] else 0.0
+            kinds = [self._kinds[kind] for kind in self._of_layers[first:layer]]
+            segment = sum(each.hidden + each.again() for each in kinds)
+            fetched = kinds[0].hidden if self._hosted[first] else 0.0
             return Others(before=before, fetched=fetched, segment=segment)
         offloaded = (hosted for hosted in reversed(self._hosted[:layer]) if hosted)
         return Others(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
@@ -224,7 +244,8 @@ class LeanMoments(StepMoments):
     def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
         super().__init__(candidate, operators, others)
         self.part = candidate.mlp_rows / candidate.rows  # fraction of the tokens in one chunk
-        self.heads = self.attends.own_heads / candidate.own_heads  # fraction of the heads in one attention call
+        at_once = self.attends.candidate.own_heads
+        self.heads = at_once / candidate.own_heads  # fraction of the heads in one attention call
         self.projected = self.query + 2 * self.key
 
     def in_backward(self) -> Moments:
@@ -255,7 +276,7 @@ class LeanMoments(StepMoments):
             "embedding and head": self._table(),
             "not yet let go to host memory": self._mlp_in_host(),  # of the block before
             "attention's output": whole,
-            "heads in work": self.heads * self.projected + self._attention(self._buffers(backward=False)),
+            "heads in work": self.heads * self.projected + self._attention(self.attends.forward),
         }
 
     def _mlp_forward(self) -> Lines:
@@ -276,7 +297,7 @@ class LeanMoments(StepMoments):
             **self._block_in_backward(),
             "gradients in flight": self.hidden,
             "attention's output": (1 - self.heads) * self.attended,
-            "heads in work": self.heads * self.projected + self._attention(self._buffers(backward=False)),
+            "heads in work": self.heads * self.projected + self._attention(self.attends.forward),
         }
 
     def _mlp_backward(self) -> Lines:
@@ -322,7 +343,7 @@ class LeanMoments(StepMoments):
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
             "heads in work": self.heads * (self.projected + self.query + (self.attended if self._output() else 0.0))
-            + self._attention(self._buffers(backward=True)),
+            + self._attention(self.attends.backward),
         }
 
     def _head_norms_backward(self) -> Lines:
@@ -392,6 +413,3 @@ class LeanMoments(StepMoments):
 
     def _sums(self, numbers: float) -> float:
         return self._of_matrices(numbers * (self.task.itemsize if self.part == 1 else WIDE))
-
-    def _buffers(self, *, backward: bool) -> tuple[float, float, float, float]:
-        return attention_buffers(self.attends, backward=backward)

@@ -29,6 +29,8 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--dtype", task.dtype, "--batch-size", str(task.batch)]
     if task.micro_batch > 1:
         words += ["--micro-batch-size", str(task.micro_batch)]
+    if candidate.pipe > 1:
+        words += ["--pipeline-parallel", str(candidate.pipe)]
     words += ["--data-parallel", str(candidate.data), "--sequence-parallel", str(candidate.sequence)]
     if candidate.tensor > 1:
         words += ["--tensor-parallel", str(candidate.tensor)]
@@ -41,11 +43,14 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--optimizer.offload"]
     if candidate.offload is Offload.WEIGHTS:
         words += ["--optimizer.offload_weights"]
+    if task.state != "float32":
+        words += ["--optimizer.state", task.state]
     uses_host = candidate.offload is not Offload.NOTHING or Policy.parse(candidate.recompute).offloads
     if task.host_memory is not None and uses_host:  # a virtual machine may have less free at first
         words += ["--host-memory", f"{task.host_memory:g}G"]
     if task.lora is not None:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
+        words += ["--lora.base", task.lora.base] if task.lora.is_4bit else []
         for name in ("targets", "rank_pattern", "modules_to_save"):
             if value := getattr(task.lora, name):
                 words += [f"--lora.{name}", ",".join(value)]
@@ -78,36 +83,37 @@ def command(candidate: Candidate) -> str:
 PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(StepTime)}
 
 
-def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int) -> str:
+def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int, needs: str = "") -> str:
     """Return the report: the task, the comparison, and time, memory and command of the best candidate.
+
+    If nothing fits, the first line says so.
 
     Args:
         task: The training task.
         hardware: The machine.
         shown: The predictions to show, the best first.
         total: Number of candidates that were predicted.
+        needs: What it needs, if nothing fits (`bmburst.plan.remedies`).
     """
     best, tokens = shown[0], short(task.sequence, commas=True)
     of = (
         f" (a prompt of {short(task.shared_prompt, commas=True)}, {task.answers} answers)" if task.shared_prompt else ""
     )
+    fits = best.memory.fits
     lines = [
+        *([] if fits else [f"No configuration fits into memory: it needs {needs}.", ""]),
         f"{task.preset}, {tokens} tokens{of} x {task.batch} a step, {task.gpus} x {hardware.name} on "
         f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} configurations, the best of each mesh and strategy",
         "",
         *comparison(shown),
         "",
-        f"The best: {best.candidate.name}{_why(shown)}",
+        f"{'The best' if fits else 'The nearest to fitting'}: {best.candidate.name}{_why(shown)}",
         "",
         *time_lines(best),
         "",
         *memory_lines(best),
-        "",
-        command(best.candidate),
+        *(["", command(best.candidate)] if fits else []),
     ]
-    if not best.memory.fits:
-        fix = "use more GPUs or more host memory, a shorter sequence or a smaller model"
-        lines[-2:] = ["", f"No configuration fits into memory: {fix}."]
     return "\n".join(lines)
 
 
@@ -186,10 +192,8 @@ def memory_lines(prediction: Prediction) -> list[str]:
 
 def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
     """Return the predictions as plain data for JSON, in bytes and seconds."""
-    question = {
-        name: getattr(task, name)
-        for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk", "mlp_chunk")
-    }
+    names = ["preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "state", "loss_chunk", "mlp_chunk"]
+    question = {name: getattr(task, name) for name in names}
     return {"task": question, "hardware": hardware.name, "ways": [_way(each) for each in found]}
 
 
@@ -197,7 +201,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
     way, memory = prediction.candidate, prediction.memory
     return {
         "name": way.name,
-        "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
+        "mesh": {"pipe": way.pipe, "data": way.data, "sequence": way.sequence, "tensor": way.tensor},
         "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
@@ -245,10 +249,11 @@ def generation_report(task: GenerationTask, hardware: Hardware, found: Sequence[
     for name, nbytes in (("weights", asked.weights), ("cache", asked.cache), ("working", asked.working)):
         lines.append(f"  {name:8} {nbytes / GIB:8.2f} GiB")
     longest = f"the longest prompt and answer that fit: {asked.longest:,} tokens"
-    lines += [longest if asked.longest else "the model does not fit", ""]
+    lines += [longest if asked.longest else "the model does not fit"]
     if asked.fits:
-        return "\n".join([*lines, asked.command])
-    return "\n".join([*lines, "It does not fit into memory: use more GPUs, a shorter prompt or a smaller model."])
+        return "\n".join([*lines, "", asked.command])
+    first = "It does not fit into memory: use more GPUs, a shorter prompt or a smaller model."
+    return "\n".join([first, "", *lines])
 
 
 def _generation_table(found: Sequence[Generation]) -> list[str]:
@@ -291,6 +296,7 @@ _COLOURS = {
     "zero": "#d6604d",
     "tensor": "#f4a582",
     "offload": "#762a83",
+    "pipeline": "#9970ab",
     "optimizer": "#8c510a",
     "host": "#636363",
 }

@@ -39,7 +39,6 @@ copied to the GPU when its backward begins: the input first, then attention resu
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -176,7 +175,12 @@ class Policy:
         Raises:
             UserError: See `require_layers`.
         """
-        return tuple(Counter(self.of_layers(layers)).items())
+        found, of_layers = _kinds(self, layers)
+        return tuple((policy, of_layers.count(i)) for i, policy in enumerate(found))
+
+    def kinds_of_layers(self, layers: int) -> tuple[int, ...]:
+        """Return for each block the index of its policy among `kinds`."""
+        return _kinds(self, layers)[1]
 
     def require_layers(self, layers: int) -> None:
         """Check that "+first-N" names fewer layers than the model has.
@@ -207,6 +211,22 @@ class Policy:
             raise UserError(
                 f"recompute policy '{self.name}' with tensor parallelism {ranks}\n"
                 f"fix: {replace(self, every=1, offloads_mlp=0).name}, or tensor parallelism 1"
+            )
+
+    def allows_stages(self) -> bool:
+        """Return whether it works in a pipeline, in which passes of several micro-batches alternate."""
+        return self.every == 1 and not self.offloads
+
+    def require_stages(self, stages: int) -> None:
+        """Check that the policy works in a pipeline of `stages` stages.
+
+        Raises:
+            UserError: It does not; see `allows_stages`.
+        """
+        if not self.allows_stages():
+            raise UserError(
+                f"recompute policy '{self.name}' in a pipeline of {stages} stages\n"
+                "allowed: policies without +every- and without offload\nfix: --recompute block"
             )
 
     @property
@@ -347,6 +367,13 @@ class Policy:
 def _of_layers(policy: Policy, layers: int) -> tuple[Policy, ...]:
     policy.require_layers(layers)
     return tuple(policy.of_layer(i, layers) for i in range(layers))
+
+
+@lru_cache(maxsize=1024)
+def _kinds(policy: Policy, layers: int) -> tuple[tuple[Policy, ...], tuple[int, ...]]:
+    every = policy.of_layers(layers)
+    index = {each: i for i, each in enumerate(dict.fromkeys(every))}
+    return tuple(index), tuple(index[each] for each in every)
 
 
 def _layers(name: str, whole: str, count: str) -> int:

@@ -66,7 +66,7 @@ def record_steps(config: TrainConfig, steps: int) -> None:
     trainer = Trainer(config)
     trainer.restore()
     # Import after the trainer has started BMTrain.
-    from bmburst.optim.updates import MASTER
+    from bmburst.optim.states import MASTER
     from bmburst.zero import ShardData, gradient_of, named_shards
 
     shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]

@@ -5,7 +5,7 @@ Imports no torch at its top. The launcher does not open a GPU, so each rank chec
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
@@ -14,6 +14,7 @@ from bmburst.memory import available_bytes, total_bytes
 from bmburst.optim.config import OptimizerConfig
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
+from bmburst.plan.remedies import smaller_states
 from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
@@ -48,6 +49,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         batch=config.batch_size,
         micro_batch=config.micro_batch_size,
         dtype=config.dtype,
+        state=config.optimizer.state,
         loss_chunk=config.loss_chunk_tokens,
         mlp_chunk=config.mlp_chunk_tokens,
         lora=config.lora if config.lora.is_on else None,
@@ -58,6 +60,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         task=task,
         data=shape.data,
         tensor=shape.tensor,
+        pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
         transport=_transport(parallel.transport, hardware),
@@ -135,7 +138,7 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
     if config.host_memory is not None and total is not None and config.host_memory * GIB > total:
         raise UserError(
             f"host_memory {config.host_memory:g} GiB is more than this machine has\n"
-            f"allowed: at most {total / GIB:.1f} GiB\nfix: --host-memory {int(total / GIB)}G, or leave it out"
+            f"allowed: at most {bytes_text(total)}\nfix: --host-memory {int(total / GIB)}G, or leave it out"
         )
     memory = HostBudget.of(config, [available_bytes()])
     if memory is not None:
@@ -147,6 +150,9 @@ def _fix(way: Candidate, most: float) -> str:
     """Return the fix of a run that needs more host memory than is available."""
     if sum(host_state(way).values()) > most:
         out = "--optimizer.offload_weights" if way.offload is Offload.WEIGHTS else "--optimizer.offload"
+        for state in smaller_states(way.task.state):
+            if sum(host_state(replace(way, task=replace(way.task, state=state))).values()) <= most:
+                return f"fix: --optimizer.state {state}, leave {out} out, or use more hosts"
         return f"fix: leave {out} out, use more hosts, or train a smaller model"
     return "fix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
 

@@ -66,18 +66,20 @@ def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=Tr
 
 
 @pytest.mark.parametrize(
-    ("nodes", "places", "layout", "mask", "ring_tensors"), pairwise(MESHES, LAYOUTS, ["causal", "full"], ["kv", "q"])
+    ("nodes", "places", "layout", "mask", "ring_tensors", "a_rank", "more", "heads", "kv_heads"),
+    pairwise(MESHES, LAYOUTS, ["causal", "full"], ["kv", "q"], [(1, 1, 2, 2), (2, 13, 4, 2), (16, 0, 3, 1)]),
 )
-def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors):
+def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors, a_rank, more, heads, kv_heads):
+    """Of `a_rank` tokens for each rank, and some more."""
+
     def body(comm, whole, expected):
         got, _, _ = double_attention(comm, nodes, ring_tensors, whole, mask, layout)
         for ours, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
 
     size = nodes * places
-    for length, heads, kv_heads in ((size + 1, 2, 2), (13 + 2 * size, 4, 2), (16 * size, 3, 1)):
-        whole = draw(0, 2, length, heads, kv_heads, 8)
-        run_ranks(size, body, whole, reference(*whole[:4], mask, whole[4]))
+    whole = draw(0, 2, a_rank * size + more, heads, kv_heads, 8)
+    run_ranks(size, body, whole, reference(*whole[:4], mask, whole[4]))
 
 
 @pytest.mark.parametrize("mask", [bmburst.SlidingWindow(9), bmburst.Documents([20, 1, 7, 25, 8])])

@@ -40,22 +40,24 @@ def in_units(monkeypatch, most):
     monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
 
 
-@pytest.mark.parametrize(("most", "size", "layout", "mask"), pairwise([0, 1, 2], [2, 3, 4], CASES), indirect=["most"])
-def test_equals_one_device_in_fp64(most, size, layout, mask):
-    kernel = "reference" if size == 3 else "cpu"
+@pytest.mark.parametrize(
+    ("most", "size", "layout", "mask", "more", "length", "heads", "kv_heads"),
     # size + 1 tokens leave whole ranks without a real one
-    for length, heads, kv_heads in ((size, 2, 2), (size + 1, 2, 1), (13 + size, 4, 2), (24, 3, 1), (29, 6, 3)):
-        run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "gather", "kernel": kernel})
+    pairwise([0, 1, 2], [2, 3, 4], CASES, [(1, 0, 2, 2), (1, 1, 2, 1), (1, 13, 4, 2), (0, 24, 3, 1), (0, 29, 6, 3)]),
+    indirect=["most"],
+)
+def test_equals_one_device_in_fp64(most, size, layout, mask, more, length, heads, kv_heads):
+    options = {"strategy": "gather", "kernel": "reference" if size == 3 else "cpu"}
+    run_ranks(size, compare, layout, mask, more * size + length, heads, kv_heads, options)
 
 
 @pytest.mark.parametrize(
-    ("most", "layout", "mask", "heads", "kv_heads"),
-    pairwise([0, 1, 2], CASES[:4], [(4, 4), (4, 1), (12, 6)]),
+    ("most", "layout", "mask", "heads", "kv_heads", "length"),
+    pairwise([0, 1, 2], CASES[:4], [(4, 4), (4, 1), (12, 6)], [5, 21, 32]),
     indirect=["most"],
 )
-def test_equals_one_device_beside_an_exchange_of_heads(most, layout, mask, heads, kv_heads):
-    for length in (5, 21, 32):
-        run_ranks(4, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads+gather"})
+def test_equals_one_device_beside_an_exchange_of_heads(most, layout, mask, heads, kv_heads, length):
+    run_ranks(4, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads+gather"})
 
 
 class Eager:
@@ -80,10 +82,11 @@ def test_nothing_that_is_still_read_is_written(monkeypatch, strategy):
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-@pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_no_less_accurate_than_one_device(dtype, kernel, spread):
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "spread", "size"),
+    pairwise([torch.float32, torch.bfloat16, torch.float16], ["cpu", "reference"], [1.0, 4.0], [2, 4, 8]),
+)
+def test_no_less_accurate_than_one_device(dtype, kernel, spread, size):
     """Against fp64, hardly more error than one device's kernel has on the same inputs, at any number of ranks.
 
     In fp32 a merge sees the last bit of a large log-sum-exp.
@@ -103,8 +106,7 @@ def test_no_less_accurate_than_one_device(dtype, kernel, spread):
             ours_error, theirs_error = ((t.double() - wanted).norm() / wanted.norm() for t in (ours, theirs))
             assert ours_error <= most * theirs_error, (name, comm.size, ours_error.item(), theirs_error.item())
 
-    for size in (2, 4, 8):
-        run_ranks(size, body)
+    run_ranks(size, body)
 
 
 def test_strided_inputs_and_results():

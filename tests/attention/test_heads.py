@@ -122,25 +122,34 @@ def units(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("size", "layout", "mask", "units"), pairwise([2, 3, 4], LAYOUTS, ["causal", "full"], UNITS), indirect=["units"]
+    ("size", "layout", "mask", "units", "case"),
+    pairwise([2, 3, 4], LAYOUTS, ["causal", "full"], UNITS, range(4)),
+    indirect=["units"],
 )
-def test_equals_one_device_in_fp64(size, layout, mask, units):
-    for length, heads, kv_heads in (
+def test_equals_one_device_in_fp64(size, layout, mask, units, case):
+    length, heads, kv_heads = (
         (size, size, size),
         (size + 1, 2 * size, 1),
         (29, 3 * size, size),
         (24, 2 * size, size),
-    ):
-        run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
+    )[case]
+    run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
 
 
 @pytest.mark.parametrize(
-    ("layout", "mask", "units"), pairwise(["zigzag", "contiguous"], ["causal", "full"], UNITS), indirect=["units"]
+    ("layout", "mask", "units", "size", "heads", "kv_heads", "a_rank", "more"),
+    pairwise(
+        ["zigzag", "contiguous"],
+        ["causal", "full"],
+        UNITS,
+        [(4, 2, 2), (4, 6, 1), (6, 3, 3), (6, 4, 2)],
+        [(1, 0), (3, -1), (0, 29)],
+    ),
+    indirect=["units"],
 )
-def test_heads_inside_a_ring(layout, mask, units):
-    for size, heads, kv_heads in ((4, 2, 2), (4, 6, 1), (6, 3, 3), (6, 4, 2)):
-        for length in (size, 3 * size - 1, 29):
-            run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads+ring"})
+def test_heads_inside_a_ring(layout, mask, units, size, heads, kv_heads, a_rank, more):
+    """Of `a_rank` tokens for each rank, and some more."""
+    run_ranks(size, compare, layout, mask, a_rank * size + more, heads, kv_heads, {"strategy": "heads+ring"})
 
 
 def test_over_processes(units):

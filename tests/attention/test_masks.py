@@ -17,6 +17,7 @@ from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.mask_oracle import random_mask, random_tree
+from tests.pairs import pairwise
 from tests.refusals import refused
 
 MASKS = {
@@ -31,7 +32,8 @@ MASKS = {
     "documents & window": lambda n: Documents(_lengths(n)) & SlidingWindow(3),
     "blocks & documents": lambda n: BlockSparse(_map(-(-n // 4)), 4) & Documents(_lengths(n), causal=False),
 }
-STRATEGIES = ["heads", "gather", "kv", "burst", "heads+ring", "heads+gather"]
+STRATEGIES = ["heads", "gather", "kv", "burst"]
+LAYOUTS = ["zigzag", "contiguous", "balanced"]
 
 
 def _lengths(tokens):
@@ -67,15 +69,23 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("name", "strategy", "layout", "few"), pairwise(MASKS, STRATEGIES, LAYOUTS, [False, True]))
+def test_equals_one_device_in_fp64(name, strategy, layout, few):
+    _compare_ranks(2, name, strategy, layout, few)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "heads+ring", "heads+gather"])
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_equals_one_device_in_fp64(name, strategy, size):
-    if strategy.startswith("heads+") and size == 2:
-        return  # two ranks cannot form smaller groups
-    for layout in ("zigzag", "contiguous", "balanced"):
-        for length, heads, kv_heads in ((37, size, size), (8 * size + 1, size, 1)):
-            run_ranks(size, compare, layout, MASKS[name](length), length, heads, kv_heads, {"strategy": strategy})
+def test_equals_one_device_in_fp64_on_four_ranks(name, strategy, few):
+    for layout in LAYOUTS:
+        _compare_ranks(4, name, strategy, layout, few)
+
+
+def _compare_ranks(size, name, strategy, layout, few):
+    length, kv_heads = (8 * size + 1, 1) if few else (37, size)
+    run_ranks(size, compare, layout, MASKS[name](length), length, size, kv_heads, {"strategy": strategy})
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -1,5 +1,6 @@
 """What every rank does in the tests of the zoo. Rank 0 leaves what it saw in a file; the tests look at it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,19 @@ VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+def layouts(name: str) -> list[str]:
+    """Return the layouts that a configuration can have."""
+    return [layout for layout in LAYOUTS if layout != "balanced" or CONFIGS[name].sliding_window is None]
+
+
+_LOGITS = [(name, layout) for name in CONFIGS for layout in layouts(name)]
+_VARIED = [(name, i) for name in GRADIENTS for i in range(len(VARIANTS))]
+LOGITS: dict[int, list[tuple[str, str]]] = {1: _LOGITS[::2], 2: _LOGITS[1::2], 4: _LOGITS}
+"""Configurations and layouts by number of ranks: each on one rank or on two, and all on four."""
+VARIED: dict[int, list[tuple[str, int]]] = {1: _VARIED[::2], 2: _VARIED[1::2], 4: _VARIED}
+"""Configurations and `VARIANTS`, likewise."""
+
+
 def data() -> tuple[Tensor, Tensor]:
     """Token ids and labels, the same on all ranks; the labels are few, so that ranks hold uneven numbers of them."""
     generator = torch.Generator().manual_seed(1)
@@ -82,15 +96,9 @@ def run(folder: Path, output: Path) -> None:
     size, rank = mesh.shape.sequence, mesh.sequence_rank
     results: dict[str, Any] = {}
     if size != 3:
-        for name in CONFIGS:
-            for layout in layouts(name):
-                results[f"logits {name} {layout}"] = _logits(folder / name, mesh, layout)
+        results |= products(folder, mesh, LOGITS[size], VARIED[size])
         # Under a causal mask padding does no harm even where the length is lost on the way; here it would.
         results["logits full"] = _logits(folder / "gqa", mesh, "striped", mask="full")
-        for name in GRADIENTS:
-            for policy, zero_level, options in VARIANTS:
-                found = _gradients(folder / name, mesh, recompute=policy, zero_level=zero_level, **options)
-                results[f"gradients {name} {policy} {zero_level}"] = found
         for name in FAMILIES:
             results[f"gradients {name}"] = _gradients(folder / name, mesh, recompute="block-keep-attention")
         results["documents"] = _packed(folder / "mistral", mesh)
@@ -109,6 +117,27 @@ def run(folder: Path, output: Path) -> None:
         torch.save(results, output / "results.pt")
 
 
+def products(
+    folder: Path, mesh: Mesh, logits: Sequence[tuple[str, str]], gradients: Sequence[tuple[str, int]]
+) -> dict[str, Any]:
+    """Return logits of configurations and layouts, and gradients of configurations and variants."""
+    found: dict[str, Any] = {f"logits {name} {layout}": _logits(folder / name, mesh, layout) for name, layout in logits}
+    for name, i in gradients:
+        policy, zero_level, options = VARIANTS[i]
+        given = {"recompute": policy, "zero_level": zero_level, **options}
+        found[f"gradients {name} {policy} {zero_level}"] = _gradients(folder / name, mesh, **given)
+    return found
+
+
+def run_products(folder: Path, output: Path) -> None:
+    """Run those products that `run` leaves out on this number of ranks."""
+    mesh = Mesh.over_bmtrain()
+    other = 3 - mesh.shape.sequence
+    found = products(folder, mesh, LOGITS[other], VARIED[other])
+    if mesh.sequence_rank == 0:
+        torch.save(found, output / "results.pt")
+
+
 def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "causal", **options: Any) -> Any:
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
@@ -118,11 +147,6 @@ def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "caus
     model = Llama(read_config(directory), attention=attention, seed=None, **options)
     load(model, directory)
     return model
-
-
-def layouts(name: str) -> list[str]:
-    """Return the layouts that a configuration can have."""
-    return [layout for layout in LAYOUTS if layout != "balanced" or CONFIGS[name].sliding_window is None]
 
 
 def _packed(directory: Path, mesh: Mesh) -> Tensor:

@@ -120,7 +120,7 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
         seed=None,
     )
     model.load_weights(weights)
-    if case.dtype == torch.float64:
+    if case in (CASES["plain"], CASES["striped"]):  # of each ZeRO level one
         returned = model.weights()
         assert returned.keys() == weights.keys()
         assert all(torch.equal(returned[name], weight) for name, weight in weights.items())

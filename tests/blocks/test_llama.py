@@ -62,12 +62,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 def test_logits(job: Reference, reference: dict[str, Reference]) -> None:
     if job["size"] == 3:  # sequence parallel 1, 2 and 4; three ranks serve the storage tests
         return
-    errors = {
-        (name, layout): _relative(job[f"logits {name} {layout}"], reference[name]["logits"])
-        for name in program.CONFIGS
-        for layout in program.layouts(name)
-    }
-    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+    _require_logits(job, reference, program.LOGITS[job["size"]])
     assert _relative(job["logits full"], reference["gqa"]["full"]) < 1e-5
 
 
@@ -99,14 +94,35 @@ def test_rope_scalings_matter(reference: dict[str, Reference]) -> None:
 def test_loss_and_gradients(job: Reference, reference: dict[str, Reference]) -> None:
     if job["size"] == 3:
         return
-    for name in program.GRADIENTS:
-        expected = reference[name]
-        for policy, zero_level, _ in program.VARIANTS:
-            found = job[f"gradients {name} {policy} {zero_level}"]
-            assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
-            assert found.keys() == expected["gradients"].keys()
-            errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in found.items()}
-            assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, policy, zero_level)
+    _require_gradients(job, reference, program.VARIED[job["size"]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
+def test_products_that_others_leave_out(
+    size: int, folder: Path, reference: dict[str, Reference], tmp_path: Path
+) -> None:
+    run_program(size, program.run_products, folder, tmp_path)
+    found = torch.load(tmp_path / "results.pt")
+    _require_logits(found, reference, program.LOGITS[3 - size])
+    _require_gradients(found, reference, program.VARIED[3 - size])
+
+
+def _require_logits(found: Reference, reference: dict[str, Reference], cases: list[tuple[str, str]]) -> None:
+    errors = {
+        (name, layout): _relative(found[f"logits {name} {layout}"], reference[name]["logits"]) for name, layout in cases
+    }
+    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+
+
+def _require_gradients(found: Reference, reference: dict[str, Reference], cases: list[tuple[str, int]]) -> None:
+    for name, i in cases:
+        expected, (policy, zero_level, _) = reference[name], program.VARIANTS[i]
+        of_case = found[f"gradients {name} {policy} {zero_level}"]
+        assert of_case.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
+        assert of_case.keys() == expected["gradients"].keys()
+        errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in of_case.items()}
+        assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, policy, zero_level)
 
 
 @pytest.fixture(scope="module")

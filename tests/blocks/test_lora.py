@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
+from bmburst.train.config import ParallelConfig, TrainConfig
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
@@ -28,7 +30,7 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
 
     config = tiny.config(family, **{**SIZES, **changes})
     tiny.save(folder / "base", config)
-    model = tiny.load(folder / "base")
+    model = in_4bit(folder) if lora.is_4bit else tiny.load(folder / "base")
     settings = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.matrices), lora_dropout=0.0, task_type="CAUSAL_LM"
     )
@@ -48,6 +50,19 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
     return config
 
 
+def in_4bit(folder):
+    """Move the base aside, put the one in its place that its codes stand for, and return it."""
+    from bmburst_ops import nf4
+
+    (folder / "base").rename(folder / "original")
+    model = tiny.load(folder / "original")
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            weight.data = nf4.dequantize(nf4.quantize(weight.data), tuple(weight.shape), weight.dtype)
+    model.save_pretrained(folder / "base")
+    return model
+
+
 def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     """Return the loss of all ranks and the gradients by PEFT's names; check that no other weight has one."""
     from bmburst.attention.module import BurstAttention
@@ -59,14 +74,16 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     mesh = Mesh.over_bmtrain()
     attention = partial(BurstAttention, group=mesh.sequence, strategy=strategy)
     model = Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
-    hugging_face.load(model, folder / "base")
+    hugging_face.load(model, folder / ("original" if lora.is_4bit else "base"))
     adapter.load(model, folder / "adapter")
     ids, *_ = torch.load(folder / "peft.pt")
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
     given = shard.batch(ids)
     loss = model.loss(given.tokens, given.positions, given.labels, TOKENS) / (2 * (TOKENS - 1))
+    require_freed(model)
     loss.backward()
     torch.cuda.current_stream().synchronize()
+    require_freed(model)
     shards = named_shards(model)
     frozen = [each for each in shards if not adapter.is_adapter(each.name)]
     assert all(each.storage.grad is None and not each.storage.requires_grad for each in frozen)
@@ -75,18 +92,31 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     return mesh.sum(loss.item()), grads
 
 
-def require_equal(folder, config, lora, policy, **more):
-    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32."""
+def require_freed(model):
+    """Check that no matrix that was dequantized is alive outside of its block."""
+    from bmburst.blocks.four_bit import quantized_linears
+
+    linears = quantized_linears(model)
+    assert len(linears) == (7 * model.config.num_layers if model.lora.is_4bit else 0)
+    assert not any(each.weight.numel() for each in linears.values())
+
+
+def require_equal(folder, config, lora, *ways):
+    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32.
+
+    `ways` are policies, each with other options of the model.
+    """
     _, *wanted = torch.load(folder / "peft.pt")
     whole = ours(folder, config, lora, "none", torch.float64)
-    for expected, dtype, rel in ((wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)):
+    of_dtypes = (wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)
+    for (policy, more), (expected, dtype, rel) in product(ways, of_dtypes):
         loss, grads = ours(folder, config, lora, policy, dtype, **more)
-        assert loss == pytest.approx(expected[0], rel=rel, abs=0)
+        assert loss == pytest.approx(expected[0], rel=rel, abs=0), (dtype, policy, more)
         assert grads.keys() == expected[1].keys()
         norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
         for name, grad in grads.items():
             off = (grad - expected[1][name]).norm()
-            assert off <= rel * norm, (name, dtype, policy, off / norm)
+            assert off <= rel * norm, (name, dtype, policy, more, off / norm)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +131,55 @@ def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
 def _losses_and_gradients_are_pefts(folder, config, lora):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
-        for policy in POLICIES:
-            for chunk in (None, 7) if policy != "none" else (None,):
-                require_equal(folder, config, lora, policy, mlp_chunk=chunk)
-        require_equal(folder, config, lora, "block", offload_weights=True)
-        require_equal(folder, config, lora, "none", zero_level=2)
+        ways = [(policy, {"mlp_chunk": chunk}) for policy in POLICIES[1:] for chunk in (None, 7)]
+        more = [("none", {}), ("block", {"offload_weights": True}), ("none", {"zero_level": 2})]
+        require_equal(folder, config, lora, *ways, *more)
+
+
+FOUR_BIT = LoRAConfig(rank=2, alpha=4, targets=("all-linear",), base="4bit")
+
+
+@pytest.mark.parametrize("size", [2, *long(1, 3)])
+def test_a_base_in_4_bits_is_pefts_model_with_dequantized_weights(tmp_path, size):
+    config = write(tmp_path, "qwen2" if size == 2 else "llama", FOUR_BIT)
+    run_program(size, _a_base_in_4_bits, tmp_path, config)
+
+
+def _a_base_in_4_bits(folder, config):
+    policies = ("none", "block+every-2", "block-keep-attention:0.5+offload")
+    more = [("block+every-2", {"offload_weights": True}), ("block+every-2", {"zero_level": 2})]
+    require_equal(folder, config, FOUR_BIT, *((policy, {"mlp_chunk": 7}) for policy in policies), *more)
+    require_sharded(config)
+
+
+def test_a_base_in_4_bits_is_refused_where_it_has_no_meaning():
+    with refused("lora.base 4bit", "lora.rank", "fix: "):
+        LoRAConfig(base="4bit")
+    with refused("8bit", "dtype", "4bit"):
+        LoRAConfig(rank=2, base="8bit")
+    with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
+        TrainConfig(lora=FOUR_BIT, parallel=ParallelConfig(tensor_parallel=2), checkpoint_every=None)
+
+
+def require_sharded(config):
+    """Check that a rank holds its share of the bytes, and that fresh weights are those of any number of ranks."""
+    import bmtrain as bmt
+
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards
+    from bmburst_ops import nf4
+
+    made = Llama(config, lora=FOUR_BIT, dtype=torch.bfloat16)
+    storages = {id(each.storage): each.storage for each in named_shards(made) if each.name.endswith(".nf4")}
+    matrices = [each.shape for each in named_shards(Llama(config)) if each.name.endswith("_proj.weight")]
+    words = sum(nf4.Layout(rows * columns).words for rows, columns in matrices)
+    held = sum(each.numel() for each in storages.values())
+    assert 0 <= held - words / bmt.world_size() <= 128 * len(matrices)  # BMTrain aligns each matrix
+    whole = {each.name: gather(each) for each in named_shards(Llama(config, dtype=torch.bfloat16))}
+    for shard in named_shards(made):
+        if shard.name.endswith(".nf4"):
+            wanted = nf4.quantize(whole[f"{shard.name.removesuffix('.nf4')}.weight"])
+            assert torch.equal(gather(shard).view(torch.int32), wanted.view(torch.int32))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
@@ -115,8 +189,7 @@ def test_of_other_families_too(tmp_path, family):
 
 
 def _of_other_families_too(folder, config):
-    for policy in ("none", "block"):
-        require_equal(folder, config, LORAS[1], policy, mlp_chunk=7 if policy == "block" else None)
+    require_equal(folder, config, LORAS[1], ("none", {}), ("block", {"mlp_chunk": 7}))
 
 
 def test_tensor_ranks_share_adapters(tmp_path):
@@ -125,9 +198,12 @@ def test_tensor_ranks_share_adapters(tmp_path):
 
 
 def _tensor_ranks_share_adapters(folder, config):
-    for policy in ("none", "block", "block-keep-attention+offload"):
-        for chunk in (None, 7):
-            require_equal(folder, config, LORAS[1], policy, mlp_chunk=chunk)
+    from bmburst.blocks.model import Llama
+
+    with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
+        Llama(config, lora=FOUR_BIT)
+    policies = ("none", "block", "block-keep-attention+offload")
+    require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
 
 
 def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
@@ -136,7 +212,7 @@ def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
 
 
 def _tensor_ranks_share_kv_heads(folder, config):
-    require_equal(folder, config, LORAS[1], "none")
+    require_equal(folder, config, LORAS[1], ("none", {}))
 
 
 @pytest.mark.parametrize("strategy", ["heads", "ring", "gather"])
@@ -146,7 +222,7 @@ def test_each_strategy_splits_their_sequences(tmp_path, strategy):
 
 
 def _each_strategy(folder, config, strategy):
-    require_equal(folder, config, LORAS[1], "block", strategy=strategy)
+    require_equal(folder, config, LORAS[1], ("block", {"strategy": strategy}))
 
 
 class Products(TorchDispatchMode):

@@ -136,12 +136,12 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
         (("--data", "empty.txt"), "empty.txt | empty"),
     ],
 )
+@pytest.mark.usefixtures("no_ranks")
 def test_bad_input_is_said_once_and_ends_with_2(argv, words, tmp_path, monkeypatch, capfd):
     """Before any rank is started: none of it would be known better there."""
     (tmp_path / "empty.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks are started"))
     output = () if "--output" in argv else ("--output", tmp_path / "run")
     assert main(["train", *map(str, (*argv, *output))]) == 2
     require_said_once(capfd.readouterr().err, words)

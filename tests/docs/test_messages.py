@@ -11,7 +11,7 @@ import pytest
 from tests.docs.blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = "troubleshooting.md"
 PACKAGES = ("bmburst", "bmburst_ops", "model_center_ext")
 LEAST, FEW = 16, 8  # letters that a text must have of its own: with fewer it would be found in anything
 GAP = "\0"

@@ -1,4 +1,4 @@
-"""docs/serving.md: its server starts, its script asks it, and its table names every status that the code answers."""
+"""Serving in docs/inference.md: its server starts, its script asks it, and its table has every status of an answer."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 from bmburst.serve import http, protocol
 from tests import chat, tiny
 from tests.distributed.started import run_python
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks, text_of
 from tests.serve.test_serve import program
 
-PAGE = "serving.md"
-BLOCKS = read_blocks(PATHS[PAGE])
+PAGE = "inference.md#serving"
+BLOCKS = read_blocks(PAGE)
 
 
 def test_the_page_is_what_happens(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
 
 
 def test_every_status_is_told() -> None:
-    table = PATHS[PAGE].read_text().partition("## Limits and errors")[2].partition("##")[0]
+    table = text_of(PAGE).partition("### Limits and errors")[2].partition("###")[0]
     told = set(re.findall(r"\b[45]\d\d\b", table))
     code = "".join(Path(module.__file__ or "").read_text() for module in (http, protocol))
     assert told == set(re.findall(r"Refusal\((\d+)", code)) | {"503", "500", "405"}

@@ -173,7 +173,7 @@ def test_a_length_that_does_not_fit_is_a_refused_cell_and_the_others_are_measure
         (512, 0, 0),
     ]
     assert cells[0]["refused"] is None
-    says(cells[2]["refused"], "512 | GiB | at most 300 tokens")
+    says(cells[2]["refused"], "512 | are free | at most 300 tokens")
     assert out.count("refused") == 2
     assert "512 refused" in err
     assert is_picture(Path("passkey.png"))
@@ -200,6 +200,7 @@ def test_a_length_that_does_not_fit_is_a_refused_cell_and_the_others_are_measure
     ],
 )
 @pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.usefixtures("no_ranks")
 def test_bad_input_is_refused_before_weights_are_read(
     options: tuple[str, ...],
     words: str,
@@ -210,7 +211,6 @@ def test_bad_input_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
     Path("other.json").write_text('{"a": 1}')
     hugging_face(Path("large"), merged=300)
     given = list(options) if "--tokenizer" in options else [*options, "--tokenizer", "bytes"]

@@ -17,6 +17,7 @@ from bmburst.integrations.transformers import SplitSequences, recompute, registe
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
 from tests.distributed.threads import run_ranks
+from tests.pairs import pairwise
 from tests.refusals import refused
 
 IDS = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
@@ -75,28 +76,28 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_and_gradients(family: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "size", "packed", "dtype"),
+    pairwise(FAMILIES, [1, 2, 3], [(False, torch.float64), (True, torch.float64), (True, torch.float32)]),
+)
+def test_logits_loss_and_gradients(family: str, size: int, packed: bool, dtype: torch.dtype) -> None:
     """In fp64 too, no closer than fp32: models have norms and rotary angles in fp32, and Gemma's eager its softmax."""
     register()
 
     def body(comm: CheckedCommunicator) -> None:
-        mesh = split_over(comm)
-        for packed, dtype in ((False, torch.float64), (True, torch.float64), (True, torch.float32)):
-            logits, loss, gradients = whole(family, packed)
-            model = make(family, "bmburst", dtype)
-            if packed:
-                recompute(model)
-            split = SplitSequences(mesh, layout="striped" if packed else "zigzag")
-            part = split.part(IDS, position_ids=POSITIONS if packed else None)
-            assert distance(part.whole(part.logits(model).detach()), logits) < CLOSE
-            ours = part.loss(model)
-            ours.backward()
-            assert split.mean(ours.detach()) == pytest.approx(loss, rel=CLOSE)
-            for name, parameter in model.named_parameters():
-                (total,) = comm.all_reduce(parameter.grad).wait()
-                assert distance(total / size, gradients[name]) < CLOSE, (name, packed, dtype)
+        logits, loss, gradients = whole(family, packed)
+        model = make(family, "bmburst", dtype)
+        if packed:
+            recompute(model)
+        split = SplitSequences(split_over(comm), layout="striped" if packed else "zigzag")
+        part = split.part(IDS, position_ids=POSITIONS if packed else None)
+        assert distance(part.whole(part.logits(model).detach()), logits) < CLOSE
+        ours = part.loss(model)
+        ours.backward()
+        assert split.mean(ours.detach()) == pytest.approx(loss, rel=CLOSE)
+        for name, parameter in model.named_parameters():
+            (total,) = comm.all_reduce(parameter.grad).wait()
+            assert distance(total / size, gradients[name]) < CLOSE, name
 
     run_ranks(size, body)
 

@@ -19,6 +19,7 @@ from bmburst.integrations.transformers_cache import SplitCache, generate
 from bmburst.linear.call import ChainCall
 from tests.distributed.processes import run_processes
 from tests.integrations import recurrent_program as program
+from tests.pairs import long
 from tests.refusals import refused
 
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
@@ -84,9 +85,12 @@ def answered(folder: Path, size: int, types: tuple[str, ...]) -> None:
             assert [each[key].tolist() for each in ours] == [text.tolist()] * size, key
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_turns_continue_the_states(tmp_path: Path, size: int) -> None:
-    answered(tmp_path, size, program.ANSWERED)
+@pytest.mark.parametrize(
+    ("size", "types"), [(1, program.ANSWERED[:1]), (2, program.ANSWERED[1:]), *long((1, program.ANSWERED[1:]))]
+)
+def test_two_turns_continue_the_states(tmp_path: Path, size: int, types: tuple[str, ...]) -> None:
+    """On two ranks the other type too, among all types."""
+    answered(tmp_path, size, types)
 
 
 @pytest.mark.long

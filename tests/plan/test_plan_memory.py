@@ -2,23 +2,27 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
+from bmburst.checkpoint.hugging_face import expected_shapes, is_matrix
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
-from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, held_block
+from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, four_bit_saving, held_block
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.units import HeadShapes
+from bmburst_ops import nf4
 from tests import tiny
 from tests.distributed.programs import run_program
-from tests.plan.program import after_frozen_forward, measure_all, measure_heads
+from tests.pairs import selected
+from tests.plan.program import after_frozen_forward, measure_all, measure_heads, measure_in_4bit
 
 HARDWARE = load_hardware("h200")
 # Changes of a tiny model, as data for the process that measures.
@@ -57,6 +61,7 @@ MORE = [
     ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
+TARGETS = (("q_proj", "v_proj"), ("all-linear",))
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
     for recompute, dtype in POLICIES
@@ -74,10 +79,13 @@ CASES = [
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
                               ("block+every-2", {"mlp_chunk": 84}), ("block+offload", {"mlp_chunk": 84}),
                               ("none", {}), ("none", {"mlp_chunk": 84}), ("block-keep-attention+first-1", {}))
-      for targets in (("q_proj", "v_proj"), ("all-linear",))),
+      for targets in TARGETS),
     *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
+BOTH_TARGETS = [i for i, case in enumerate(CASES) if case.get("lora", {}).get("targets") in TARGETS]
+LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2}
+"""Cases with adapters of which each policy and each choice of targets is in another."""
 TENSOR_CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
      "mlp_chunk": chunk}
@@ -104,13 +112,22 @@ def way(model, tokens, gpus=1, *, degree=1, outer="none", dtype="bfloat16", **mo
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(request, tmp_path_factory):
+    """What is measured of the cases that are to run, by their places in `CASES`; `FEW_TOKENS` follow."""
     file = tmp_path_factory.mktemp("measured") / "bytes.json"
-    run_program(1, measure_all, CASES + FEW_TOKENS, file, seconds=300, fresh=True)
-    return json.loads(file.read_text())
+    places = [i for i in range(len(CASES)) if i not in LONG or i in selected(request, "index")]
+    places += range(len(CASES), len(CASES + FEW_TOKENS))
+    run_program(1, measure_all, [(CASES + FEW_TOKENS)[i] for i in places], file, seconds=300, fresh=True)
+    return dict(zip(places, json.loads(file.read_text()), strict=True))
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(i, marks=pytest.mark.long if i in LONG else (), id=f"{case['recompute']}-{case['dtype']}-{i}")
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_activations_are_those_of_the_model(measured, index):
     case = CASES[index]
     memory = predicted(case)
@@ -145,6 +162,41 @@ def test_few_tokens_take_what_zero_gathers(measured, index):
     aligned = found["block"] / held_block(tiny.config(**case["model"]))  # BMTrain aligns what it moves
     gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
     assert aligned * gathered + sum(lines.values()) == pytest.approx(found["peak"], rel=0.01)
+
+
+FOUR_BIT = {
+    "model": SHAPE, "recompute": "block", "zero": 3, "dtype": "bfloat16", "tokens": 16, "loss_chunk": 64,
+    "gathered": True, "lora": {"rank": 2, "base": "4bit"},
+}  # fmt: skip
+
+
+def test_matrices_in_4_bits_are_dequantized_for_one_block(tmp_path):
+    cases = [FOUR_BIT | each for each in ({}, {"zero": 2}, {"model": SHAPE | {"num_layers": 1}, "tokens": 2})]
+    run_program(1, measure_in_4bit, cases, tmp_path / "bytes", fresh=True)
+    for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        model, memory = tiny.config(**case["model"]), predicted(case)
+        lora = LoRAConfig(**case["lora"])
+        whole = 2 * block_matrices(model)
+        stored = 2 * (held_block(model) + adapter_elements(model, lora)) - four_bit_saving(model, lora, 2)
+        aligned = found["block_bytes"] / stored  # BMTrain aligns what it moves
+        assert 1 <= aligned < 1.2
+        lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in ALWAYS_THERE}
+        gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
+        assert gathered > whole
+        expected = aligned * (gathered - whole) + whole + sum(lines.values())
+        assert expected == pytest.approx(found["peak"], rel=0.02)  # words of tiny matrices are not full
+
+
+def test_weights_in_4_bits_are_those_of_the_files():
+    """Of every matrix of a block the words, of the other weights two bytes a number."""
+    model = preset("llama-3-70b")
+    task = Task(model=model, sequence=1 << 15, gpus=1, lora=LoRAConfig(rank=16, base="4bit"))
+    shapes = expected_shapes(model)
+    assert sum(map(is_matrix, shapes)) == 7 * 80
+    nbytes = sum(4 * nf4.Layout(prod(s)).words if is_matrix(name) else 2 * prod(s) for name, s in shapes.items())
+    memory = memory_of(Candidate(task=task, recompute="block"), HARDWARE)
+    assert memory.lines["weights"] == pytest.approx(nbytes + 2 * task.trained, rel=1e-5)
+    assert nbytes < 0.29 * 2 * model.num_parameters
 
 
 HEADS = SHAPE | {"hidden_size": 64, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 16, "head_dim": 16}
@@ -205,7 +257,8 @@ def predicted_way(case):
 
 
 def test_parameters_are_those_of_the_model(measured):
-    for case, found in zip(CASES + FEW_TOKENS, measured, strict=True):
+    for place, found in measured.items():
+        case = (CASES + FEW_TOKENS)[place]
         model, task = tiny.config(**case["model"]), predicted_way(case).task
         assert task.parameters == found["parameters"]
         held = held_block(model) + adapter_elements(model, task.lora)

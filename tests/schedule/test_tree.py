@@ -19,6 +19,7 @@ from bmburst.schedule.tree import first_positions
 from bmburst.schedule.units import HeadShapes
 from bmburst.sequence import SequenceShard
 from tests.mask_oracle import random_tree, visible
+from tests.pairs import long
 from tests.refusals import refused
 from tests.schedule.test_tiles import hold
 
@@ -37,7 +38,7 @@ def test_what_a_tree_shows():
     assert rows == ["x.....", "xx....", "xxx...", "xx.x..", "xx.xx.", "xx.xxx"]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(30), *long(*range(30, 100))])
 def test_levels_are_masks_that_share_no_pair(seed):
     tree, length = drawn(seed)
     tree.require(length)
@@ -53,7 +54,7 @@ def test_levels_are_masks_that_share_no_pair(seed):
     assert len(tree.levels) == 1 + max(tree.depths)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", [*range(40), *long(*range(40, 120))])
 def test_every_visible_pair_is_in_one_tile_and_a_level_is_a_call(seed):
     tree, length = drawn(seed)
     rng = random.Random(seed)
@@ -80,7 +81,7 @@ def test_every_visible_pair_is_in_one_tile_and_a_level_is_a_call(seed):
         assert list(key_areas(layout, length, tree)) == columns
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(20), *long(*range(20, 60))])
 def test_neighbours_see_exactly_ancestors_and_what_follows(seed):
     tree, length = drawn(seed)
     rng = random.Random(seed)

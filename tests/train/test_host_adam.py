@@ -50,9 +50,11 @@ def state_of(weights):
 
 
 def update(weights, gradient, state, **changes):
+    from bmburst.optim.states import part_of_all
     from bmburst.optim.updates import Update
 
-    return Update(weights=weights, gradient=gradient, state=state, **{"weight_decay": 0.0, **RATES, **changes})
+    values = {"weight_decay": 0.0, **RATES, "parts": part_of_all(weights.numel(), ""), **changes}
+    return Update(weights=weights, gradient=gradient, state=state, **values)
 
 
 def against_torch(piece, depth):

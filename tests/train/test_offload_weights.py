@@ -220,7 +220,7 @@ def _copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
     from bmburst.comm.host_memory import HostShard, ShardCopies
-    from bmburst.optim import updates
+    from bmburst.optim import states, updates
     from bmburst.optim.updates import ShardUpdate
     from tests.train.lazy_streams import late_copies
 
@@ -274,8 +274,9 @@ def _copies_that_come_late_are_waited_for():
             shard.parameter.grad = torch.zeros_like(shard.weights)
             reader.add(lambda made=shard.parameter.grad: made.fill_(2.0))
         copies.send_gradients(blocks[0], reader)
-        state = updates.initial_state(shard.weights)
-        rates = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
+        parts = states.part_of_all(len(shard.weights), "")
+        state = states.initial_state(shard.weights, shard.weights.device, "float32", parts, with_weights=True)
+        rates = {"parts": parts, "lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
         late = updates.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
         shard.settle()
