@@ -135,6 +135,19 @@ class LoRAConfig:
                 "fix: --tensor-parallel 1, or --lora.base dtype"
             )
 
+    def require_stages(self, stages: int) -> None:
+        """Check that the base supports a number of pipeline stages.
+
+        Raises:
+            UserError: The base is in 4 bits, and all ranks must quantize a matrix together.
+        """
+        if self.is_4bit and stages > 1:
+            raise UserError(
+                f"lora.base 4bit with pipeline_parallel {stages}: all ranks quantize a matrix together\n"
+                "allowed: --pipeline-parallel 1, with any number of data and sequence parallel ranks\n"
+                "fix: --pipeline-parallel 1, or --lora.base dtype"
+            )
+
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the full names of the modules of a layer that have an adapter."""
         return tuple(f"model.layers.{layer}.{_MODULES[name]}" for name in self.matrices)

@@ -79,9 +79,7 @@ class SplitRows:
         """The turns of a loss, in which all ranks of the group hold the same rows; None outside a loss."""
         require_understood(self, [name for name, value in options.items() if value is not None], ALLOWED, ARGUMENTS)
         require_known_engine(self._trainer)
-        _require_exact(self._trainer)
-        for each in filter(None, (self._trainer.model, self._trainer.ref_model)) if share_prompts else ():
-            require_layout(each, split.options.layout, is_tree=True)
+        _require_exact(self._trainer, split.options.layout, share_prompts)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
 
@@ -331,7 +329,7 @@ def _require_read(trainer: type) -> None:
         )
 
 
-def _require_exact(trainer: Any) -> None:
+def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
     """Check the model, and what TRL has read from it.
 
     Raises:
@@ -360,3 +358,4 @@ def _require_exact(trainer: Any) -> None:
         )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         require_splittable(model, lambda: (1,))
+        require_layout(model, layout, is_tree=share_prompts)

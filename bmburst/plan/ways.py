@@ -53,8 +53,9 @@ def candidates(
     """
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
-    if task.lora is not None and tensor is not None:
-        task.lora.require_tensor(min(tensor))
+    if task.lora is not None:
+        task.lora.require_tensor(1 if tensor is None else min(tensor))
+        task.lora.require_stages(max(pipe))
     found = [
         replace(each, recompute=policy, zero=stage)
         for stages in pipe

@@ -210,8 +210,9 @@ class Trainer:
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
         scale, batches = self._manager.loss_scale, self.batches
-        found = {"norms": dict(zip(self._norms.kinds, facts.grad_norms, strict=True)), "balance": batches.balance}
-        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=batches.text_bytes, **found)
+        norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
+        known = facts, rate, seconds, norms, batches.balance
+        return monitor.metrics(*known, scale=scale, text_bytes=batches.text_bytes)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.

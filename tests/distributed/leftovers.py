@@ -30,6 +30,8 @@ _OTHERS = (
 _WRITTEN = frozenset(
     {"__annotations__", "__slotnames__", "__warningregistry__", "_abc_impl", "last_exc", "last_type", "last_value"}
 )
+_COMPILED = ("bmburst_ops.host_adamw", "bmburst_ops.flash.cpu")
+"""Modules whose caches are libraries that a rank has compiled: as what it imports, it keeps them."""
 _MEMORY = 2 << 30  # bytes of a rank that is kept
 _PATIENCE = 2.0  # seconds in which the threads of what was closed end
 _absent = object()
@@ -69,7 +71,7 @@ class Beginning:
     def clean(self) -> list[str]:
         """Free what no name refers to and what this package caches; return what is left: threads, processes, memory."""
         for key, holder in _holders():
-            for value in list(vars(holder).values()) if key not in _OTHERS else ():
+            for value in list(vars(holder).values()) if key not in (*_OTHERS, *_COMPILED) else ():
                 if hasattr(type(value), "cache_clear"):
                     value.cache_clear()
         _collect()
