@@ -46,6 +46,7 @@ setup(
         "tokenizers>=0.22",
         "PyYAML>=6",
         "tqdm>=4.66",
+        "filelock>=3.12",  # locks of run folders; torch needs it too
         "matplotlib>=3.8",
         "tensorboard>=2.16",
     ],

@@ -11,6 +11,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
+from benchmarks.engine.report import markdown_table
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
@@ -68,17 +69,25 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for each in comparisons:
         groups.setdefault((each.group, each.quantity), []).append(each)
-    lines = ["| what | runs | median of the errors' size | largest |", "|---|---|---|---|"]
+    lines = []
     for (group, quantity), rows in groups.items():
         sizes = [abs(each.error) for each in rows]
         worst = max(rows, key=lambda each: abs(each.error))
-        lines.append(f"| {group}: {quantity} | {len(rows)} | {median(sizes):.1%} | {worst.error:+.1%} ({worst.name}) |")
+        largest = f"{worst.error:+.1%} ({worst.name})"
+        lines.append([f"{group}: {quantity}", len(rows), f"{median(sizes):.1%}", largest])
+    text = markdown_table(["what", "runs", "median of the errors' size", "largest"], lines)
     for (group, quantity), rows in groups.items():
-        lines += ["", f"## {group}: {quantity}", "", "| run | actual | predicted | error | |", "|---|---|---|---|---|"]
+        lines = []
         for each in rows:
             note = f"{each.source}{'; assumed: ' + each.assumed if each.assumed else ''}"
-            lines.append(f"| {each.name} | {each.actual:.4g} | {each.predicted:.4g} | {each.error:+.1%} | {note} |")
-    return "\n".join(lines)
+            lines.append([each.name, f"{each.actual:.4g}", f"{each.predicted:.4g}", f"{each.error:+.1%}", note])
+        text += [
+            "",
+            f"## {group}: {quantity}",
+            "",
+            *markdown_table(["run", "actual", "predicted", "error", "source"], lines),
+        ]
+    return "\n".join(text)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.machine import publish
+from benchmarks.engine.report import markdown_table
 from benchmarks.tiny_families import TOKENS, VOCABULARY, tiny_model
 from bmburst.errors import UserError, first_line
 
@@ -70,9 +71,8 @@ def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     counts = ", ".join(f"{len(found)} {kind}" for kind, found in by_kind.items() if found or kind != "failed")
     lines = [f"transformers {version}, {ranks} ranks, {len(rows)} model types: {counts}.", "", "Exact:"]
     lines += [", ".join(row["type"] for row in by_kind["exact"]) + ".", ""]
-    lines += ["| type | result | reason |", "|---|---|---|"]
-    others = (row for kind in KINDS[1:] for row in by_kind[kind])
-    return "\n".join([*lines, *(f"| {row['type']} | {row['result']} | {row['reason']} |" for row in others)])
+    others = ([row[name] for name in ("type", "result", "reason")] for kind in KINDS[1:] for row in by_kind[kind])
+    return "\n".join([*lines, *markdown_table(["type", "result", "reason"], others)])
 
 
 def _rank(folder: Path, types: Sequence[str] | None) -> int:

@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
 
-The step is that of docs/fsdp2.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around each
-decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per weight
-over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta device and
-filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on the slowest
-rank, in which the host waits for the loss, like a script that prints it. Peaks are those of torch's allocator.
+The step is that of docs/hugging_face.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around
+each decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per
+weight over all ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). Weights are random, created on the meta
+device and filled shard by shard. All ranks share one sequence of random tokens. Times are medians of whole steps on
+the slowest rank, in which the host waits for the loss, like a script that prints it. Peaks are those of torch's
+allocator.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import bmburst
 from benchmarks.engine.machine import publish, start_ranks, write_record
+from benchmarks.engine.report import markdown_table
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError
@@ -262,15 +264,12 @@ def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
         device: Name of a rank's device.
     """
     is_comparable = ranks == 2 and "H200" in device and found["model"] == "llama-3-8b" and found["layers"] == 32
-    lines = [
+    title = (
         f"{found['model']}, {found['layers']} layers, {found['parameters'] / 1e9:.2f}B parameters by transformers "
-        f"{found['transformers']} under FSDP2, {ranks} x {device}, recompute {found['recompute']}:",
-        "",
-        "| tokens | layers | s a step | tokens/s a GPU | GiB allocated | GiB reserved | first loss "
-        + "".join(f"| x {name} " for name in TRAINERS)
-        + "|",
-        "|---" * (7 + len(TRAINERS)) + "|",
-    ]
+        f"{found['transformers']} under FSDP2, {ranks} x {device}, recompute {found['recompute']}:"
+    )
+    columns = ["tokens", "layers", "s a step", "tokens/s a GPU", "GiB allocated", "GiB reserved", "first loss"]
+    lines = []
     for row in found["rows"]:
         cells = [short(row["tokens"]), "compiled" if row["compiled"] else "eager"]
         if "out_of_memory" in row:
@@ -283,8 +282,9 @@ def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
             for known in TRAINERS.values():
                 theirs = known.get(row["tokens"]) if is_comparable else None
                 cells.append("-" if theirs is None else f"{pace / theirs:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    columns += [f"x {name}" for name in TRAINERS]
+    return "\n".join([title, "", *markdown_table(columns, lines)])
 
 
 def _device_name() -> str:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.engine.machine import RankGroup, publish, start_ranks
+from benchmarks.engine.report import markdown_table
 from benchmarks.engine.timing import Times, in_turns, once, quotient
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
@@ -73,8 +74,7 @@ def main() -> int:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(_text(row.get(name, '')) for name in columns)} |" for row in rows)])
+    return "\n".join(markdown_table(columns, ([_text(row.get(name, "")) for name in columns] for row in rows)))
 
 
 def _text(value: Any) -> str:

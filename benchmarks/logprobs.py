@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.machine import publish
+from benchmarks.engine.report import markdown_table
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
@@ -126,18 +127,16 @@ def _measured(
 
 def table(found: dict[str, Any], ranks: int) -> str:
     """Return the rows as Markdown."""
-    lines = [
+    title = (
         f"{found['tokens']:,} tokens over {ranks} ranks, {found['parameters'] / 1e9:.2f}B parameters, a vocabulary of "
-        f"{found['vocabulary']:,}, recompute {found['recompute']}:",
-        "",
-        "| pass | s | tokens/s a rank | GiB at most |",
-        "|---|---|---|---|",
-    ]
+        f"{found['vocabulary']:,}, recompute {found['recompute']}:"
+    )
+    lines = []
     for row in found["rows"]:
         pace = found["tokens"] / ranks / row["seconds"]
         memory = f"{row['peak_gib']:.2f}" if row["peak_gib"] else "-"
-        lines.append(f"| {row['pass']} | {row['seconds']:.3f} | {pace:,.0f} | {memory} |")
-    return "\n".join(lines)
+        lines.append([row["pass"], f"{row['seconds']:.3f}", f"{pace:,.0f}", memory])
+    return "\n".join([title, "", *markdown_table(["pass", "s", "tokens/s a rank", "GiB at most"], lines)])
 
 
 if __name__ == "__main__":

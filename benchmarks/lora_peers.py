@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine.machine import publish
+from benchmarks.engine.report import markdown_table
 from benchmarks.hugging_face import fill, random_model, timed
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
@@ -213,14 +214,12 @@ def _reason(row: Mapping[str, Any]) -> str | None:
 def table(found: Mapping[str, Any]) -> str:
     """Return the rows of a record as Markdown."""
     layers = "" if found["layers"] is None else f", {found['layers']} layers"
-    lines = [
+    title = (
         f"LoRA of {found['model']}{layers}, rank {RANK} on {' and '.join(TARGETS)}, one sequence of "
-        f"{short(found['tokens'])} tokens on one device:",
-        "",
-        "| method | s a step | tokens/s | GiB allocated | GiB reserved | first loss |",
-        "|---|---|---|---|---|---|",
-    ]
-    reasons = []
+        f"{short(found['tokens'])} tokens on one device:"
+    )
+    columns = ["method", "s a step", "tokens/s", "GiB allocated", "GiB reserved", "first loss"]
+    lines, reasons = [], []
     for row in found["rows"]:
         if reason := _reason(row):
             reasons.append(f"{row['method']}: {reason}")
@@ -229,8 +228,8 @@ def table(found: Mapping[str, Any]) -> str:
             cells = [f"{row['seconds']:.3f}", f"{found['tokens'] / row['seconds']:,.0f}"]
             cells += [f"{row[peak]:.1f}" if peak in row else "-" for peak in ("peak_gib", "reserved_gib")]
             cells.append(f"{row['losses'][0]:.4f}")
-        lines.append(f"| {row['method']} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *(["", *reasons] if reasons else [])])
+        lines.append([row["method"], *cells])
+    return "\n".join([title, "", *markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
 
 
 if __name__ == "__main__":

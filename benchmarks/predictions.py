@@ -32,6 +32,7 @@ import torch.distributed as dist
 import bmburst
 from benchmarks.attention.method import both
 from benchmarks.engine.machine import RankGroup, beside_peak, publish, start_ranks, write_record
+from benchmarks.engine.report import markdown_table
 from benchmarks.engine.timing import in_turns
 from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
@@ -150,21 +151,17 @@ def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
 
 def steps_table(rows: list[dict[str, Any]], gpus: int) -> str:
     """Return measured and predicted values as Markdown."""
-    lines = [
-        f"| {gpus} GPU{'s' if gpus > 1 else ''} | s a step | predicted | error | GiB allocated | predicted | error "
-        "| GiB beside torch | predicted |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = [f"{gpus} GPU{'s' if gpus > 1 else ''}", "s a step", "predicted", "error"]
+    columns += ["GiB allocated", "predicted", "error", "GiB beside torch", "predicted"]
+    lines = []
     for row in rows:
         seconds, memory = row["seconds"], row["allocated_gib"]
         wrong = row["predicted_seconds"] / seconds - 1
         more = row["predicted_allocated_gib"] / memory - 1 if memory else 0.0
-        lines.append(
-            f"| {StepCase(*row['case']).name} | {seconds:.3f} | {row['predicted_seconds']:.3f} | {wrong:+.1%} | "
-            f"{memory:.2f} | {row['predicted_allocated_gib']:.2f} | {more:+.1%} | {row['outside_gib']:.2f} | "
-            f"{row['predicted_outside_gib']:.2f} |"
-        )
-    return "\n".join(lines)
+        cells = [StepCase(*row["case"]).name, f"{seconds:.3f}", f"{row['predicted_seconds']:.3f}", f"{wrong:+.1%}"]
+        cells += [f"{memory:.2f}", f"{row['predicted_allocated_gib']:.2f}", f"{more:+.1%}"]
+        lines.append([*cells, f"{row['outside_gib']:.2f}", f"{row['predicted_outside_gib']:.2f}"])
+    return "\n".join(markdown_table(columns, lines))
 
 
 def _rank(args: argparse.Namespace) -> int:
@@ -296,15 +293,15 @@ def _name(strategy: Strategy, ranks: int) -> str:
 
 def strategies_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown. The last column is the time of "auto" divided by that of the best strategy."""
-    names = " | ".join(f"{name}, ms" for name in STRATEGIES)
-    lines = [f"| query / KV heads | tokens | mask | {names} | auto takes | auto / best |", "|---" * 8 + "|"]
+    names = (f"{name}, ms" for name in STRATEGIES)
+    lines = []
     for row in rows:
         found = {name: row[name] for name in STRATEGIES if name in row}
         cells = (f"{found[name]:.3f}" if name in found else "-" for name in STRATEGIES)
         ratio = found[row["auto"]] / min(found.values())
         own = f"{row['query_heads']} / {row['kv_heads']}"
-        lines.append(f"| {own} | {row['tokens']} | {row['mask']} | {' | '.join(cells)} | {row['auto']} | {ratio:.3f} |")
-    return "\n".join(lines)
+        lines.append([own, row["tokens"], row["mask"], *cells, row["auto"], f"{ratio:.3f}"])
+    return "\n".join(markdown_table(["query / KV heads", "tokens", "mask", *names, "auto takes", "auto / best"], lines))
 
 
 if __name__ == "__main__":

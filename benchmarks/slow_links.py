@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from benchmarks import netns
 from benchmarks.engine.machine import describe_run
+from benchmarks.engine.report import markdown_table
 from benchmarks.paper.measure import Counting, backward_transfers
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
@@ -332,17 +333,16 @@ def move_once(comm: CheckedCommunicator, setup: str, strategy: str, tokens: int)
 def backward_table(found: dict[str, Any]) -> str:
     """Return the record of backward's transfers as Markdown."""
     ranks = found["machine"]["ranks"]
-    lines = [
-        f"{ranks} ranks of {found['tokens']} tokens, head dim {HEAD_DIM}, bfloat16, links of {found['rate']:g} Mbit/s.",
-        "",
-        "| heads | what moves | MB received in backward | seconds | least, by the link |",
-        "|---|---|---|---|---|",
-    ]
+    said = (
+        f"{ranks} ranks of {found['tokens']} tokens, head dim {HEAD_DIM}, bfloat16, links of {found['rate']:g} Mbit/s."
+    )
+    lines = []
     for row in found["rows"]:
         least = row["bytes"] * 8 / found["rate"] / 1e6
         moved = f"{row['bytes'] / 1e6:.2f}"
-        lines.append(f"| {row['heads']} | {row['strategy']} | {moved} | {row['seconds']:.2f} | {least:.2f} |")
-    return "\n".join(lines)
+        lines.append([row["heads"], row["strategy"], moved, f"{row['seconds']:.2f}", f"{least:.2f}"])
+    columns = ["heads", "what moves", "MB received in backward", "seconds", "least, by the link"]
+    return "\n".join([said, "", *markdown_table(columns, lines)])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.engine.machine import describe_run
-from benchmarks.engine.report import versions
+from benchmarks.engine.report import markdown_table, versions
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
@@ -121,15 +121,16 @@ def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
         f"Tokens/s is the median over the steps after the first {_WARM_UP}. A model of a million parameters and 4,096",
         "tokens are bound by launches, not by arithmetic: this shows that the path works, not how fast it is.",
         "",
-        "| ranks | held-out bits per byte | last loss (nats/token) | tokens/s | GiB a rank | whole command (s) |",
-        "|---|---|---|---|---|---|",
     ]
+    columns = ["ranks", "held-out bits per byte", "last loss (nats/token)"]
+    columns += ["tokens/s", "GiB a rank", "whole command (s)"]
+    rows = []
     for run in runs:
         speed = statistics.median(line["tokens_per_second"] for line in run.metrics[_WARM_UP:])
-        lines.append(
-            f"| {run.ranks} | {run.held_out['bits_per_byte']:.4f} | {run.metrics[-1]['loss']:.4f} | {speed:,.0f} | "
-            f"{run.metrics[-1]['memory_gib']:.2f} | {run.seconds:.0f} |"
-        )
+        last = run.metrics[-1]
+        cells = [str(run.ranks), f"{run.held_out['bits_per_byte']:.4f}", f"{last['loss']:.4f}", f"{speed:,.0f}"]
+        rows.append([*cells, f"{last['memory_gib']:.2f}", f"{run.seconds:.0f}"])
+    lines += markdown_table(columns, rows)
     for run in runs:
         lines += [
             "",

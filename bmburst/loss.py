@@ -9,6 +9,7 @@ numbers of labels, and a rank with only padding would divide by 0.
 
 from torch import Tensor
 
+from bmburst.comm.groups import bmtrain_groups, bmtrain_pipe_degree
 from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy, num_chunks, token_cross_entropy
@@ -37,11 +38,21 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
         loss_sum: Sum of this rank's token losses, a scalar, in nats.
         num_valid_world: Number of valid labels on all ranks, in all micro-batches of the step. If it is 0, the result
             and the gradients are 0.
-        world_size: Number of ranks that BMTrain averages over.
+        world_size: Number of ranks that BMTrain averages over: all ranks, or those of a stage if BMTrain was started
+            with stages (`pipe_size`).
 
     Returns:
         `loss_sum * world_size / num_valid_world`. Its mean over ranks is the mean loss of a token, in nats.
+
+    Raises:
+        UserError: BMTrain has stages, and `world_size` is the number of ranks of all of them.
     """
+    if (stages := bmtrain_pipe_degree()) > 1 and world_size == bmtrain_groups()[0].size:
+        raise UserError(
+            f"global_mean over {world_size} ranks in a pipeline of {stages} stages: BMTrain divides the gradient by "
+            f"the {world_size // stages} ranks of a stage, so it would be {stages} times too large\n"
+            "fix: global_mean(loss_sum, valid, bmt.world_size() // bmt.config['pipe_size'])"
+        )
     if isinstance(num_valid_world, Tensor):
         return loss_sum * (world_size / num_valid_world.clamp(min=1).to(loss_sum.dtype))
     return loss_sum * (world_size / max(num_valid_world, 1))

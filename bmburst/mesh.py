@@ -1,4 +1,4 @@
-"""The device mesh: ranks as a grid of data x sequence x tensor, with a communicator for each group.
+"""The device mesh: ranks as a grid of pipe x data x sequence x tensor, with a communicator for each group.
 
 `Mesh` holds the communicators; `bmburst.schedule.parallelism` computes the position of each rank in the grid.
 """
@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import Split, bmtrain_groups, bmtrain_tensor_degree, process_groups, single_rank_group
+from bmburst.comm.groups import (
+    Split,
+    bmtrain_groups,
+    bmtrain_pipe_degree,
+    bmtrain_tensor_degree,
+    process_groups,
+    single_rank_group,
+)
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import MeshShape
 
@@ -30,7 +37,7 @@ class Mesh:
         rank: This rank in the world.
         world: All ranks.
         sequence: Ranks that share this rank's sequences (and, under tensor parallelism, its heads).
-        data: Ranks that hold the same part of other sequences.
+        data: Ranks of this stage that hold the same part of other sequences.
         tensor: Ranks that share this rank's matrices and hold the same part of the same sequences.
     """
 
@@ -56,6 +63,11 @@ class Mesh:
         """This rank's index in its tensor group."""
         return self.shape.coordinates(self.rank)[2]
 
+    @property
+    def stage(self) -> int:
+        """This rank's stage of the pipeline; 0 without one."""
+        return self.rank // self.shape.stage_size
+
     @classmethod
     def over_bmtrain(
         cls,
@@ -67,6 +79,9 @@ class Mesh:
         nodes: int | None = None,
     ) -> "Mesh":
         """Return the mesh over all ranks of a running BMTrain; every rank must call it.
+
+        If BMTrain was started with stages (`bmburst.start(pipe=N)`, or its own `pipe_size`), the groups are those of
+        this rank's stage.
 
         Args:
             data: See `MeshShape.fit`.
@@ -88,7 +103,7 @@ class Mesh:
                     f"tensor {tensor}, but BMTrain was started with {started}\n"
                     f"fix: bmburst.start(tensor={tensor}), or bmtrain.init_distributed(tp_size={tensor})"
                 )
-            return MeshShape.fit(world.size, data, sequence, started, heads, nodes)
+            return MeshShape.fit(world.size, data, sequence, started, heads, nodes, bmtrain_pipe_degree())
 
         return cls._over(world, split, fit)
 
@@ -161,15 +176,15 @@ def using_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def require_mesh(mesh: object, made: str, whose: str) -> None:
-    """Check that an argument is a `Mesh` without tensor parallelism.
+    """Check that an argument is a `Mesh` without tensor parallelism and without a pipeline.
 
     Args:
         mesh: The argument.
         made: The call that makes such a mesh, for the message.
-        whose: The project whose models have no tensor parallelism, for the message.
+        whose: The project whose models have neither, for the message.
 
     Raises:
-        UserError: It is not a mesh, or it has tensor parallelism.
+        UserError: It is not a mesh, or it has one of them.
     """
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")
@@ -177,6 +192,20 @@ def require_mesh(mesh: object, made: str, whose: str) -> None:
         raise UserError(
             f"mesh has tensor {mesh.shape.tensor}, but {whose} models cannot split their matrices\n"
             "allowed: tensor 1\nfix: make the mesh with tensor=1"
+        )
+    require_no_stages(mesh, whose)
+
+
+def require_no_stages(mesh: Mesh, whose: str) -> None:
+    """Check that a mesh has no pipeline; `whose` as in `require_mesh`.
+
+    Raises:
+        UserError: It has one.
+    """
+    if mesh.shape.pipe > 1:
+        raise UserError(
+            f"mesh has {mesh.shape.pipe} stages, but {whose} models cannot be divided into stages\n"
+            "allowed: pipe 1\nfix: start BMTrain without pipe_size"
         )
 
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -25,9 +23,10 @@ _PNG, _HEAD = b"\x89PNG\r\n\x1a\n", 1024
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errors for missing space: the file system is full, a quota is exceeded, or the file is too large."""
 LOCK_FILE, TRAINING_LOCK = ".lock", ".training.lock"
-"""Lock files of a run folder: the process that started the run holds the first, the rank that writes the second."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of network file systems
-_PATIENCE = 1.0  # seconds for a holder to write its name into the lock file
+"""Lock files of a run folder: the process that started the run holds the first, the rank that writes the second. They
+stay in the folder."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of network file systems
+_PATIENCE = 1.0  # seconds for a holder to write its name
 
 
 def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
@@ -209,8 +208,8 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
 def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
     """Lock a run folder until the block or this process ends.
 
-    The lock is `flock` on a file in the folder. The file names the holder and is removed when the block ends. On a file
-    system without locks the file itself is the lock; a file left by a dead process of this host does not count.
+    The lock is a `filelock.FileLock`, which leaves its file behind. A second file names the holder, for the message of
+    others; it is removed when the block ends.
 
     Args:
         folder: The folder, which exists.
@@ -218,117 +217,47 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
         patience: Seconds to wait for another holder.
 
     Raises:
-        UserError: Another process holds it; the message says which, where and since when.
+        UserError: Another process holds it; the message says which, where and since when. Or the file system has no
+            locks.
         OSError: The lock cannot be written.
     """
-    path, give_up = folder / lock, time.monotonic() + patience
-    while (descriptor := _take(path)) is None:
-        if time.monotonic() >= give_up:
-            raise UserError(
-                f"{folder}: another run is using this folder: {_holder(path)}\n"
-                "fix: wait for it to end, stop it, or give another --output"
-            )
-        time.sleep(0.05)
+    # Imported here: the command line starts in milliseconds without it.
+    import filelock
+
+    path, holder = folder / lock, folder / f"{lock}.holder"
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_myself()).encode(), 0)
-        yield
-    finally:
-        if _is_at(descriptor, path):
-            path.unlink()  # while the lock is held, so that no other process locks a removed file
-        os.close(descriptor)
-
-
-def _take(path: Path) -> int | None:
-    """Take a lock; return the descriptor of its file, or None if another process holds it."""
-    while True:
-        is_new = True
+        taken = filelock.FileLock(path).acquire(timeout=patience, poll_interval=0.05)
+    except filelock.Timeout:
+        raise UserError(
+            f"{folder}: another run is using this folder: {_text_of(holder)}\n"
+            "fix: wait for it to end, stop it, or give another --output"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise UserError(
+            f"{folder}: this file system has no locks: {error.strerror}\n"
+            "fix: give an --output on a file system that has, or mount it with them (flock)"
+        ) from None
+    with taken:
+        holder.unlink(missing_ok=True)  # of a process that was killed
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder.write_text(f"process {os.getpid()} on host {socket.gethostname()}, since {since}", encoding="utf-8")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            is_new = False
-            try:
-                descriptor = os.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError as error:
-            if is_new and error.errno in _NO_LOCKS:
-                return descriptor
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            if not _removed_stale(path):
-                return None
-            continue
-        os.close(descriptor)  # its holder removed it after it was opened
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
 
 
-def _removed_stale(path: Path) -> bool:
-    """Remove a lock file whose process has ended, on a file system without locks; return whether it is removed."""
-    found = _read(path)
-    with contextlib.suppress(FileNotFoundError):
-        if found and not _is_gone(found):
-            return False
-        if not found and time.time() - path.stat().st_mtime < _PATIENCE:
-            return False  # created a moment ago: its holder is about to write its name
-        path.unlink()
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _myself() -> dict[str, object]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "started": _started(os.getpid()),
-    }
-
-
-def _started(pid: int) -> str | None:
-    """Return the start time of a process of this host in the kernel's ticks, or None if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _is_gone(holder: Mapping[str, object]) -> bool:
-    pid = holder.get("pid")
-    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    return _started(pid) != holder.get("started")
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _holder(path: Path) -> str:
-    """Return the holder of a lock in words, waiting a moment for it to write its name."""
+def _text_of(holder: Path) -> str:
+    """Return who holds a lock, in words, waiting a moment for the holder to write them."""
     give_up = time.monotonic() + _PATIENCE
-    while (not (found := _read(path)) or _is_gone(found)) and time.monotonic() < give_up:
+    while time.monotonic() < give_up:
+        with contextlib.suppress(FileNotFoundError):
+            if text := holder.read_text(encoding="utf-8"):
+                return text
         time.sleep(0.02)
-    if not found:
-        return "it does not say which"
-    return f"process {found.get('pid')} on host {found.get('host')}, since {found.get('since')}"
+    return "it does not say which"
 
 
 def _existing(path: Path) -> Path:

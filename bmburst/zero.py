@@ -6,13 +6,17 @@ contiguous run of its elements, possibly empty. A `DistributedParameter` outside
 states (`exp_avg` and so on) have the shape of the shard, so the same map serves weights, gradients and optimizer states
 on any number of ranks. Every ZeRO group has all tensors.
 
+In a pipeline a parameter is sharded over the ranks of its stage, and the other ranks hold nothing of it. They know its
+name, shape and runs (`describe`), because all ranks read and write checkpoints together. A table that two stages have
+is on two groups.
+
 Under tensor parallelism each rank of a tensor group has a part of a matrix, and ZeRO shards that part over the ranks
 with the same part. Names and shapes are still those of whole tensors, so checkpoints do not depend on the number of
 ranks.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
 from typing import Any
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst.comm.host_memory import host_shard
+from bmburst.errors import UserError
 
 
 class ShardData(Enum):
@@ -46,7 +51,9 @@ class NamedShard:
     group: str | None
     """BMTrain's name of the parameter group, for example "no_decay"."""
     parameter: torch.nn.Parameter
-    """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat, possibly empty."""
+    """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat, possibly empty.
+
+    On the ranks of other stages a stand-in without elements."""
     storage: torch.nn.Parameter
     """The tensor that ZeRO moves: the Block's flat parameter with the piece, or `parameter` itself outside a Block."""
     offset: int
@@ -83,6 +90,11 @@ class NamedShard:
     def count(self) -> int:
         """Number of this rank's elements."""
         return self.end - self.begin
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank's stage of a pipeline has the parameter."""
+        return any(self.rank in group for group in self.groups)
 
     @property
     def is_copy(self) -> bool:
@@ -153,8 +165,111 @@ class NamedShard:
         return read.reshape(-1)[begin - first * width :][: self.count]
 
 
+@dataclass(frozen=True, slots=True)
+class ShardDescription:
+    """What the ranks of all stages know of a parameter; see `NamedShard`.
+
+    Attributes:
+        runs: The run of each rank of a stage that has it.
+        stages: Numbers of the stages that have it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: str | None
+    is_trained: bool
+    split: int
+    parts: int
+    runs: tuple[tuple[int, int], ...]
+    stages: tuple[int, ...]
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """Ranks of each stage that has it."""
+        size = len(self.runs)
+        return tuple(range(stage * size, (stage + 1) * size) for stage in self.stages)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The run of every rank of the world; empty in other stages."""
+        stages = range(bmt.world_size() // len(self.runs))
+        empty = ((0, 0),) * len(self.runs)
+        return tuple(run for stage in stages for run in (self.runs if stage in self.stages else empty))
+
+    def shard(self, own: NamedShard | None) -> NamedShard:
+        """Return this rank's shard.
+
+        Args:
+            own: The shard as this rank's stage alone knows it; None: the stage does not have the parameter.
+        """
+        if own is not None:
+            return replace(own, ranges=self.ranges, groups=self.groups)
+        nothing = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device="cuda"), requires_grad=self.is_trained)
+        return NamedShard(
+            name=self.name,
+            shape=self.shape,
+            dtype=self.dtype,
+            group=self.group,
+            parameter=nothing,
+            storage=nothing,
+            offset=0,
+            ranges=self.ranges,
+            groups=self.groups,
+            rank=bmt.rank(),
+            comm=bmt.config["comm"],
+            split=self.split,
+            parts=self.parts,
+        )
+
+
+def describe(model: torch.nn.Module) -> tuple[ShardDescription, ...]:
+    """Return the parameters of all stages of a model, in its order, the same on all ranks. Collective."""
+    size = bmt.config["zero_size"]  # of a stage
+    mine = [
+        ShardDescription(
+            name=each.name,
+            shape=each.shape,
+            dtype=each.dtype,
+            group=each.group,
+            is_trained=each.storage.requires_grad,
+            split=each.split,
+            parts=each.parts,
+            runs=each.ranges[:size],
+            stages=(bmt.rank() // size,),
+        )
+        for each in _own_shards(model)
+    ]
+    found: dict[str, ShardDescription] = {}
+    for stage in bmt.store.allgather_objects(mine)[::size]:
+        for each in stage:
+            before = found.get(each.name)
+            found[each.name] = each if before is None else replace(before, stages=before.stages + each.stages)
+    return tuple(found.values())
+
+
 def named_shards(model: torch.nn.Module) -> list[NamedShard]:
-    """Return every distributed parameter of a model once, in the model's order, the same on all ranks."""
+    """Return every distributed parameter of a model once, in the model's order, the same on all ranks.
+
+    A model in stages has the result of `describe` as its attribute `described`.
+    """
+    own = _own_shards(model)
+    described: tuple[ShardDescription, ...] | None = getattr(model, "described", None)
+    if described is None:
+        return own
+    by_name = {each.name: each for each in own}
+    return [each.shard(by_name.get(each.name)) for each in described]
+
+
+def _own_shards(model: torch.nn.Module) -> list[NamedShard]:
+    """Return the shards of the parameters that this rank has."""
+    if any(block._mode == "PIPE" for block in _blocks(model)):
+        raise UserError(
+            "BMTrain's PipelineTransformerBlockList keeps stale copies of the layers of other stages, which bmburst's "
+            "optimizers and checkpoints do not know\n"
+            "allowed: BMTrain's own: bmt.optim, bmt.save, bmt.load\n"
+            "fix: use these, or bmburst train --pipeline-parallel for a LLaMA"
+        )
     inside = {id(info["parameter"]): (block, info) for block in _blocks(model) for info in block._param_info}
     shards = []
     for name, parameter in model.named_parameters():
@@ -248,9 +363,9 @@ def gather(
         for peer in receivers:
             if not empty and peer != shard.rank and shard.rank in shard.sources(peer):
                 bmt.nccl.send(flat, peer, shard.comm)
-        for peer in () if full is None else shard.sources(shard.rank):
+        for peer in shard.sources(shard.rank):
             begin, end = shard.ranges[peer]
-            if begin < end and peer != shard.rank:
+            if full is not None and begin < end and peer != shard.rank:
                 bmt.nccl.recv(FlatStorage(full[begin:end]), peer, shard.comm)
     if full is None:
         return None

@@ -15,3 +15,7 @@ TILE_ROWS = 64
 GATHERED_CHUNKS = 4
 """Number of chunks whose logit gradients the loss of a 16-bit model collects for one product with the hidden states.
 `bmburst_ops.linear_cross_entropy` explains the number."""
+NF4_BLOCK = 64
+"""Numbers of a weight in 4 bits that share a scale (`bmburst_ops.nf4`)."""
+NF4_GROUP = 256
+"""Scales of a weight in 4 bits that share a factor."""

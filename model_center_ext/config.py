@@ -38,7 +38,7 @@ class LlamaConfig(ModelCenterConfig):
     transport: str = field("Transport of attention's tensors; see burst_attention.", default="auto")
     deterministic: bool = field("Whether repeated runs give the same bits. Costs speed on a GPU.", default=False)
     recompute: str = field(
-        "Recompute policy: none, block, block-keep-attention and so on. See docs/recompute.md.",
+        "Recompute policy: none, block, block-keep-attention and so on. See docs/memory.md.",
         default="block-keep-attention",
     )
     zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)

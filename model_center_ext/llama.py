@@ -19,7 +19,7 @@ from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
-from bmburst.mesh import Mesh, current_mesh
+from bmburst.mesh import Mesh, current_mesh, require_no_stages
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
@@ -64,6 +64,8 @@ class Llama(Blocks):
 
     def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
         mesh = current_mesh() if mesh is None else mesh
+        if mesh is not None:
+            require_no_stages(mesh, "ModelCenter's")
         sequence = single_rank_group(communicator(None)) if mesh is None else mesh.sequence
         # A single rank has all tokens in order, so the layout does not matter and needs no padding.
         layout = config.layout if sequence.size > 1 else "contiguous"

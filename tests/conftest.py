@@ -74,3 +74,9 @@ def _ranks_with_torch() -> Iterator[None]:
         return
     with mock.patch(START, from_server):
         yield
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test fail where a command starts ranks."""
+    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))

@@ -70,10 +70,12 @@ FORBIDDEN = {
 }
 BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
+    "bmburst/blocks/four_bit.py",
     "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",
     "bmburst/blocks/recomputed.py",
     "bmburst/blocks/seq2seq.py",
+    "bmburst/blocks/stages.py",
     "bmburst/blocks/streamed.py",
     "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",

@@ -100,6 +100,16 @@ def note(row: Row, notes: dict[str, int]) -> str:
     return f"- [{notes.setdefault(reason_of(row), len(notes) + 1)}]"
 
 
+def markdown_table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a table in Markdown: the heads of its columns, and the cells of each row."""
+    heads = [*columns]
+    return [_line(heads), "|" + "---|" * len(heads), *map(_line, rows)]
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def grid(
     head: str, rows: Rows[C], column: Callable[[C], int], show: Callable[[Row], str], notes: dict[str, int]
 ) -> list[str]:
@@ -113,12 +123,12 @@ def grid(
         notes: Number of each reason why a row has no measurement. Reasons in this table are added.
     """
     columns = columns_of(rows, column)
-    lines = [f"| {head} | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = []
     for method, found in by_method(rows, column).items():
         own = [found.get(n) for n in columns]
-        texts = ["" if row is None else show(row) if row["status"] == OK else note(row, notes) for row in own]
-        lines.append(f"| {method} | {' | '.join(texts)} |")
-    return [*lines, ""]
+        texts = ("" if row is None else show(row) if row["status"] == OK else note(row, notes) for row in own)
+        lines.append([method, *texts])
+    return [*markdown_table([head, *map(short, columns)], lines), ""]
 
 
 def _what_did_not_run(notes: Mapping[str, int]) -> list[str]:

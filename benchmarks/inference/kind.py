@@ -14,6 +14,7 @@ from benchmarks.engine.report import (
     groups,
     is_measured,
     known,
+    markdown_table,
     of_whom,
     panel,
     plot_methods,
@@ -181,12 +182,11 @@ def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
     columns = [n for n in columns_of(rows, lambda cell: cell.tokens) if n in found["tokens"]]
     if methods is None or not columns or cell.suite == "batch":
         return []
-    lines = [f"| the paper, s | {' | '.join(short(n) for n in columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = []
     for name, seconds in methods.items():
         own = dict(zip(found["tokens"], seconds, strict=True))
-        texts = ("out of memory" if own[n] is None else f"{own[n]:.2f}" for n in columns)
-        lines.append(f"| {name} | {' | '.join(texts)} |")
-    return [*lines, "", f"{found['source']}.", ""]
+        lines.append([name, *("out of memory" if own[n] is None else f"{own[n]:.2f}" for n in columns)])
+    return [*markdown_table(["the paper, s", *map(short, columns)], lines), "", f"{found['source']}.", ""]
 
 
 Panel = tuple[str, str, Callable[[Row], float | None], str]

@@ -1,6 +1,6 @@
-"""`bmburst bench paper` and the formulas of `docs/paper.md`: the BurstAttention paper (arXiv:2403.09347).
+"""`bmburst bench paper`: measurements of `docs/paper.md` on the BurstAttention paper (arXiv:2403.09347).
 
 `kind` and `measure` contain the measurements that no other benchmark has: bytes and milliseconds of the transfers in
-backward, the paper's ablations, and the tables of Burst-Attention's README. `overheads` contains the formulas of the
-paper's first table, and `perplexity` measures its last one.
+backward, the paper's ablations, and the tables of Burst-Attention's README. `perplexity` measures the paper's last
+table.
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine.machine import publish
+from benchmarks.engine.report import markdown_table
 from benchmarks.training import METHODS, TrainCell, TrainMethod
 from bmburst.amounts import tokens as read_tokens
 from bmburst.amounts import whole_number
@@ -237,14 +238,14 @@ def _parallel(way: TrainMethod, ranks: int, device: str) -> ParallelConfig:
 
 def table(found: dict[str, Any]) -> str:
     """Return the record as Markdown."""
-    lines = ["| method | ranks | loss, nats a token | perplexity |", "|---|---|---|---|"]
+    lines = []
     for name, row in found["rows"].items():
-        if "refused" in row:
-            numbers = f"refused: {row['refused']} | -"
-        else:
-            numbers = f"{row['loss']:.6f} | {row['perplexity']:.4f}"
-        lines.append(f"| {name} | {row['ranks']} | {numbers} |")
-    return "\n".join(lines)
+        is_refused = "refused" in row
+        numbers = (
+            [f"refused: {row['refused']}", "-"] if is_refused else [f"{row['loss']:.6f}", f"{row['perplexity']:.4f}"]
+        )
+        lines.append([name, row["ranks"], *numbers])
+    return "\n".join(markdown_table(["method", "ranks", "loss, nats a token", "perplexity"], lines))
 
 
 if __name__ == "__main__":

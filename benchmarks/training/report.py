@@ -11,6 +11,7 @@ from benchmarks.engine.report import (
     grid,
     groups,
     known,
+    markdown_table,
     note,
     rank_kind,
     ranks_name,
@@ -229,12 +230,8 @@ def _lines(rows: Rows[TrainCell]) -> Iterator[tuple[str, int, dict[int, Row]]]:
 
 def _derived(rows: Rows[TrainCell], _: dict[str, int]) -> list[str]:
     layers = rows[0][0].all_layers
-    lines = [
-        f"The line through what was measured with fewer layers, at {layers} layers; the bound at their mean rates.",
-        "",
-        "| method | tokens | from layers | s a step | bound | ratio | tokens/s a GPU | peak GiB a GPU |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("method", "tokens", "from layers", "s a step", "bound", "ratio", "tokens/s a GPU", "peak GiB a GPU")
+    lines = []
     for method, tokens, by_layers in _lines(rows):
 
         def at(value: Callable[[Row], float | None], own: Mapping[int, Row] = by_layers) -> float | None:
@@ -246,11 +243,10 @@ def _derived(rows: Rows[TrainCell], _: dict[str, int]) -> list[str]:
         assert seconds is not None  # `_lines` yields two or more numbers of layers
         least = _bound_of_all(list(by_layers.values()))
         speed = tokens / seconds / rows[0][0].ranks
-        lines.append(
-            f"| {method} | {short(tokens)} | {', '.join(map(str, sorted(by_layers)))} | {seconds:.3f} | {least:.3f} | "
-            f"{seconds / least:.3f} | {speed:.0f} | {known(peak)} |"
-        )
-    return [*lines, ""]
+        cells = [method, short(tokens), ", ".join(map(str, sorted(by_layers))), f"{seconds:.3f}", f"{least:.3f}"]
+        lines.append([*cells, f"{seconds / least:.3f}", f"{speed:.0f}", known(peak)])
+    said = f"The line through what was measured with fewer layers, at {layers} layers; the bound at their mean rates."
+    return [said, "", *markdown_table(columns, lines), ""]
 
 
 def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:
@@ -317,11 +313,9 @@ def _curves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
         steps = shown_steps(len(row["losses"]))
         medians = running_median(row["losses"])
         losses, smooth = ([f"{values[step - 1]:.4f}" for step in steps] for values in (row["losses"], medians))
+        values = [["loss, nats a token", *losses], [f"median of {MEDIAN_STEPS} steps around it", *smooth]]
         lines += [
-            f"| {curve_name(cell)}: step | {' | '.join(map(str, steps))} |",
-            f"|---|{'---|' * len(steps)}",
-            f"| loss, nats a token | {' | '.join(losses)} |",
-            f"| median of {MEDIAN_STEPS} steps around it | {' | '.join(smooth)} |",
+            *markdown_table([f"{curve_name(cell)}: step", *steps], values),
             "",
             f"{row['milliseconds']['median']:.0f} ms a step, "
             f"{cell.tokens / row['milliseconds']['median'] * 1e3 / cell.ranks:.0f} tokens/s a {rank_kind(cell)}.",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend, resolve_group
 from bmburst.attention.options import AttentionOptions, MaskOption
+from bmburst.comm.groups import bmtrain_pipe_degree
 from bmburst.errors import UserError, require_known
 from bmburst.mesh import current_mesh
 from bmburst.schedule.documents import Documents
@@ -40,6 +41,8 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         self.group = None if group is None and current_mesh() is None else resolve_group(group)
         self.options = AttentionOptions(**options)
         self.options.validate()
+        self.masks_are_own = False
+        """Whether the mask of a call is that of its rows also in a pipeline; set by what moves masks with rows."""
 
     def forward(
         self,
@@ -65,6 +68,8 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         Returns:
             Shaped and typed as q.
         """
+        if mask is not None and not self.masks_are_own:
+            _require_own_rows(mask)
         options = self.options if mask is None else replace(self.options, mask=mask)
         return attend(q, k, v, length, self.group, options, key_length, sink)[0]
 
@@ -99,6 +104,21 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""
         return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))
+
+
+def _require_own_rows(mask: MaskOption) -> None:
+    """Refuse masks of rows in BMTrain's pipeline, which gives each rank's mask to the rows of the other stages, too.
+
+    Raises:
+        UserError: BMTrain has stages, and the mask divides its rows into documents.
+    """
+    if isinstance(mask, str | Causal | SlidingWindow) or (stages := bmtrain_pipe_degree()) == 1:
+        return
+    raise UserError(
+        f"{type(mask).__name__} as the mask of a call, in BMTrain's pipeline of {stages} stages: BMTrain computes the "
+        "rows of other ranks with the mask of this one\nallowed: causal, full, and windows, or one mask of all rows: "
+        "BurstAttention(mask=...)\nfix: leave pipe_size out; or bmburst train --pipeline-parallel, for packed documents"
+    )
 
 
 def _require_options(options: Mapping[str, object]) -> None:

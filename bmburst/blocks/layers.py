@@ -16,6 +16,7 @@ not gather its input assumes in backward that all ranks have the same loss, and 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import bmtrain as bmt
@@ -33,10 +34,13 @@ from bmburst_ops.dropout import keys as column_keys
 from bmburst_ops.errors import first_order
 from bmburst_ops.linears import LowRank, linears
 from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.nf4 import Layout
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
 """BMTrain's parameter group without weight decay, which holds all vectors (norms and biases)."""
+NF4 = "nf4"
+"""Name of the parameter that holds a weight in 4 bits."""
 
 
 def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.DistributedParameter:
@@ -83,9 +87,23 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         if bias:
             self.bias = parameter(out_features, dtype=dtype)
         self.has_bias, self.rows, self.split, self.adapter_scale = bias, rows, split, 0.0
+        self.is_quantized = False
         self._features = in_features, out_features
         self._dropout, self._name = 0.0, ""
         self._columns: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the whole weight, over all ranks of a tensor group."""
+        return self._features[1], self._features[0]
+
+    def quantize(self) -> None:
+        """Hold the frozen weight in 4 bits: see `bmburst.blocks.four_bit`. Call it before BMTrain wraps the block."""
+        like = self.weight
+        del self.weight
+        self.weight = torch.empty(0, dtype=like.dtype, device=like.device)
+        self.nf4 = parameter(Layout(prod(self.shape)).words, dtype=torch.float32).requires_grad_(False)
+        self.is_quantized = True
 
     def add_adapter(self, rank: int, scale: float, dropout: float, name: str) -> None:
         """Add a trained low-rank term, `lora_A` `[rank, in]` and `lora_B` `[out, rank]`.
@@ -191,7 +209,7 @@ def without_adapters(module: torch.nn.Module) -> Iterator[None]:
 
 
 def add_adapters(block: torch.nn.Module, lora: LoRAConfig, layer: int) -> None:
-    """Freeze a transformer block, and add adapters to the matrices that `lora` names.
+    """Freeze a transformer block, add adapters to the matrices that `lora` names, and quantize it if `lora` says so.
 
     Args:
         block: The block, before BMTrain wraps it.
@@ -202,6 +220,9 @@ def add_adapters(block: torch.nn.Module, lora: LoRAConfig, layer: int) -> None:
     for name in lora.modules(layer):
         linear: Any = block.get_submodule(name.removeprefix(f"model.layers.{layer}."))
         linear.add_adapter(lora.rank_of(name), lora.scale_of(name), lora.dropout, name)
+    if lora.is_4bit:
+        for each in [module for module in block.modules() if isinstance(module, Linear)]:
+            each.quantize()
 
 
 def keep_apart(block: torch.nn.Module, kept_apart: frozenset[str]) -> None:
@@ -259,6 +280,21 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(rows, features, dtype=dtype)
+        self._kept: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """Return the gathered table; inside `gathered` the same one each time."""
+        return self.weight if self._kept is None else self._kept
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the table once for many forward and backward passes, and reduce its gradient once, at the end."""
+        weight = self.weight
+        self._kept = weight.detach().requires_grad_(weight.requires_grad)
+        yield
+        gradient, self._kept = self._kept.grad, None
+        if gradient is not None:
+            torch.autograd.backward(weight, gradient)
 
 
 def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | None = None) -> Tensor:

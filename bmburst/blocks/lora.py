@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
@@ -28,6 +28,10 @@ class LoRAConfig:
     """Low-rank adapters on frozen weights (arXiv:2106.09685), as in PEFT."""
 
     rank: int = field("Rank of the adapters; 0: none, all weights are trained.", default=0, minimum=0, maximum=65536)
+    base: Literal["dtype", "4bit"] = field(
+        "Frozen matrices of blocks: in the run's dtype, or in 4 bits (QLoRA: NF4 with double quantization).",
+        default="dtype",
+    )
     alpha: float = field("Adapters are multiplied by alpha / rank.", default=16.0, above=0)
     targets: tuple[str, ...] = field(
         f"Matrices with adapters: {', '.join(TARGETS)}; or {ALL}.", default=("q_proj", "v_proj")
@@ -83,9 +87,8 @@ class LoRAConfig:
             )
         for leaf in dataclasses.fields(self):
             if (value := getattr(self, leaf.name)) != leaf.default:
-                said = ",".join(value) if isinstance(value, tuple) else f"{value:g}"
                 raise UserError(
-                    f"lora.{leaf.name} {said} has no effect: lora.rank is 0, which trains all weights\n"
+                    f"lora.{leaf.name} {in_words(value)} has no effect: lora.rank is 0, which trains all weights\n"
                     f"fix: --lora.rank 16, or leave lora.{leaf.name} out"
                 )
 
@@ -118,6 +121,19 @@ class LoRAConfig:
                     f"lora.modules_to_save: the model has no module {each}\n"
                     f"allowed: {', '.join(SAVABLE[:5])}\nfix: leave {each} out"
                 )
+
+    def require_tensor(self, degree: int) -> None:
+        """Check that the base supports a degree of tensor parallelism.
+
+        Raises:
+            UserError: The base is in 4 bits, and tensor parallelism would cut its blocks.
+        """
+        if self.is_4bit and degree > 1:
+            raise UserError(
+                f"lora.base 4bit with tensor_parallel {degree}: blocks of 64 numbers are not cut\n"
+                "allowed: --tensor-parallel 1, with any number of data and sequence parallel ranks\n"
+                "fix: --tensor-parallel 1, or --lora.base dtype"
+            )
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the full names of the modules of a layer that have an adapter."""
@@ -182,6 +198,11 @@ class LoRAConfig:
         return self.rank > 0
 
     @property
+    def is_4bit(self) -> bool:
+        """Whether the frozen matrices of blocks are in 4 bits."""
+        return self.base == "4bit"
+
+    @property
     def matrices(self) -> tuple[str, ...]:
         """The matrices that have an adapter, in the order of `TARGETS`."""
         return TARGETS if ALL in self.targets else tuple(name for name in TARGETS if name in self.targets)
@@ -200,6 +221,15 @@ def _whole_modules(model: "LlamaConfig") -> Iterator[tuple[str, int]]:
             yield f"model.layers.{layer}.self_attn.q_norm", of_heads
             yield f"model.layers.{layer}.self_attn.k_norm", of_heads
     yield "model.norm", hidden
+
+
+def in_words(value: Any) -> str:
+    """Return the value of a setting as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _pattern(option: str, text: str, *, whole: bool) -> str:

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import bmtrain as bmt
@@ -12,9 +13,11 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
-from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
+from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
+from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
+from bmburst.blocks.stages import Stage, StageBlocks, add_tied_gradients, gathered_blocks
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.comm.host_memory import HostMemory, ShardCopies
@@ -25,7 +28,8 @@ from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.schedule.parallelism import MeshShape
-from bmburst.zero import named_shards, scatter
+from bmburst.zero import describe, named_shards, scatter
+from bmburst_ops import nf4
 from bmburst_ops.errors import KernelError
 from bmburst_ops.rms_norm import choose_norm
 
@@ -42,20 +46,30 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
 
     Weights are drawn in fp32 and rounded: runs in two dtypes start from the same weights up to rounding.
     """
+    quantized = quantized_linears(model)
     for shard in named_shards(model):
         if not shard.count:
             continue
         device = shard.device
+        if (linear := quantized.get(shard.name)) is not None:
+            name, dtype = f"{shard.name.removesuffix(NF4)}weight", linear.weight.dtype
+            weight = draw_normal(linear.shape, _std(config, name), f"{seed} {name}", device)
+            scatter(shard, nf4.quantize(weight.to(dtype)))
+            continue
         if shard.name.endswith((".lora_A", ".lora_B")):
             scatter(shard, _adapter(shard.shape, f"{seed} {shard.name}", device, is_zero=shard.name.endswith("B")))
             continue
         if len(shard.shape) == 1:
             scatter(shard, torch.full(shard.shape, 0.0 if shard.name.endswith("bias") else 1.0, device=device))
             continue
-        shrinks = config.scale_depth is None and shard.name.endswith(_INTO_THE_STREAM)
-        depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
-        std = config.matrix_std / depth if _IN_BLOCKS in shard.name else config.init_std
-        scatter(shard, draw_normal(shard.shape, std, f"{seed} {shard.name}", device))
+        scatter(shard, draw_normal(shard.shape, _std(config, shard.name), f"{seed} {shard.name}", device))
+
+
+def _std(config: LlamaConfig, name: str) -> float:
+    """Return the standard deviation of a fresh matrix."""
+    shrinks = config.scale_depth is None and name.endswith(_INTO_THE_STREAM)
+    depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
+    return config.matrix_std / depth if _IN_BLOCKS in name else config.init_std
 
 
 def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero: bool) -> Tensor:
@@ -95,18 +109,22 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         host_memory: HostMemory,
         lora: LoRAConfig | None,
         kept_apart: frozenset[str],
+        stage: Stage,
     ) -> None:
         super().__init__()
-        self.config, self.tensor = config, tensor
+        self.config, self.tensor, self.stage, self.dtype = config, tensor, stage, dtype
         store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
+        is_4bit = lora is not None and lora.is_4bit
 
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
             if offload_weights:
-                made = StreamedBlock(block, copies, number)
+                made = (StreamedFourBitBlock if is_4bit else StreamedBlock)(block, copies, number)
                 if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                     host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
                     host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
                 return made
+            if is_4bit:
+                return FourBitBlock(block, zero_level)
             # bmburst.recompute replaces BMTrain's checkpointing, which would run the ring a second time.
             return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
 
@@ -116,38 +134,40 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
             of_block = partial(TransformerBlock, layer=number, kept_apart=kept_apart, prefetches=prefetches)
             return of_block(config, attention, dtype, policy, *shared)
 
-        self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = bmt.TransformerBlockList(
-            [
-                wrapped(block(number, policy), number)
-                for number, policy in enumerate(recompute.of_layers(config.num_layers))
-            ]
-        )
+        policies = recompute.of_layers(config.num_layers)
+        if stage.is_first or (stage.is_last and config.tie_embeddings):
+            self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+        blocks = [wrapped(block(number, policies[number]), number) for number in stage.layers]
+        self.layers: bmt.TransformerBlockList = StageBlocks(blocks, stage.layers)
         segments.wrap(self.layers)
-        # The final norm applies the factor on logits, so that every user of the hidden states gets scaled logits.
-        self.norm = norm(config.hidden_size, factor=config.logit_scale)
+        if stage.is_last:
+            # The final norm applies the factor on logits, so that every user of the hidden states gets scaled logits.
+            self.norm = norm(config.hidden_size, factor=config.logit_scale)
         if lora is not None:
-            freeze(self.embed_tokens, lora, "model.embed_tokens.")
-            freeze(self.norm, lora, "model.norm.")
+            for name in ("embed_tokens", "norm"):
+                if (module := self._modules.get(name)) is not None:
+                    freeze(module, lora, f"model.{name}.")
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         length: int | None,
-        embedding: Tensor,
+        embedding: Tensor | None,
         mask: MaskOption | None = None,
         keys: Tensor | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states `[batch, own tokens, hidden_size]`: this rank's share of its tensor group.
 
-        See `Llama.forward`; `embedding` is the gathered embedding table.
+        See `Llama.forward`; `embedding` is the gathered embedding table. In a pipeline, stages after the first get the
+        `stream` of the stage before instead, and stages before the last return their stream, which is not normed.
         """
-        cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
-        hidden = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
-        hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask), keys)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        cos, sin = rotary_tables(self.config, positions, length, self.dtype)
+        if embedding is not None:
+            stream = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
+        hidden: Tensor = self.layers(stream, cos, sin, length, within(self.config.sliding_window, mask), keys)
+        return self.norm(hidden) if self.stage.is_last else hidden
 
 
 class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -175,9 +195,12 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         offload_weights: Whether weights and gradients of the blocks are kept in host memory and copied to the GPU
             block by block. Needs `zero_level` 3; training also needs `bmburst.optim.AdamW(offload=True)`.
         host_memory: Allocator of pinned memory, for weights and for activations that recompute policies offload.
-        lora: Low-rank adapters to train; the weights are then frozen. Default: the weights are trained.
+        lora: Low-rank adapters to train; the weights are then frozen, and those of matrices in blocks in 4 bits if
+            its base says so. Default: the weights are trained.
         kept_apart: What the optimizer treats differently from other parameters of a block, from
             `bmburst.blocks.kinds.apart`. Default: it treats all matrices alike, and all vectors.
+        stage: The part of the model that this rank has, from `bmburst.blocks.stages.Stage.of_bmtrain`. Default: all.
+            A stage has `advance` or `stage_loss`; `bmburst.train.pipelined` runs them in the right order.
 
     Raises:
         UserError: An option has an unknown value, the model does not support the tensor degree, or with tensor
@@ -200,6 +223,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         host_memory: HostMemory | None = None,
         lora: LoRAConfig | None = None,
         kept_apart: Collection[str] = (),
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         policy = Policy.parse(recompute)
@@ -217,6 +241,10 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             lora.require_model(config)
         tensor = TensorGroup.of_bmtrain()
         policy.require_tensor(tensor.size)
+        if lora is not None:
+            lora.require_tensor(tensor.size)
+            if lora.is_4bit:
+                _require_kernel(partial(nf4.require_device, torch.empty(1, dtype=dtype).cuda()))
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
             raise UserError(
@@ -224,26 +252,34 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 "fix: with mesh.current(): Llama(...), or attention=functools.partial(BurstAttention, "
                 "group=mesh.sequence)"
             )
-        self.config, self.tensor, self.lora = config, tensor, lora
+        stage = stage or Stage.whole(config.num_layers)
+        if stage.count > 1:
+            policy.require_stages(stage.count)
+        self.config, self.tensor, self.lora, self.stage = config, tensor, lora, stage
         self.loss_chunk = loss_chunk
         self._checked_on_device = False
         attention = attention or partial(BurstAttention, mask="causal")
         norm = partial(RMSNorm, eps=config.norm_eps, dtype=dtype, kernel=norm_kernel)
         self.host_memory = memory = host_memory or HostMemory()
-        self.model = LlamaModel(
-            *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora),
-            frozenset(kept_apart),
-        )
-        layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
+        with stage.sharding():
+            self.model = LlamaModel(
+                *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora),
+                frozenset(kept_apart),
+                stage,
+            )
+            if stage.is_last and not config.tie_embeddings:
+                self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+                if lora is not None:
+                    freeze(self.lm_head, lora, "lm_head.")
+        first = next(iter(self.model.layers)).self_attn.attention
+        layout = getattr(getattr(first, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
             raise UserError(
                 "layout 'balanced' is made for the mask of a batch and cannot be combined with sliding_window\n"
                 "fix: layout 'zigzag' or 'striped', or sliding_window none"
             )
-        if not config.tie_embeddings:
-            self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
-            if lora is not None:
-                freeze(self.lm_head, lora, "lm_head.")
+        if stage.count > 1:
+            self.described = describe(self)
         if seed is not None:
             initialize(self, config, seed)
 
@@ -266,6 +302,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         Raises:
             UserError: A token id is out of range. Checked in every pass on a CPU and in the first pass on a GPU.
         """
+        self._require_whole()
         hidden = self._hidden(tokens, positions, length, self.model.embed_tokens.weight, mask)
         return self.tensor.gather(hidden, tokens.shape[1])
 
@@ -273,12 +310,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
         """Return the logits of all tokens, `[batch, tokens, vocab_size]`; for short inputs only. See `forward`."""
+        self._require_whole()
         embedding = self.model.embed_tokens.weight
         hidden = self.tensor.gather(self._hidden(tokens, positions, length, embedding, mask), tokens.shape[1])
         return torch.nn.functional.linear(hidden, self._head(embedding))
 
     def project(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., vocab_size]` of hidden states that `forward` returned; for few tokens."""
+        self._require_whole()
         table = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
         return torch.nn.functional.linear(hidden, table.weight)
 
@@ -312,23 +351,108 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         Raises:
             UserError: A token id or label is out of range.
         """
+        self._require_whole()
         first = not self._checked_on_device
         embedding = self.model.embed_tokens.weight
         hidden = self._hidden(tokens, positions, length, embedding, mask, keys)
         head = self._head(embedding)
         del embedding  # peak memory can be in the loss, which reads only the head
-        own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
+        return self._losses(hidden, head, labels, check=first or not labels.is_cuda, per_token=per_token)
+
+    def stage_loss(
+        self,
+        stream: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        length: int | None = None,
+        mask: MaskOption | None = None,
+        *,
+        per_token: bool = False,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """Return the result of `loss` on the last stage of a pipeline.
+
+        Args:
+            stream: The result of `advance` on the stage before.
+            tokens: As the other arguments, see `loss`.
+            positions: See `loss`.
+            labels: See `loss`.
+            length: See `loss`.
+            mask: See `loss`.
+            per_token: See `loss`.
+            keys: See `loss`.
+        """
+        first = not self._checked_on_device
+        hidden = self._hidden(tokens, positions, length, None, mask, keys, stream)
         check = first or not labels.is_cuda
+        return self._losses(hidden, self._head(None), labels, check=check, per_token=per_token)
+
+    def _losses(self, hidden: Tensor, head: Tensor, labels: Tensor, *, check: bool, per_token: bool) -> Tensor:
+        own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
+
+    def advance(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int | None = None,
+        mask: MaskOption | None = None,
+        *,
+        keys: Tensor | None = None,
+        stream: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this stage, `[batch, own tokens, hidden_size]`, for the next stage.
+
+        Args:
+            tokens: See `forward`; every stage gets the same batch.
+            positions: See `forward`.
+            length: See `forward`.
+            mask: See `forward`.
+            keys: See `loss`.
+            stream: The result of the stage before; None on the first stage.
+        """
+        embedding = self.model.embed_tokens.whole() if self.stage.is_first else None
+        return self._hidden(tokens, positions, length, embedding, mask, keys, stream)
+
+    def stream_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
+        """Return the shape of the stream of `rows` sequences with `tokens` tokens on the ranks of a tensor group."""
+        return rows, -(-tokens // self.tensor.size), self.config.hidden_size
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather all weights of this stage once for the micro-batches of a step, and reduce their gradients once."""
+        tables = (getattr(self.model, "embed_tokens", None), getattr(self, "lm_head", None))
+        with ExitStack() as stack:
+            for table in filter(None, tables):
+                stack.enter_context(table.gathered())
+            stack.enter_context(gathered_blocks(self.model.layers))
+            yield
+
+    def settle_gradients(self) -> None:
+        """Complete the gradients of a stage after the backward passes of a step, also that of a tied table."""
+        torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])  # BMTrain reduces gradients there
+        if self.stage.count > 1 and self.config.tie_embeddings and (self.stage.is_first or self.stage.is_last):
+            table = self.model.embed_tokens._parameters["weight"]
+            if table.requires_grad:
+                add_tied_gradients(table, self.stage)
+
+    def _require_whole(self) -> None:
+        if self.stage.count > 1:
+            raise UserError(
+                f"this rank has stage {self.stage.number} of {self.stage.count} of the model only\n"
+                "allowed: training and its evaluation\nfix: load a checkpoint without a pipeline"
+            )
 
     def _hidden(
         self,
         tokens: Tensor,
         positions: Tensor,
         length: int | None,
-        embedding: Tensor,
+        embedding: Tensor | None,
         mask: MaskOption | None,
         keys: Tensor | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
@@ -338,15 +462,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if not (tokens.is_cuda and self._checked_on_device):
             require_ids("token id", tokens, self.config.vocab_size)
             self._checked_on_device = True
-        hidden: Tensor = self.model(tokens, positions, length, embedding, mask, keys)
+        hidden: Tensor = self.model(tokens, positions, length, embedding, mask, keys, stream)
         return hidden
 
-    def _head(self, embedding: Tensor) -> Tensor:
+    def _head(self, embedding: Tensor | None) -> Tensor:
         """Return the gathered weight of the head; a tied head reuses the gathered embedding."""
-        if self.config.tie_embeddings:
-            return embedding
-        weight: Tensor = self.lm_head.weight
-        return weight
+        if not self.config.tie_embeddings:
+            return self.lm_head.whole()
+        return self.model.embed_tokens.whole() if embedding is None else embedding
 
 
 def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
@@ -354,10 +477,14 @@ def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
         return
     for features in (config.hidden_size, config.head_dim) if config.qk_norm else (config.hidden_size,):
         row = torch.empty(features, dtype=dtype).cuda()  # the device of BMTrain's parameters
-        try:
-            choose_norm(kernel, row, row)
-        except KernelError as error:
-            raise UserError(str(error)) from None
+        _require_kernel(partial(choose_norm, kernel, row, row))
+
+
+def _require_kernel(find: Callable[[], object]) -> None:
+    try:
+        find()
+    except KernelError as error:
+        raise UserError(str(error)) from None
 
 
 def within(window: int | None, mask: MaskOption | None) -> MaskOption | None:

@@ -14,6 +14,7 @@ import torch
 from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
+from bmburst.blocks.four_bit import FourBitBlock
 from bmburst.blocks.lean import Batch, BlockWork, KeepOutputs, MLPOutputs, whole_tape
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
@@ -180,7 +181,7 @@ class BlockSegments:
     def gathered(self, block: "TransformerBlock") -> Iterator[None]:
         """Gather a block's weights for the duration of the context, as in its forward pass."""
         wrapper = self._wrappers[id(block)]
-        if isinstance(wrapper, StreamedBlock):
+        if isinstance(wrapper, StreamedBlock | FourBitBlock):
             with wrapper.gathered():
                 yield
             return

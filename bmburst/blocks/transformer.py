@@ -68,6 +68,8 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
             self.q_norm = norm(config.head_dim)
             self.k_norm = norm(config.head_dim)
         self.attention = attention()
+        if isinstance(self.attention, BurstAttention):
+            self.attention.masks_are_own = True  # every stage has the whole batch
 
     def forward(
         self,

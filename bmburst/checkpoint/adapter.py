@@ -1,7 +1,7 @@
 """Reads and writes LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod, sqrt
@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig
+from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig, in_words
 from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.base_model import Base as Base
 from bmburst.checkpoint.files import newest_complete
+from bmburst.checkpoint.four_bit import Dequantized
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
 from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, together
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIXES = (".lora_A", ".lora_B")
 _ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
 _TRAINING = "no effect on a trained adapter"
@@ -70,7 +72,7 @@ _PARTS = tuple(f"{'self_attn' if name in ATTENTION_PLACES else 'mlp'}.{name}" fo
 _INSTEAD = "merge the adapter in PEFT (merge_and_unload), and give the merged model"
 _MATRIX = re.compile(re.escape(_PREFIX) + r"(?P<module>(?:.+\.)?(?P<name>\w+))\.lora_[AB]\.weight")
 _SAMPLE = "base_sample"  # key in the metadata of our files; PEFT ignores it
-_MATRICES, _NUMBERS = 16, 4  # matrices in a sample, and numbers per matrix
+_FOUR_BIT = "base_4bit"  # as _SAMPLE: the dtype of a base that was in 4 bits
 _ROUNDING = 0.01  # limit: the same weights in another dtype differ by less, those of another model by more
 
 
@@ -99,6 +101,8 @@ class Adapter:
         base: Directory or name of its base model; None if the adapter does not name one.
         file: Tensors of the adapter, by PEFT's names.
         sample: `Base.sample` of the model that it was trained on; None in files of PEFT.
+        four_bit: dtype of the base that was quantized to 4 bits in training; None: it was not, or PEFT's file does not
+            say so.
     """
 
     directory: Path
@@ -106,6 +110,7 @@ class Adapter:
     base: str | None
     file: TensorFile = field(repr=False)
     sample: tuple[float, ...] | None = None
+    four_bit: torch.dtype | None = None
 
     def find_base(self, given: Path | None, option: str) -> Path:
         """Return the directory of the base model.
@@ -171,11 +176,14 @@ class Adapter:
     def require_like(self, lora: LoRAConfig) -> None:
         """Check that the settings which the meaning of the weights depends on are those of a model's adapters.
 
+        Files of PEFT do not say whether the base was in 4 bits, so for them both are accepted.
+
         Raises:
             UserError: One is another.
         """
-        for name in ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
-            here, there = (_words(getattr(each, name)) for each in (lora, self.lora))
+        names = ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+        for name in (*names, *(() if self.sample is None else ("base",))):
+            here, there = (in_words(getattr(each, name)) for each in (lora, self.lora))
             if here != there:
                 option = "targets" if name == "matrices" else name
                 fix = f"--lora.{option} {there}, as it was" if there else f"leave lora.{option} out, as it was"
@@ -211,46 +219,6 @@ class Adapter:
         return numbers.to(wide) + self.lora.scale_of(stem) * term
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """The base model of adapters.
-
-    Attributes:
-        directory: Directory of the weights.
-        sample: Some numbers of the weights, which distinguish models of the same shape.
-    """
-
-    directory: Path
-    sample: tuple[float, ...]
-
-    @classmethod
-    def of(
-        cls, directory: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int, int], Tensor]
-    ) -> "Base":
-        """Take the sample of a model's weights.
-
-        Args:
-            directory: Directory of the weights.
-            shapes: Shapes of the weights, by Hugging Face's names.
-            read: Returns the elements [begin, end) of a flattened weight, given its name.
-        """
-        names = sorted(name for name, shape in shapes.items() if len(shape) == 2)
-        places = ((name, prod(shapes[name])) for name in names[:: -(-len(names) // _MATRICES)])
-        runs = ((name, total * part // _NUMBERS) for name, total in places for part in range(_NUMBERS))
-        return cls(directory=directory, sample=tuple(read(name, at, at + 1).item() for name, at in runs))
-
-    @classmethod
-    def open(cls, directory: Path, config: LlamaConfig) -> "Base":
-        """Take the sample of a Hugging Face directory's weights.
-
-        Raises:
-            UserError: The weights do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
-        """
-        files = hugging_face.check_weights(directory, config)
-        shapes = hugging_face.expected_shapes(config)
-        return cls.of(directory, shapes, lambda name, begin, end: files[name].read(name, begin, end))
-
-
 def open_adapter(directory: Path) -> Adapter:
     """Open an adapter of PEFT or of a LoRA run.
 
@@ -273,9 +241,11 @@ def open_adapter(directory: Path) -> Adapter:
     try:
         require_keys(values, KEYS, "an adapter", _INSTEAD)
         file = open_tensors(directory / WEIGHTS_FILE)
+        sample, four_bit = _notes_in(directory / WEIGHTS_FILE)
         saved = tuple(values.get("modules_to_save") or ())
         lora = LoRAConfig(
             rank=rank,
+            base="dtype" if four_bit is None else "4bit",
             alpha=alpha,
             targets=_targets(values.get("target_modules"), file, saved),
             dropout=values.get("lora_dropout") or 0.0,
@@ -289,7 +259,7 @@ def open_adapter(directory: Path) -> Adapter:
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str | None):
         raise UserError(f"{path}: base_model_name_or_path {base} is no text\nfix: the directory of the model, or null")
-    return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
+    return Adapter(directory=directory, lora=lora, base=base, file=file, sample=sample, four_bit=four_bit)
 
 
 def _targets(given: object, file: TensorFile, saved: tuple[str, ...]) -> tuple[str, ...]:
@@ -370,16 +340,18 @@ def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") ->
     found.lora.require_model(weights.config)
     found.require_shapes(adapter_shapes(found.lora, shapes))
     found.require_base(Base.of(weights.directory, shapes, weights.read))
-    return replace(weights, adapter=found)
+    return replace(weights, adapter=found, base=None if found.four_bit is None else Dequantized(found.four_bit))
 
 
-def _sample_in(path: Path) -> tuple[float, ...] | None:
-    """Return the sample of the base model in a file of ours; None for other files."""
+def _notes_in(path: Path) -> tuple[tuple[float, ...] | None, torch.dtype | None]:
+    """Return the sample of the base in a file of ours, and its dtype if it was in 4 bits; None for other files."""
     file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: the type stub lacks most methods
-    text = (file.metadata() or {}).get(_SAMPLE)
+    notes = file.metadata() or {}
+    sample, four_bit = notes.get(_SAMPLE), notes.get(_FOUR_BIT)
     try:
-        return None if text is None else tuple(float(word) for word in text.split())
-    except ValueError:
+        numbers = None if sample is None else tuple(float(word) for word in sample.split())
+        return numbers, None if four_bit is None else _DTYPES[four_bit]
+    except (ValueError, KeyError):
         raise UserError(f"{path}: its metadata is damaged\nfix: copy the file again") from None
 
 
@@ -408,6 +380,8 @@ def contents(model: "Llama", base: Base | None) -> Contents:
     metadata = {"format": "pt"}
     if base is not None:
         metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
+    if model.lora.is_4bit:
+        metadata[_FOUR_BIT] = next(name for name, dtype in _DTYPES.items() if dtype == shards[0].dtype)
     tensors = tuple(ShardedTensor.of_weights(peft_name(shard.name), shard) for shard in shards)
     group = TensorGroup(STEM, tensors, metadata, _ONE_FILE)
     return Contents((group,), {CONFIG_FILE: json_bytes(_config(model.lora, base))})
@@ -443,12 +417,6 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
     for shard in shards:
         if shard.count:
             scatter_piece(shard, shard.read(partial(adapter.file.read, peft_name(shard.name))))
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def peft_name(name: str) -> str:

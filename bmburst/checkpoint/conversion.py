@@ -23,7 +23,7 @@ from bmburst.checkpoint.hugging_face import (
 )
 from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
 from bmburst.checkpoint.sharded_files import part_names, write_index
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter, write_json
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped, write_json
 from bmburst.config import read_json
 from bmburst.data.tokenizer import TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
@@ -77,7 +77,8 @@ def convert(
     Values are copied unchanged, or rounded once to `dtype`. Fields that the other family's config.json cannot express
     are stored in a file beside it, together with code that config.json names, so that converting back restores the
     original config.json. At most `PIECE_BYTES` of a tensor are in memory, or twice that if the dtype changes. The
-    output gets its name only when it is complete.
+    output gets its name only when it is complete. A ModelCenter file is on the disk twice while it
+    is written.
 
     Args:
         source: Directory of a Hugging Face model of `bmburst.blocks.families`, of a checkpoint of bmburst, or of a
@@ -155,7 +156,7 @@ def _plan(weights: Weights, target: str, dtype: torch.dtype | None) -> list[_Ten
     plan = []
     for name, (file, inside) in weights.places.items():
         named = model_center_name(name) if target == MODEL_CENTER else name
-        plan.append(_Tensor(name, named, file.shapes[inside], dtype or weights.read(name, 0, 1).dtype))
+        plan.append(_Tensor(name, named, file.shapes[inside], dtype or weights.dtype_of(name)))
     if target == MODEL_CENTER:
         ModelCenterConfig.of(weights.config, _common_dtype(plan))
     return plan
@@ -170,19 +171,17 @@ def _write_weights(
     on_bytes: Callable[[int], object],
 ) -> None:
     parts = [list(plan)] if target == MODEL_CENTER else list(_parts(plan, part_bytes))
-    names = [MODEL_CENTER_FILE] if target == MODEL_CENTER else part_names("model", len(parts))
+    names = part_names("model", len(parts))
     for name, part in zip(names, parts, strict=True):
         announced = [(tensor.target, tensor.shape, tensor.dtype) for tensor in part]
-        writer = (
-            TorchFileWriter(folder / name, announced)
-            if target == MODEL_CENTER
-            else SafetensorsWriter(folder / name, announced, {"format": "pt"})
-        )
-        with writer:
+        with SafetensorsWriter(folder / name, announced, {"format": "pt"}) as writer:
             for tensor in part:
                 for piece in _pieces(weights, tensor):
                     writer.write_run(piece)
                     on_bytes(piece.nbytes)
+    if target == MODEL_CENTER:
+        save_mapped(folder / names[0], folder / MODEL_CENTER_FILE)
+        (folder / names[0]).unlink()
     if len(parts) > 1:
         places = {tensor.target: name for name, part in zip(names, parts, strict=True) for tensor in part}
         write_index(folder, "model", places, sum(tensor.nbytes for tensor in plan))

@@ -8,6 +8,7 @@ the model.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
+from bmburst.blocks.lora import TARGETS
 from bmburst.checkpoint.derived import (
     EMBEDDING,
     FREQUENCIES,
@@ -26,6 +28,7 @@ from bmburst.checkpoint.derived import (
     with_embedding,
     with_own_head,
 )
+from bmburst.checkpoint.four_bit import Dequantized, quantized_piece
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, parts_of, save_together, together
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
@@ -123,6 +126,12 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_matrix(name: str) -> bool:
+    """Return whether a weight is a matrix of a block, such as those that adapters are on."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and module.rpartition(".")[2] in TARGETS
+
+
 def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
     """Check that there are at least as many tensors as layers, before all weights of a config.json are listed.
 
@@ -195,6 +204,7 @@ class Weights:
         config: Configuration of the model.
         places: For every weight, by Hugging Face's name: the open file, and the name in this file.
         adapter: Adapter that is merged into the weights as they are read, or None.
+        base: Quantizes and dequantizes the matrices of blocks before that, as the adapter was trained on them; or None.
     """
 
     directory: Path
@@ -203,18 +213,31 @@ class Weights:
     config: LlamaConfig
     places: Mapping[str, tuple[TensorFile, str]] = field(repr=False)
     adapter: "Adapter | None" = None
+    base: Dequantized | None = None
 
     def read(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the elements [begin, end) of the flattened weight, in the file's dtype.
 
         With an adapter, its product is added in fp32 or wider, and the sum is rounded once to `dtype` (default: the
-        file's dtype).
+        file's dtype). A matrix that was in 4 bits in the adapter's training is quantized and dequantized before.
         """
         file, inside = self.places[name]
-        numbers = file.read(inside, begin, end)
-        if self.adapter is None or not self.adapter.changes(name) or begin == end:
-            return numbers
-        return self.adapter.merged(name, numbers, begin, end, file.shapes[inside][-1]).to(dtype or numbers.dtype)
+        shape, read = file.shapes[inside], partial(file.read, inside)
+        is_changed = self.adapter is not None and self.adapter.changes(name)
+        if self.base is not None and is_matrix(name) and begin < end:
+            numbers = self.base.read(name, prod(shape), read, begin, end)
+        elif is_changed and begin < end:
+            numbers = read(begin, end)
+        else:
+            return read(begin, end)
+        if self.adapter is not None and is_changed:
+            numbers = self.adapter.merged(name, numbers, begin, end, shape[-1])
+        return numbers.to(dtype or self.dtype_of(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return a weight's dtype in the file."""
+        file, inside = self.places[name]
+        return file.read(inside, 0, 1).dtype
 
 
 def open_weights(directory: str | Path) -> Weights:
@@ -273,13 +296,14 @@ def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
 
 
 def load(model: "Llama", directory: str | Path) -> None:
-    """Load the weights of a Hugging Face directory into a model, converted to its dtype.
+    """Load the weights of a Hugging Face directory into a model, converted to its dtype, or quantized from it.
 
     Every rank must call it. Each rank reads only its own shards, so the directory must be visible on every host.
 
     Raises:
         UserError: On all ranks, if `check_weights` fails on a rank, or a number is out of range for fp16 weights.
     """
+    from bmburst.blocks.four_bit import quantized_linears
     from bmburst.zero import named_shards, scatter_piece
 
     files: Mapping[str, TensorFile] = {}
@@ -289,13 +313,21 @@ def load(model: "Llama", directory: str | Path) -> None:
         files = check_weights(directory, model.config)
 
     together(open_files)
-    shards, beyond = named_shards(model), ""
+    shards, beyond, quantized = named_shards(model), "", quantized_linears(model)
+
+    def read(name: str, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        nonlocal beyond
+        numbers = files[name].read(name, begin, end)
+        if dtype == torch.float16 and bool((numbers.abs() > torch.finfo(dtype).max).any()):
+            beyond = name
+        return numbers
+
     for shard in shards:
-        if shard.count and shard.name in files:  # adapters are in separate files
-            piece = shard.read(partial(files[shard.name].read, shard.name))
-            if shard.dtype == torch.float16 and bool((piece.abs() > torch.finfo(shard.dtype).max).any()):
-                beyond = shard.name
-            scatter_piece(shard, piece)
+        if (linear := quantized.get(shard.name)) is not None:
+            name, dtype = f"{shard.name.rpartition('.')[0]}.weight", linear.weight.dtype
+            scatter_piece(shard, quantized_piece(shard, partial(read, name, dtype), linear.shape, dtype))
+        elif shard.count and shard.name in files:  # adapters are in separate files
+            scatter_piece(shard, shard.read(partial(read, shard.name, shard.dtype)))
 
     def require_range() -> None:
         if beyond:

@@ -59,6 +59,8 @@ def load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) 
             "fix: resume with the dtype the run had, or take the weights alone: --init-from"
         )
     for shard in shards:
+        if not shard.is_here:
+            continue
         blocks = _SavedBlocks.read(file, shard) if f"{shard.name}.{_BLOCKS}" in file.shapes else None
         for name in state_names(shard):
             codes = shard.read(partial(file.read, f"{shard.name}.{name}"))

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bmburst.amounts import GIB, finite
+from bmburst.amounts import bytes_text, finite
 from bmburst.cli import training
 from bmburst.config import build_config, read_json, read_layer, to_dict
 from bmburst.errors import UserError
@@ -194,7 +194,13 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
     alone = dataclasses.replace(
-        config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, head_parallel=None, transport="auto"
+        config.parallel,
+        pipeline_parallel=1,
+        data_parallel=1,
+        sequence_parallel=1,
+        tensor_parallel=1,
+        head_parallel=None,
+        transport="auto",
     )
     runs = [
         _CheckRun(name="ranks", nproc=nproc, config=config),
@@ -277,7 +283,7 @@ def _require_space(folder: Path, runs: Sequence[_CheckRun]) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{folder.parent} has {free / GIB:.1f} GiB free, the check writes {needed / GIB:.1f} GiB\n"
+            f"{folder.parent} has {bytes_text(free)} free, the check writes {bytes_text(needed)}\n"
             "fix: TMPDIR=another folder, or fewer layers, for example --model.num_layers 2"
         )
 

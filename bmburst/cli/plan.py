@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
+from bmburst.cli.calibration import calibrate_machine
 from bmburst.config import add_options, given_options, option_name, read_layer
 from bmburst.errors import UserError, require_known
-from bmburst.outputs import is_picture, require_file, write_text
+from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _SETTINGS = MappingProxyType(
         "optimizer.offload": "tried only if GPU memory is too small",
         "optimizer.state": "float32",
         "lora.rank": "0: all weights; with --longest both, with rank 16",
+        "lora.base": "dtype",
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
         "lora.modules_to_save": "none",
@@ -63,6 +65,9 @@ _SETTINGS = MappingProxyType(
 _OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
 _TREES = ("shared_prompt", "answers")
 _OF_HYBRIDS = ("sequence_length", "batch_size", "json")
+_DEGREES = MappingProxyType(
+    {"zero": "--parallel.zero_level", "tensor": "--tensor-parallel", "pipe": "--pipeline-parallel"}
+)
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
 
@@ -97,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--recompute",
         metavar="POLICY,...",
-        help="recompute policies to try, each also for the first N layers only (default: those of docs/recompute.md)",
+        help="recompute policies to try, each also for the first N layers only (default: those of docs/memory.md)",
     )
     add(
         "--parallel.zero_level",
@@ -112,6 +117,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="tensor",
         metavar="N,...",
         help="tensor parallel degrees to try (default: all that fit into a node)",
+    )
+    add(
+        "--pipeline-parallel",
+        "--parallel.pipeline_parallel",
+        dest="pipe",
+        metavar="N,...",
+        help="numbers of pipeline stages to try (default: 1)",
     )
     add(
         "--shared-prompt",
@@ -163,18 +175,15 @@ def run(args: argparse.Namespace) -> int:
             "--calibrate",
             (),
         )
-        if args.output is not None:
-            require_file("--output", args.output, "a hardware file of bmburst plan --calibrate", _is_hardware)
-        return _calibrate(args)
-    training = ("nodes", "recompute", "zero", "tensor", "ways", "write", "output", "longest", *_TREES)
+        return calibrate_machine(args)
+    training = ("nodes", "recompute", "zero", "tensor", "pipe", "ways", "write", "output", "longest", *_TREES)
     if args.generate:
         _refuse(args, settings, (*_SETTINGS, *training), "--generate", _OF_GENERATION)
     elif args.max_new_tokens is not None:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} is an option of --generate\nfix: add --generate")
     if args.longest:
-        _refuse(
-            args, settings, ("sequence_length", "output", "write", "ways", "zero", "pack", *_TREES), "--longest", ()
-        )
+        others = ("sequence_length", "output", "write", "ways", "zero", "pipe", "pack", *_TREES)
+        _refuse(args, settings, others, "--longest", ())
     if args.output is not None and args.output.suffix == ".png":
         require_file("--output", args.output, "a picture of bmburst", is_picture)
     if args.model is not None and not _is_own(args, settings):
@@ -206,7 +215,7 @@ def _refuse(
     for name in names:
         is_given = name in settings if name in _SETTINGS else getattr(args, name) != args.given(name)
         if is_given and name not in allowed:
-            option = {"zero": "--parallel.zero_level", "tensor": "--tensor-parallel"}.get(name, option_name(name, {}))
+            option = _DEGREES.get(name, option_name(name, {}))
             raise UserError(f"{mode} takes no {option}\nfix: leave {option} out, or leave {mode} out")
 
 
@@ -258,6 +267,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "recompute",
         "zero",
         "tensor",
+        "pipe",
         "ways",
         "write",
         "output",
@@ -363,6 +373,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "recompute": _policies(args),
         "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
         "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
+        "pipe": (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe),
     }
     found = search(task, hardware, **tried)
     needs = "" if found[0].memory.fits else remedy(task, hardware, **tried)
@@ -465,31 +476,6 @@ def _placements(settings: Mapping[str, Any]) -> "tuple[Offload, ...]":
     from bmburst.plan.candidates import Offload
 
     return tuple(each for each in Offload if each is not Offload.NOTHING or not settings.get("optimizer.offload"))
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    import torch
-
-    from bmburst.plan.rates import calibrate
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = args.nproc if args.nproc is not None else max(1, gpus)
-    if ranks < 1 or (gpus and ranks > gpus):
-        allowed = f"1 to {gpus}" if gpus else "at least 1"
-        raise UserError(f"--nproc {ranks}\nallowed: {allowed}\nfix: leave it out for {max(1, gpus)}")
-    text = calibrate(args.hardware, ranks, lambda words: print(f"measuring: {words}", file=sys.stderr, flush=True))
-    if args.output is None:
-        print(text, end="")
-    else:
-        write_text("--output", args.output, text)
-        print(f"{args.output}: bmburst plan --hardware {args.output} uses it")
-    return 0
-
-
-def _is_hardware(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(1000)
-    return first.startswith(b"# Measured ") and b"bmburst plan --calibrate" in first
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:

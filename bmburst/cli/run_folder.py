@@ -40,6 +40,11 @@ def checkpoint_to_resume(folder: Path) -> Path:
     return newest
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds files of a run, or its configuration."""
+    return any((folder / name).exists() for name in (CONFIG_FILE, *RUN_TRACES))
+
+
 def lock(stack: contextlib.ExitStack, folder: Path) -> None:
     """Lock a run folder until the stack is closed.
 
@@ -151,7 +156,7 @@ def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
     """
     require_no_file(folder)
     if folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_FILE, TRAINING_LOCK))
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK_FILE, TRAINING_LOCK)))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
             raise _occupied(folder, found[0])

@@ -16,6 +16,7 @@ from bmburst.cli.run_folder import (
     check_fresh,
     checkpoint_to_resume,
     explaining_write_errors,
+    is_run,
     lock,
     make_folder,
     name_folder,
@@ -96,7 +97,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     folder = name_folder(config)
     require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        is_locked = config.output is not None and folder.is_dir()
+        is_locked = config.output is not None and is_run(folder)  # in another's folder no lock is left
         if is_locked:  # before any file of the folder is read
             lock(stack, folder)
             config = training.resolve_options(args, world_size=world_size)

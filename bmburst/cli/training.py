@@ -21,6 +21,7 @@ SHORT = {"data.source": "--data"} | {
         "data_parallel",
         "sequence_parallel",
         "tensor_parallel",
+        "pipeline_parallel",
         "head_parallel",
         "layout",
         "strategy",
@@ -139,9 +140,10 @@ def ranks_of(config: TrainConfig) -> int:
         UserError: There are fewer GPUs than ranks.
     """
     parallel, nproc = config.parallel, config.nproc
+    least = parallel.pipeline_parallel * parallel.data_parallel * parallel.tensor_parallel
     if nproc is None and parallel.sequence_parallel is not None:
-        nproc = parallel.data_parallel * parallel.sequence_parallel * parallel.tensor_parallel
-    return ranks_to_start(nproc, max(2, parallel.data_parallel * parallel.tensor_parallel))
+        nproc = least * parallel.sequence_parallel
+    return ranks_to_start(nproc, max(2, least))
 
 
 def _folder_to_resume(config: TrainConfig, given: Path | None) -> Path:

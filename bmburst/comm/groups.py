@@ -86,6 +86,12 @@ def bmtrain_tensor_degree() -> int:
     return 1 if config is None else int(config["tp_size"])
 
 
+def bmtrain_pipe_degree() -> int:
+    """Return BMTrain's number of pipeline stages; 1 if BMTrain was not started."""
+    config = _bmtrain_config()
+    return 1 if config is None else int(config["pipe_size"])
+
+
 def single_rank_group(world: CheckedCommunicator | None = None) -> CheckedCommunicator:
     """Return the communicator of a group of this rank only, for tensors on the device of `world`, or on CPUs.
 

@@ -406,6 +406,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("data.chat_template", "chat_template"): "template chat_template_path",
         ("pack",): "packing sample_packing pack_sequences",
         ("lora.rank", "lora"): "lora_r lora_rank r rank peft adapter",
+        ("lora.base",): "load_in_4bit qlora quantization_bit quantization bnb_4bit_quant_type",
         ("lora.alpha",): "lora_alpha alpha",
         ("lora.targets",): "lora_target lora_target_modules target_modules lora_target_linear",
         ("lora.dropout",): "lora_dropout",
@@ -421,6 +422,10 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
             "tensor_parallel",
             "parallel.tensor_parallel",
         ): "tp tensor tensor_parallel_size tensor_parallel_degree tp_size tensor_model_parallel_size",
+        (
+            "pipeline_parallel",
+            "parallel.pipeline_parallel",
+        ): "pp pipe pipe_size pipeline_parallel_size pipeline_parallel_degree pp_size pipeline_model_parallel_size",
         (
             "head_parallel",
             "parallel.head_parallel",

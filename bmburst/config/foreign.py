@@ -2,7 +2,7 @@
 
 A reader declares the keys that it understands as a mapping of `Key`, and `require_keys` refuses all others. So a key
 that a new version of the other program adds is refused until somebody has read what it does.
-docs/foreign_settings.md shows the mappings.
+docs/settings.md shows the mappings.
 """
 
 import json

@@ -145,7 +145,7 @@ def read_records(
         if file.kind == "text":
             raise UserError(
                 f"'{file.name}' is plain text beside records\nallowed: JSONL files and data sets of records\n"
-                "fix: leave it out, or make a mixture of both: docs/fine_tuning_data.md"
+                "fix: leave it out, or make a mixture of both: docs/data.md"
             )
         try:
             lines = rows(file, on_read)

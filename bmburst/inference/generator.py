@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bmburst.amounts import GIB
+from bmburst.amounts import bytes_text
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
@@ -91,7 +91,7 @@ class Source:
             found: torch.dtype = getattr(torch, name)
             return found
         first = next(name for name in self.weights.places if name.endswith("q_proj.weight"))
-        return self.weights.read(first, 0, 1).dtype
+        return self.weights.dtype_of(first)
 
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the weights in the dtype of inference."""
@@ -385,7 +385,7 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
         return None
     asked = f"a prompt of {prompt:,} tokens and {length - prompt:,} new ones" if prompt else f"{length:,} tokens"
     return (
-        f"{asked} need {memory.total(1, length) / GIB:.1f} GiB of a rank's memory, {available / GIB:.1f} are free "
+        f"{asked} need {bytes_text(memory.total(1, length))} of a rank's memory, {bytes_text(available)} are free "
         f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
         f"allowed: at most {memory.longest(available):,} tokens, prompt and answer\n"
         "fix: a shorter prompt, fewer new tokens, or more ranks (--nproc)"
@@ -404,7 +404,7 @@ def _with_room_for_weights(
     available = available_memory(comm, device_of_rank(comm))
     if memory.total(1, 1) > available:
         raise UserError(
-            f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free "
+            f"the weights take {bytes_text(memory.weights)} of each rank's memory, {bytes_text(available)} are free "
             f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
             "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.derived import EMBEDDING, HEAD
+from bmburst_ops.nf4 import dequantize
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -200,10 +201,15 @@ class GatheredWeights:
     is_resident = False
 
     def __init__(self, model: "Llama") -> None:
+        from bmburst.blocks.four_bit import quantized_linears
         from bmburst.zero import named_shards
 
         self.config, self._lora = model.config, model.lora
         self._shards: dict[str, NamedShard] = {shard.name: shard for shard in named_shards(model)}
+        self._quantized = {
+            f"{words.rpartition('.')[0]}.weight": (words, each.shape)
+            for words, each in quantized_linears(model).items()
+        }
         first = self._shards[EMBEDDING]
         self.dtype, self.device = first.dtype, first.device
 
@@ -222,9 +228,12 @@ class GatheredWeights:
         """Gather a weight by its Hugging Face name, with its adapter merged."""
         from bmburst.zero import gather
 
-        full = gather(self._shards[name])
-        assert full is not None  # every rank receives it
         stem = name.removesuffix(".weight")
+        held, shape = self._quantized.get(name, (name, None))
+        full = gather(self._shards[held])
+        assert full is not None  # every rank receives it
+        if shape is not None:
+            full = dequantize(full, shape, self.dtype)
         a, b = (self._shards.get(f"{stem}.lora_{letter}") for letter in "AB")
         if a is None or b is None or self._lora is None:
             return full.detach()

@@ -114,7 +114,7 @@ def require_loss(trainer: type) -> None:
             raise UserError(
                 f"{each.__name__} has a loss of its own, which is not computed on split sequences\n"
                 f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
-                "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/preference.md)"
+                "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
             )
 
 
@@ -149,7 +149,7 @@ def require_understood(
     if unknown:
         raise UserError(
             f"{unknown[0]} of {type(trainer).__name__} is not known, so it may mean another thing on split sequences\n"
-            "allowed: the arguments that docs/foreign_settings.md lists\nfix: leave it out"
+            "allowed: the arguments that docs/settings.md lists\nfix: leave it out"
         )
 
 

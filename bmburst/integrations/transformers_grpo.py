@@ -8,7 +8,7 @@ and the result is that of TRL on the same processes.
 Rows are packed without padding. The head returns log-probabilities and entropies, which are gathered; then every rank
 of the group computes TRL's own loss of these rows, and backward takes the gradient of its own tokens. The mean over all
 ranks, which DDP and FSDP2 compute, is that of the ranks' losses. With `share_prompts` the rows of all ranks of a group
-are computed at once as prefix trees; the losses are those of each rank in turn. docs/grpo.md is the guide.
+are computed at once as prefix trees; the losses are those of each rank in turn. docs/hugging_face.md is the guide.
 """
 
 from collections import defaultdict
@@ -79,9 +79,7 @@ class SplitRows:
         """The turns of a loss, in which all ranks of the group hold the same rows; None outside a loss."""
         require_understood(self, [name for name, value in options.items() if value is not None], ALLOWED, ARGUMENTS)
         require_known_engine(self._trainer)
-        _require_exact(self._trainer)
-        for each in filter(None, (self._trainer.model, self._trainer.ref_model)) if share_prompts else ():
-            require_layout(each, split.options.layout, is_tree=True)
+        _require_exact(self._trainer, split.options.layout, share_prompts)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
 
@@ -315,7 +313,7 @@ def _require_read(trainer: type) -> None:
         raise UserError(
             f"the methods of {kind} were not read, so it is not known to be exact on split sequences\n"
             f"allowed: {', '.join(_TRAINERS)}\n"
-            "fix: for SFTTrainer SplitBatches (docs/trl.md); for pairs of answers, bmburst train (docs/preference.md)"
+            "fix: for SFTTrainer SplitBatches (docs/hugging_face.md); for pairs, bmburst train (docs/fine_tuning.md)"
         )
     installed = version("trl")
     if not installed.startswith(TRL):
@@ -331,7 +329,7 @@ def _require_read(trainer: type) -> None:
         )
 
 
-def _require_exact(trainer: Any) -> None:
+def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
     """Check the model, and what TRL has read from it.
 
     Raises:
@@ -360,3 +358,4 @@ def _require_exact(trainer: Any) -> None:
         )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         require_splittable(model, lambda: (1,))
+        require_layout(model, layout, is_tree=share_prompts)

@@ -2,7 +2,7 @@
 
 These make three assumptions that do not hold for split sequences: every rank reads its own batches, a rank's loss is
 the mean over its own labels, and an evaluation has one loss per rank. `share_batches` handles the first one,
-`SplitBatches` all three. docs/trainer.md is the guide.
+`SplitBatches` all three. docs/hugging_face.md is the guide.
 """
 
 from collections.abc import Iterator

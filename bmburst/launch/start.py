@@ -37,7 +37,7 @@ class Runtime:
     """Whether the host runtime replaces CUDA."""
 
 
-def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
+def start(*, seed: int = 0, tensor: int | None = None, pipe: int | None = None) -> Runtime:
     """Start BMTrain on this rank's GPU, or without CUDA on the CPU with the host runtime.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which launchers set; without them
@@ -48,10 +48,11 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
         seed: Seed of all random number generators, from 0 to 2^32 - 1.
         tensor: Tensor parallel degree of the models built later (BMTrain's `tp_size`). Default: 1, or the degree with
             which BMTrain was started.
+        pipe: Stages of a pipeline (BMTrain's `pipe_size`). Default: 1, or the stages of a running BMTrain.
 
     Raises:
-        UserError: The environment does not define a rank, BMTrain is missing, the tensor degree does not divide the
-            ranks or differs from that of a running BMTrain, the seed is invalid, or MASTER_PORT is taken.
+        UserError: The environment does not define a rank, BMTrain is missing, a degree does not divide the ranks or
+            differs from that of a running BMTrain, the seed is invalid, or MASTER_PORT is taken.
     """
     import torch
 
@@ -63,14 +64,15 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
         _complete_environment()
         if not torch.cuda.is_available():
             host.install()
-        _start_bmtrain(seed, 1 if tensor is None else tensor)
+        _start_bmtrain(seed, 1 if tensor is None else tensor, 1 if pipe is None else pipe)
     import bmtrain as bmt
 
-    if tensor is not None and tensor != bmt.config["tp_size"]:
-        raise UserError(
-            f"tensor {tensor}, but BMTrain was started with {bmt.config['tp_size']}\n"
-            f"fix: bmburst.start(tensor={tensor}) before anything else starts BMTrain"
-        )
+    for name, asked, key in (("tensor", tensor, "tp_size"), ("pipe", pipe, "pipe_size")):
+        if asked is not None and asked != bmt.config[key]:
+            raise UserError(
+                f"{name} {asked}, but BMTrain was started with {bmt.config[key]}\n"
+                f"fix: bmburst.start({name}={asked}) before anything else starts BMTrain"
+            )
 
     on_host = host.is_installed()
     local_rank = int(bmt.config["local_rank"])
@@ -110,11 +112,11 @@ def _bmtrain_has_started() -> bool:
     return bmtrain is not None and bool(bmtrain.config["initialized"])
 
 
-def _start_bmtrain(seed: int, tensor: int) -> None:
+def _start_bmtrain(seed: int, tensor: int, pipe: int) -> None:
     import torch
 
     # BMTrain checks this only after the ranks have connected, with an assert.
-    MeshShape.fit(int(os.environ.get("WORLD_SIZE", "1")), tensor=tensor)
+    MeshShape.fit(int(os.environ.get("WORLD_SIZE", "1")), tensor=tensor, pipe=pipe)
 
     from bmburst import host
 
@@ -130,7 +132,8 @@ def _start_bmtrain(seed: int, tensor: int) -> None:
     bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
-        bmtrain.init.init_distributed(seed=seed, tp_size=tensor)
+        # -1: BMTrain makes no communicators for stages.
+        bmtrain.init.init_distributed(seed=seed, tp_size=tensor, pipe_size=pipe if pipe > 1 else -1)
     finally:
         bmtrain.init.print_dict = print_dict
         torch.backends.cudnn.enabled = cudnn  # BMTrain switches it off for the whole process

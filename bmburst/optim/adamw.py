@@ -172,9 +172,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             shard: The parameter.
             name: "exp_avg" or "exp_avg_sq".
         """
-        state, part = self._settled(shard), self.part_of(shard)
-        scales = state.get(SCALES[name])
-        return shard.local(state[name]), None if scales is None else scales[part.blocks if part else slice(0)]
+        state = self._settled(shard)
+        if (scales := state.get(SCALES[name])) is None:
+            return shard.local(state[name]), None
+        part = self.part_of(shard)
+        return shard.local(state[name]), scales[part.blocks if part else slice(0)]
 
     def _settled(self, shard: NamedShard) -> dict[str, Any]:
         kept = host_shard(shard.storage)
@@ -399,7 +401,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def _parts_of(self, storage: torch.Tensor) -> Sequence[Part]:
         found = self._parts.get(storage)
         if found is None:
-            number = next(i for i, each in enumerate(self._parameters()) if each is storage)
+            number = next((i for i, each in enumerate(self._parameters()) if each is storage), None)
+            if number is None:  # of another stage of a pipeline
+                return ()
             # Ranks with copies of each other have the same number in their groups.
             rank = bmt.nccl.commRank(bmt.config["zero_comm"]) if bmt.config["initialized"] else 0
             found = self._parts[storage] = part_of_all(storage.numel(), f"{number} of rank {rank}")
@@ -442,7 +446,7 @@ def build_optimizer(
     """
     found: dict[tuple[float, float], dict[int, torch.Tensor]] = {}
     rates: dict[int, tuple[float, float]] = {}
-    shards = [shard for shard in named_shards(model) if shard.storage.requires_grad]
+    shards = [shard for shard in named_shards(model) if shard.storage.requires_grad and shard.is_here]
     for shard in shards:
         kind, of_storage = kind_of(shard.name, shard.shape), id(shard.storage)
         decay = config.weight_decay if kind in config.weight_decay_on else 0.0

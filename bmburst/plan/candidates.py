@@ -1,8 +1,9 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks are
-placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost, tensor ranks,
-ranks that exchange heads (Ulysses), the ring or gather between such groups, and data parallel ranks.
+A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage.
+Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost,
+tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and
+stages of a pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Literal, cast
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs
+from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
@@ -142,6 +143,11 @@ class Task:
         return self.lora.parameters(self.model) if self.lora else 0
 
     @property
+    def four_bit_saving(self) -> float:
+        """Bytes by which the shards of all blocks are smaller because their matrices are in 4 bits."""
+        return self.model.num_layers * four_bit_saving(self.model, self.lora, self.itemsize)
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a weight and of an element of an activation."""
         return ITEMSIZE[self.dtype]
@@ -194,6 +200,7 @@ class Candidate:
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
         layer: If `recompute` differs by layer, the policy of the layers that are predicted.
         offload: What is in host memory.
+        pipe: Stages of a pipeline.
     """
 
     task: Task
@@ -207,11 +214,12 @@ class Candidate:
     ring_tensors: str = "auto"
     layer: Policy | None = None
     offload: Offload = Offload.NOTHING
+    pipe: int = 1
 
     @cached_property
     def sequence(self) -> int:
         """Number of ranks that share a sequence."""
-        return self.task.gpus // (self.data * self.tensor)
+        return self.task.gpus // (self.pipe * self.data * self.tensor)
 
     @cached_property
     def groups(self) -> int:
@@ -354,7 +362,8 @@ class Candidate:
     def name(self) -> str:
         """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
-        mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
+        pipe = f"pipe {self.pipe} x " if self.pipe > 1 else ""
+        mesh = f"{pipe}data {self.data} x sequence {self.sequence}{tensor}"
         policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
         return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.recompute.policy import Policy
-from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS
+from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS, NF4_BLOCK, NF4_GROUP
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight and of an element of an activation, by dtype."""
@@ -139,6 +139,8 @@ OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS, LEAN)}
 CURRENT = LEAN
 """The operators of `bmburst train` on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN` in the same blocks."""
 SCALED = 8  # bytes per element of the hidden state in backward, for factors on the two residual updates
+FOUR_BIT_BYTES = 1 / 2 + 1 / NF4_BLOCK + WIDE / (NF4_BLOCK * NF4_GROUP)
+"""Bytes of a weight in 4 bits: its code, and its shares of the scale of a block and of the factor of a group."""
 DELTA = 4  # bytes per element of attention's output: rowsum(dO * O)
 BACKWARD = 2.0  # products per weight in backward divided by those in forward: weight gradient and input gradient
 BLOCK_NORMS = 2
@@ -184,6 +186,13 @@ def saved_master(dtype: str) -> int:
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:
     """Return the number of parameters of all blocks, including adapters."""
     return model.num_layers * held_block(model) + (lora.parameters(model) if lora else 0)
+
+
+def four_bit_saving(model: LlamaConfig, lora: LoRAConfig | None, itemsize: int) -> float:
+    """Return the bytes by which the shards of a block are smaller because its matrices are in 4 bits."""
+    if lora is None or not lora.is_4bit:
+        return 0.0
+    return block_matrices(model) * (itemsize - FOUR_BIT_BYTES)
 
 
 def adapter_elements(model: LlamaConfig, lora: LoRAConfig | None, tensor: int = 1) -> int:

@@ -13,7 +13,7 @@ The moments of plain blocks are in `bmburst.plan.moments`, those of blocks that 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -28,6 +28,7 @@ from bmburst.plan.counts import (
     mlp_matrix,
 )
 from bmburst.plan.moments import Lines, Moments, Others, StepMoments
+from bmburst.plan.stages import ends, kept_by_stage, stage_of, stages_per_node
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
@@ -92,6 +93,9 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    if candidate.pipe > 1:
+        stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
+        return max(stages, key=lambda each: (each.lacking, each.total))
     moment, lines, totals, boxes, in_host = _peak(candidate, hardware.workspace, operators)
     outside = boxes | _libraries(candidate.task, hardware)
     most = HOST_SHARE * hardware.host_memory
@@ -109,6 +113,21 @@ def _peak(candidate: Candidate, workspace: float, operators: Operators) -> tuple
     return moment, _used(found[moment]), totals, blocks.outside(), _used(blocks.in_host())
 
 
+def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operators: Operators) -> Memory:
+    """Return the peak memory of a stage of a pipeline."""
+    stage = stage_of(candidate, number)
+    own = memory_of(stage, hardware, operators=operators)
+    more = _used(kept_by_stage(candidate, number, StepMoments(stage, operators)))
+    others = stages_per_node(candidate)
+    return replace(
+        own,
+        lines={**own.lines, **more},
+        outside={**own.outside, **_used(_libraries(candidate.task, hardware))},
+        moments={name: nbytes + sum(more.values()) for name, nbytes in own.moments.items()},
+        host={name: others * nbytes for name, nbytes in own.host.items()},
+    )
+
+
 def host_state(candidate: Candidate) -> Lines:
     """Return the bytes of weights, gradients and optimizer states in a node's host memory."""
     task, nodes = candidate.task, candidate.task.nodes
@@ -117,13 +136,13 @@ def host_state(candidate: Candidate) -> Lines:
     if candidate.offload is Offload.OPTIMIZER:
         return {"optimizer": task.trained / nodes * adam_bytes(task.dtype, task.state)}
     blocks = block_parameters(task.model, task.lora) / nodes
-    trained = task.trained_in_blocks / nodes
+    trained, saved = task.trained_in_blocks / nodes, task.four_bit_saving / nodes
     state = trained * adam_bytes(task.dtype, task.state, with_weights=True)
     state += (task.trained / nodes - trained) * adam_bytes(task.dtype, task.state)
     reference = (
         {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}
     )
-    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize, **reference}
+    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize - saved, **reference}
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:

@@ -14,7 +14,9 @@ from bmburst.plan.counts import (
     Operators,
     adam_bytes,
     adapter_elements,
+    block_matrices,
     block_parameters,
+    four_bit_saving,
     held_block,
     mlp_matrix,
     table,
@@ -96,13 +98,15 @@ class StepMoments:
         is_hosted = candidate.offload is Offload.WEIGHTS
         blocks = block_parameters(model, task.lora) / task.gpus if is_hosted else 0.0
         of_blocks = task.trained_in_blocks / task.gpus if is_hosted else 0.0  # those with gradients
+        saved = task.four_bit_saving / task.gpus
+        visiting = _VISITING * (blocks * task.itemsize - saved) if is_hosted else 0.0
         return {
-            "weights": (share - blocks) * task.itemsize,
+            "weights": (share - blocks) * task.itemsize - (0.0 if is_hosted else saved),
             "gradients": (trained - of_blocks) * task.itemsize,
-            "shards on their way": (_VISITING * blocks + of_blocks) / model.num_layers * task.itemsize,
+            "shards on their way": (visiting + of_blocks * task.itemsize) / model.num_layers,
             "optimizer": trained * adam_bytes(task.dtype, task.state) if candidate.offload is Offload.NOTHING else 0.0,
             "reference's weights": self._reference(is_hosted),
-            "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
+            "whole weights (ZeRO-2)": self._gathered_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
         }
 
@@ -184,6 +188,15 @@ class StepMoments:
     def _block_bytes(self) -> float:
         return held_block(self.model, self.candidate.tensor) * self.task.itemsize + self._adapter_bytes()
 
+    def _gathered_bytes(self) -> float:
+        """A block as ZeRO gathers it: its matrices may be in 4 bits."""
+        return self._block_bytes() - four_bit_saving(self.model, self.task.lora, self.task.itemsize)
+
+    def _dequantized_bytes(self) -> float:
+        """A block's matrices in the run's dtype, beside those in 4 bits."""
+        is_4bit = self.task.lora is not None and self.task.lora.is_4bit
+        return float(block_matrices(self.model) * self.task.itemsize) if is_4bit else 0.0
+
     def _adapter_bytes(self) -> float:
         return float(adapter_elements(self.model, self.task.lora, self.candidate.tensor) * self.task.itemsize)
 
@@ -197,7 +210,7 @@ class StepMoments:
 
     def _weights(self) -> float:
         """A block's weights as gathered by ZeRO-3; with ZeRO-2 they are always on the GPU and counted elsewhere."""
-        return self._block_bytes() if self.candidate.zero == 3 else 0.0
+        return (self._gathered_bytes() if self.candidate.zero == 3 else 0.0) + self._dequantized_bytes()
 
     def _weights_and_gradients(self) -> float:
         return self._weights() + (self._adapter_bytes() if self.task.lora else self._block_bytes())
@@ -295,11 +308,14 @@ class StepMoments:
         }
 
     def _from_block_to_block(self) -> Lines:
-        """Weights and gradients of two blocks are alive; the activations of the first one are already freed."""
+        """Weights and gradients of two blocks are alive; the activations of the first one are already freed.
+
+        Matrices in 4 bits are dequantized after those of the first block are freed.
+        """
         return {
             "kept for backward": self._all_kept(self.kept()) + self.others.segment,
             "back from host memory": self._visiting(backward=True),
-            "gathered weights, gradients": 2 * self._weights_and_gradients(),
+            "gathered weights, gradients": 2 * self._weights_and_gradients() - self._dequantized_bytes(),
             "gradients in flight": self.hidden,
         }
 

@@ -29,6 +29,8 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--dtype", task.dtype, "--batch-size", str(task.batch)]
     if task.micro_batch > 1:
         words += ["--micro-batch-size", str(task.micro_batch)]
+    if candidate.pipe > 1:
+        words += ["--pipeline-parallel", str(candidate.pipe)]
     words += ["--data-parallel", str(candidate.data), "--sequence-parallel", str(candidate.sequence)]
     if candidate.tensor > 1:
         words += ["--tensor-parallel", str(candidate.tensor)]
@@ -48,6 +50,7 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--host-memory", f"{task.host_memory:g}G"]
     if task.lora is not None:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
+        words += ["--lora.base", task.lora.base] if task.lora.is_4bit else []
         for name in ("targets", "rank_pattern", "modules_to_save"):
             if value := getattr(task.lora, name):
                 words += [f"--lora.{name}", ",".join(value)]
@@ -198,7 +201,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
     way, memory = prediction.candidate, prediction.memory
     return {
         "name": way.name,
-        "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
+        "mesh": {"pipe": way.pipe, "data": way.data, "sequence": way.sequence, "tensor": way.tensor},
         "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
@@ -293,6 +296,7 @@ _COLOURS = {
     "zero": "#d6604d",
     "tensor": "#f4a582",
     "offload": "#762a83",
+    "pipeline": "#9970ab",
     "optimizer": "#8c510a",
     "host": "#636363",
 }

@@ -22,12 +22,13 @@ def remedy(
     recompute: Sequence[str] = POLICIES,
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
+    pipe: Sequence[int] = (1,),
     offload: Sequence[Offload] = tuple(Offload),
 ) -> str:
     """Return what a task that does not fit needs, for "it needs ...". The arguments are those of `search`."""
 
     def fitting(asked: Task, machine: Hardware) -> list[float]:
-        found = search(asked, machine, recompute=recompute, zero=zero, tensor=tensor, offload=offload)
+        found = search(asked, machine, recompute=recompute, zero=zero, tensor=tensor, pipe=pipe, offload=offload)
         return [each.memory.in_host for each in found if each.memory.fits]
 
     words = []

@@ -75,6 +75,7 @@ def search(
     recompute: Sequence[str] = POLICIES,
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
+    pipe: Sequence[int] = (1,),
     offload: Sequence[Offload] = tuple(Offload),
 ) -> list[Prediction]:
     """Return the predictions of all ways: those that fit, fastest first, then the others, least memory first.
@@ -87,6 +88,7 @@ def search(
         recompute: Recompute policies to try.
         zero: ZeRO stages to try.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
+        pipe: Numbers of stages to try.
         offload: Kinds of offload to try. Offload is tried only if attention of all layers cannot be kept otherwise.
 
     Raises:
@@ -95,9 +97,9 @@ def search(
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     ways: list[Candidate] = []
     enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
-    spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor)  # mesh, strategy and stage
+    spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)  # mesh, strategy and stage
     for way in spreads:
-        for moved in (each for each in offload if each is not Offload.WEIGHTS or way.zero == 3):
+        for moved in (each for each in offload if each is not Offload.WEIGHTS or (way.zero == 3 and way.pipe == 1)):
             placed = replace(way, offload=moved)
             ways += with_policies(placed, room, recompute)
             if moved is Offload.NOTHING and any(
@@ -118,24 +120,25 @@ def _ordered_by(found: Prediction) -> float:
 def _own_choice_first(found: list[Prediction]) -> list[Prediction]:
     """Put the strategy that `burst_attention` selects on a mesh first among its ways, if it fits and is as fast."""
     ordered: list[Prediction] = []
-    begun: dict[tuple[int, int], Prediction] = {}
+    begun: dict[tuple[int, ...], Prediction] = {}
     for each in found:
         way = each.candidate
-        if (way.data, way.tensor) not in begun:
+        mesh = way.pipe, way.data, way.tensor
+        if mesh not in begun:
             taken = with_attention_choice(way, "auto", None, each.hardware)
-            mesh = (way.data, way.tensor, taken.ulysses_degree, taken.outer)
-            same = (one for one in found if _spread(one) == mesh and one.memory.fits == each.memory.fits)
+            spread = (*mesh, taken.ulysses_degree, taken.outer)
+            same = (one for one in found if _spread(one) == spread and one.memory.fits == each.memory.fits)
             own = next((one for one in same if one.seconds <= each.seconds * (1 + ALIKE_STRATEGIES)), each)
-            begun[way.data, way.tensor] = own
+            begun[mesh] = own
             ordered.append(own)
-        if each is not begun[way.data, way.tensor]:
+        if each is not begun[mesh]:
             ordered.append(each)
     return ordered
 
 
-def _spread(found: Prediction) -> tuple[int, int, int, str]:
+def _spread(found: Prediction) -> tuple[object, ...]:
     way = found.candidate
-    return way.data, way.tensor, way.ulysses_degree, way.outer
+    return way.pipe, way.data, way.tensor, way.ulysses_degree, way.outer
 
 
 def _frugal_first(found: list[Prediction]) -> list[Prediction]:
@@ -158,7 +161,7 @@ def _bytes(found: Prediction) -> tuple[float, float]:
 
 def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:
     """Return the best way of each mesh and strategy, at most `most` of them."""
-    shown: dict[tuple[int, int, int, str], Prediction] = {}
+    shown: dict[tuple[object, ...], Prediction] = {}
     for each in found:
         shown.setdefault(_spread(each), each)
     return list(shown.values())[:most]

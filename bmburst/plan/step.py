@@ -8,6 +8,7 @@ from bmburst.plan.counts import (
     BACKWARD,
     CURRENT,
     DELTA,
+    FOUR_BIT_BYTES,
     SCALED,
     WIDE,
     Operators,
@@ -16,6 +17,7 @@ from bmburst.plan.counts import (
     block_matrices,
     block_parameters,
     forward_flops,
+    four_bit_saving,
     frozen_flops,
     held_block,
     mlp_matrix,
@@ -25,6 +27,7 @@ from bmburst.plan.counts import (
     vocabulary_matrices,
 )
 from bmburst.plan.memory import block_bytes
+from bmburst.plan.stages import ends, send_seconds, stage_of
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
@@ -48,6 +51,7 @@ class StepTime:
         optimizer: AdamW and clipping.
         host: Time by which the host is slower than the GPU.
         reference: Forward pass of the reference model in preference training, else 0.
+        pipeline: Stages that wait for others (the bubble), and transfers between stages.
     """
 
     attention: float
@@ -61,6 +65,7 @@ class StepTime:
     optimizer: float
     host: float
     reference: float = 0.0
+    pipeline: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,8 +89,35 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
+    if candidate.pipe > 1:
+        return _pipeline_time(candidate, hardware, operators)
+    return _step_time(candidate, hardware, operators, has_head=True)
+
+
+def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
+    """Return the seconds of the slowest stage, whose micro-batches the others wait for.
+
+    The first stage waits for the last one as long as `pipe - 1` micro-batches take.
+    """
+    slowest, stages = None, candidate.pipe
+    for number in ends(candidate):
+        stage = stage_of(candidate, number)
+        time = _step_time(stage, hardware, operators, has_head=number == stages - 1)
+        if stage.zero == 2:  # weights are gathered and gradients scattered once a step, and nothing hides it
+            once = 2 * stage.task.model.num_layers * _gather(stage, hardware)
+            time = replace(time, zero=once if stage.task.gpus > stage.tensor else 0.0)
+        if slowest is None or time.total > slowest.total:
+            slowest = time
+    assert slowest is not None
+    bubble = (slowest.total - slowest.optimizer) * (stages - 1) / candidate.micro_steps
+    return replace(slowest, pipeline=bubble + send_seconds(candidate, hardware))
+
+
+def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> StepTime:
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     parts = _outside_layers(candidate, hardware, operators)
+    if not has_head:
+        parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
@@ -177,7 +209,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
     return {
         "attention": kernels + joining,
         "matmul": products.forward + products.backward,
-        "elementwise": elements.forward + elements.backward,
+        "elementwise": elements.forward + elements.backward + _dequantization(kind, hardware),
         "recompute": again,
         "attention_communication": attention.forward.exposed + attention.backward.exposed,
         "zero": _zero(kind, hardware, behind),
@@ -234,6 +266,15 @@ def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) ->
     return _Work(hardware.memory_seconds(forward + turning), hardware.memory_seconds(backward + turning))
 
 
+def _dequantization(candidate: Candidate, hardware: Hardware) -> float:
+    """Seconds in which a layer's matrices in 4 bits are dequantized: for forward, backward, and a segment's forward."""
+    task = candidate.task
+    if task.lora is None or not task.lora.is_4bit:
+        return 0.0
+    seconds = hardware.memory_seconds(block_matrices(task.model) * (FOUR_BIT_BYTES + task.itemsize))
+    return (3 if candidate.policy.feeds_next else 2) * seconds
+
+
 def _again(
     candidate: Candidate,
     hardware: Hardware,
@@ -277,11 +318,13 @@ def _reference(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
     if candidate.tensor > 1:
         seconds += _tensor(replace(candidate, recompute="none"), hardware) / 2
     if task.gpus > candidate.tensor:
-        gather = _gather(candidate, hardware)
+        plain = replace(candidate, task=replace(task, lora=None))
+        gather = _gather(plain if task.second_model else candidate, hardware)
         share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
         seconds += max(share * gather, gather - behind.forward)
     if candidate.offload is Offload.WEIGHTS:
-        shard = block_parameters(task.model) / task.model.num_layers / task.gpus * task.itemsize
+        saved = 0.0 if task.second_model else task.four_bit_saving
+        shard = (block_parameters(task.model) * task.itemsize - saved) / task.model.num_layers / task.gpus
         seconds += max(0.0, shard / hardware.host_bandwidth - behind.forward)
     return seconds
 
@@ -327,7 +370,9 @@ def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
         block_parameters(task.model, task.lora) / layers / task.gpus,
         _trained_of_blocks(candidate) / layers,
     )
-    copy, back = (numbers * task.itemsize / hardware.host_bandwidth for numbers in (weights, trained))
+    saved = task.four_bit_saving / layers / task.gpus
+    copy = (weights * task.itemsize - saved) / hardware.host_bandwidth
+    back = trained * task.itemsize / hardware.host_bandwidth
     update = trained / hardware.host_adam
     first = (copy + update / passes) / layers  # those of the first layer are fully exposed
     # Only the first forward pass of a step waits for updates.
@@ -336,9 +381,10 @@ def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
 
 
 def _gather(candidate: Candidate, hardware: Hardware) -> float:
-    """Seconds of gathering a block's weights."""
+    """Seconds of gathering a block's weights, which may be in 4 bits."""
     task = candidate.task
-    block = held_block(task.model, candidate.tensor) * task.itemsize
+    saved = four_bit_saving(task.model, task.lora, task.itemsize)
+    block = held_block(task.model, candidate.tensor) * task.itemsize - saved
     return collective(hardware, candidate, block, task.gpus // candidate.tensor)
 
 

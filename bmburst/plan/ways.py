@@ -32,7 +32,12 @@ their error. Fractions of attention are left out: at any length they free less m
 
 
 def candidates(
-    task: Task, *, recompute: Sequence[str] = POLICIES, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
+    task: Task,
+    *,
+    recompute: Sequence[str] = POLICIES,
+    zero: Sequence[int] = ZERO,
+    tensor: Sequence[int] | None = None,
+    pipe: Sequence[int] = (1,),
 ) -> list[Candidate]:
     """Return every sensible candidate.
 
@@ -41,42 +46,50 @@ def candidates(
         recompute: Recompute policies to try.
         zero: ZeRO stages to try.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
+        pipe: Numbers of stages to try.
 
     Raises:
         UserError: There is no candidate, or a policy is unknown or names too many layers.
     """
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
+    if task.lora is not None and tensor is not None:
+        task.lora.require_tensor(min(tensor))
     found = [
         replace(each, recompute=policy, zero=stage)
-        for data, degree in _meshes(task, tensor)
-        for each in _attention_candidates(task, data, degree)
+        for stages in pipe
+        for data, degree in _meshes(task, tensor, stages)
+        for each in _attention_candidates(task, data, degree, stages)
         for policy, stage in product(recompute, zero)
     ]
     if not found:
-        raise _none(task, tensor)
+        raise _none(task, tensor, pipe)
     return found
 
 
-def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+def _meshes(task: Task, tensor: Sequence[int] | None, stages: int = 1) -> Iterator[tuple[int, int]]:
     model, passes = task.model, task.batch // task.micro_batch
+    if stages < 1 or task.gpus % stages or stages > model.num_layers or (stages > 1 and task.pairs):
+        return
     for degree in divisors(task.gpus_per_node):
         wanted = tensor is None or degree in tensor
         if not wanted or model.intermediate_size % degree:
             continue
         if not can_share(degree, model.num_heads, model.num_kv_heads):
             continue
-        if degree > 1 and not model.shares_matrices:
+        if degree > 1 and (not model.shares_matrices or (task.lora is not None and task.lora.is_4bit)):
             continue
-        rest = task.gpus // degree
+        rest = task.gpus // stages // degree
+        if (task.gpus // stages) % degree:
+            continue
         for data in divisors(passes):
-            if rest % data == 0 and rest // data <= task.sequence:
+            if rest % data == 0 and rest // data <= task.sequence and passes // data >= stages:
                 yield data, degree
 
 
-def _attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candidate]:
+def _attention_candidates(task: Task, data: int, tensor: int, stages: int) -> Iterator[Candidate]:
     """Yield a candidate for each attention strategy that a mesh can run."""
-    one = Candidate(task=task, data=data, tensor=tensor, ulysses_degree=1, outer="ring")
+    one = Candidate(task=task, data=data, tensor=tensor, pipe=stages, ulysses_degree=1, outer="ring")
     for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, one.mask, one.placement):
         yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
 
@@ -102,7 +115,15 @@ def with_attention_choice(
     return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), ring_tensors=chosen.ring_tensors)
 
 
-def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
+def _none(task: Task, tensor: Sequence[int] | None, pipe: Sequence[int]) -> UserError:
+    if 1 not in pipe:
+        return UserError(
+            f"--pipeline-parallel {','.join(map(str, pipe))} is not possible for {task.model.num_layers} layers on "
+            f"{task.gpus} GPUs with --batch-size {task.batch}"
+            f"{', and not for preference pairs' if task.pairs else ''}\n"
+            "allowed: divisors of the GPUs, at most the layers and the micro-batches of a data parallel group\n"
+            "fix: --pipeline-parallel 1, or a larger --batch-size"
+        )
     if tensor is not None and not any(True for _ in _meshes(task, None)):
         tensor = None
     if tensor is not None:
@@ -124,21 +145,31 @@ def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None
     Raises:
         UserError: No way supports any of them.
     """
-    if not any(Policy.parse(name).allows_tensor(way.tensor) for way in ways for name in policies):
-        Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
+    if any(_is_allowed(name, way) for way in ways for name in policies):
+        return
+    Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
+    Policy.parse(policies[0]).require_stages(min(way.pipe for way in ways))
+
+
+def _is_allowed(name: str, way: Candidate) -> bool:
+    policy = Policy.parse(name)
+    return policy.allows_tensor(way.tensor) and (way.pipe == 1 or policy.allows_stages())
 
 
 def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> Iterator[Candidate]:
     """Yield a candidate with each policy, and with policies for some layers: the first ones, or by segments.
 
-    Policies that do not support the tensor parallelism of `way` are skipped.
+    Policies that do not support the tensor parallelism or the pipeline of `way` are skipped. In a pipeline, only those
+    of `policies` are yielded.
 
     Args:
         way: The candidate without its policy.
         room: The machine in which policies for some layers must fit, from `with_usable_memory`.
         policies: The policies.
     """
-    yield from (replace(way, recompute=name) for name in policies if Policy.parse(name).allows_tensor(way.tensor))
+    yield from (replace(way, recompute=name) for name in policies if _is_allowed(name, way))
+    if way.pipe > 1:
+        return
     some = first_layer_candidates(way, room, policies)
     yield from some
     yield from mlp_output_candidates(way, room, policies, some)

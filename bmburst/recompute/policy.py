@@ -213,6 +213,22 @@ class Policy:
                 f"fix: {replace(self, every=1, offloads_mlp=0).name}, or tensor parallelism 1"
             )
 
+    def allows_stages(self) -> bool:
+        """Return whether it works in a pipeline, in which passes of several micro-batches alternate."""
+        return self.every == 1 and not self.offloads
+
+    def require_stages(self, stages: int) -> None:
+        """Check that the policy works in a pipeline of `stages` stages.
+
+        Raises:
+            UserError: It does not; see `allows_stages`.
+        """
+        if not self.allows_stages():
+            raise UserError(
+                f"recompute policy '{self.name}' in a pipeline of {stages} stages\n"
+                "allowed: policies without +every- and without offload\nfix: --recompute block"
+            )
+
     @property
     def is_uniform(self) -> bool:
         """Whether the policy has no option of a whole model except "+first-N"."""

@@ -1,15 +1,17 @@
 """How ranks share work, as configurations name it: the shape of their mesh, and the strategies of attention.
 
-A mesh has data x sequence x tensor ranks, with sequence groups of nodes x ring x heads ranks.
+A mesh has pipe x data x sequence x tensor ranks, with sequence groups of nodes x ring x heads ranks.
 
-Rank `(d * sequence + s) * tensor + t` is data rank d, sequence rank s and tensor rank t. Ranks of one tensor group are
-consecutive, as in BMTrain's own topology (`tp_id = rank % tp_size`), because they communicate most; then those of a
-sequence, so that a ring stays inside a node if it fits. Inside a sequence group, ranks that exchange heads are
-consecutive and nodes are outermost: `s = (node * ring + r) * heads + h`.
+Rank `((p * data + d) * sequence + s) * tensor + t` is in stage p, and is data rank d, sequence rank s and tensor rank
+t there. Ranks of one tensor group are consecutive, as in BMTrain's own topology (`tp_id = rank % tp_size`, `stage_id =
+rank // (world_size / pipe_size)`), because they communicate most; then those of a sequence, so that a ring stays inside
+a node if it fits. Stages communicate least. Inside a sequence group, ranks that exchange heads are consecutive and
+nodes are outermost: `s = (node * ring + r) * heads + h`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Literal
 
@@ -27,6 +29,7 @@ class MeshShape:
         tensor: Tensor parallel degree: ranks that share each matrix and its heads.
         heads: Ulysses degree: ranks of a sequence that exchange heads; None: chosen by attention.
         nodes: Nodes of a sequence group, with slow links between them.
+        pipe: Pipeline parallel degree: stages, each with a part of the layers.
 
     Raises:
         UserError: An axis is smaller than 1, or nodes x heads does not divide the sequence.
@@ -37,12 +40,14 @@ class MeshShape:
     tensor: int = 1
     heads: int | None = None
     nodes: int = 1
+    pipe: int = 1
 
     def __post_init__(self) -> None:
         axes = {"data": self.data, "sequence": self.sequence, "tensor": self.tensor, "nodes": self.nodes}
+        axes["pipe"] = self.pipe
         for name, ranks in axes.items() if self.heads is None else (axes | {"heads": self.heads}).items():
             _require_whole(name, ranks)
-        if min(self.data, self.sequence, self.tensor) < 1:
+        if min(self.data, self.sequence, self.tensor, self.pipe) < 1:
             raise UserError(
                 f"{self} has an axis without ranks\nallowed: at least 1 rank on each axis\n"
                 "fix: give 1 for an axis that is not used"
@@ -54,7 +59,8 @@ class MeshShape:
 
     def __str__(self) -> str:
         tensor = f" x tensor {self.tensor}" if self.tensor != 1 else ""
-        return f"data {self.data} x sequence {self.sequence}{tensor}"
+        pipe = f"pipe {self.pipe} x " if self.pipe != 1 else ""
+        return f"{pipe}data {self.data} x sequence {self.sequence}{tensor}"
 
     @classmethod
     def fit(
@@ -65,63 +71,77 @@ class MeshShape:
         tensor: int = 1,
         heads: int | None = None,
         nodes: int | None = None,
+        pipe: int = 1,
     ) -> "MeshShape":
         """Return the mesh of `world_size` ranks.
 
         Args:
             world_size: Total number of ranks.
-            data: Default: world_size / (sequence x tensor), or 1 without `sequence`.
-            sequence: Default: world_size / (data x tensor).
+            data: Default: world_size / (pipe x sequence x tensor), or 1 without `sequence`.
+            sequence: Default: world_size / (pipe x data x tensor).
             tensor: Ranks that share each matrix.
             heads: See the attributes.
             nodes: See the attributes; by default 1.
+            pipe: Stages.
 
         Raises:
             UserError: The product of the axes is not `world_size`; the message names values that fit.
         """
-        for name, ranks in (("world_size", world_size), ("data", data), ("sequence", sequence), ("tensor", tensor)):
+        given = {"world_size": world_size, "data": data, "sequence": sequence, "tensor": tensor, "pipe": pipe}
+        for name, ranks in given.items():
             if ranks is not None:
                 _require_whole(name, ranks)
-        _require_part("tensor", tensor, world_size, f"{world_size} ranks")
-        rest = world_size // tensor
+        _require_part("pipe", pipe, world_size, f"{world_size} ranks")
+        of_stage = world_size // pipe
+        _require_part("tensor", tensor, of_stage, f"{of_stage} ranks" + (" of a stage" if pipe > 1 else ""))
+        rest = of_stage // tensor
         if data is None:
             data = max(1, rest // sequence) if sequence else 1
         if sequence is None:
             sequence = rest // data if data else 0
         if data < 1 or sequence < 1 or data * sequence != rest:
             each = "" if tensor == 1 else f" with tensor {tensor}"
+            each += "" if pipe == 1 else f" with pipe {pipe}"
             raise UserError(
                 f"{world_size} ranks cannot form a mesh of data {data} x sequence {sequence}{each}\n"
                 f"fix: data x sequence must be {rest}, each one of {', '.join(map(str, divisors(rest)))}"
             )
-        return cls(data, sequence, tensor, heads, 1 if nodes is None else nodes)
+        return cls(data, sequence, tensor, heads, 1 if nodes is None else nodes, pipe)
 
     @property
     def size(self) -> int:
         """Total number of ranks."""
+        return self.pipe * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a stage."""
         return self.data * self.sequence * self.tensor
 
     def sequence_groups(self) -> list[list[int]]:
         """Return the global ranks of each sequence group, in ring order."""
         return [
-            [self._rank(d, s, t) for s in range(self.sequence)] for d in range(self.data) for t in range(self.tensor)
+            [self._rank(p, d, s, t) for s in range(self.sequence)]
+            for p, d, t in product(*map(range, (self.pipe, self.data, self.tensor)))
         ]
 
     def data_groups(self) -> list[list[int]]:
         """Return the global ranks of each data group."""
         return [
-            [self._rank(d, s, t) for d in range(self.data)] for s in range(self.sequence) for t in range(self.tensor)
+            [self._rank(p, d, s, t) for d in range(self.data)]
+            for p, s, t in product(*map(range, (self.pipe, self.sequence, self.tensor)))
         ]
 
     def tensor_groups(self) -> list[list[int]]:
         """Return the global ranks of each tensor group: ranks with parts of the same matrices, for the same tokens."""
         return [
-            [self._rank(d, s, t) for t in range(self.tensor)] for d in range(self.data) for s in range(self.sequence)
+            [self._rank(p, d, s, t) for t in range(self.tensor)]
+            for p, d, s in product(*map(range, (self.pipe, self.data, self.sequence)))
         ]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return data rank, sequence rank and tensor rank of a global rank."""
-        rest, t = divmod(rank, self.tensor)
+        """Return data rank, sequence rank and tensor rank of a global rank, in its stage."""
+        rest, t = divmod(rank % self.stage_size, self.tensor)
         d, s = divmod(rest, self.sequence)
         return d, s, t
 
@@ -151,8 +171,8 @@ class MeshShape:
         _require_part("tensor", self.tensor, width, f"{name} {width}")
         return width // self.tensor
 
-    def _rank(self, data: int, sequence: int, tensor: int) -> int:
-        return (data * self.sequence + sequence) * self.tensor + tensor
+    def _rank(self, pipe: int, data: int, sequence: int, tensor: int) -> int:
+        return ((pipe * self.data + data) * self.sequence + sequence) * self.tensor + tensor
 
 
 def divisors(number: int) -> list[int]:

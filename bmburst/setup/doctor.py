@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 from bmburst.errors import one_line
 from bmburst.setup import bmtrain, system
-from bmburst.setup.bmtrain import MachineCode, capabilities, read_machine_code
+from bmburst.setup.bmtrain import capabilities
 from bmburst.setup.system import PIP, Finding, Status
 
 __all__ = ["CHECKS", "Check", "Finding", "Status", "can_train", "examine", "to_json", "to_text"]
@@ -122,39 +121,6 @@ def linear_attention(name: str) -> Finding:
     return Finding(name, "ok", _version("fla-core"))
 
 
-def cpm_kernels(name: str, gpus: list[int] | None = None) -> Finding:
-    """Compare the machine code in cpm-kernels with GPUs. It has no PTX for other GPUs.
-
-    The package is only used if it is selected by name, `norm_kernel="cpm-kernels"`.
-
-    Args:
-        name: Name of the finding.
-        gpus: Compute capabilities, as of `capabilities`; by default of this machine's GPUs.
-    """
-    spec = importlib.util.find_spec("cpm_kernels")
-    gpus = capabilities() if gpus is None else gpus
-    if spec is None or not spec.submodule_search_locations:
-        return Finding(name, "note", "not installed, not needed: norms in float16, on sm_70 to sm_89")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    codes = [read_machine_code(path.read_bytes()) for path in sorted(folder.rglob("*.fatbin"))]
-    code = MachineCode(
-        cubins=frozenset[int]().union(*(code.cubins for code in codes)),
-        ptx=frozenset[int]().union(*(code.ptx for code in codes)),
-    )
-    found = f"{_version('cpm-kernels')}, {code}"
-    if not gpus:
-        return Finding(name, "note", f"{found}; no GPU here to run it")
-    unable = sorted({f"sm_{sm}" for sm in gpus if not code.runs_on(sm)})
-    if unable:
-        return Finding(name, "note", f"{found}: cannot run on {', '.join(unable)}, and is refused there")
-    try:
-        importlib.import_module("cpm_kernels")
-    except (ImportError, OSError, RuntimeError) as error:  # its import calls the driver and the CUDA runtime
-        lacks = isinstance(error, ModuleNotFoundError) and error.name == "pkg_resources"
-        return Finding(name, "broken", one_line(error), f"{PIP} install 'setuptools<82'" if lacks else "")
-    return Finding(name, "ok", found)
-
-
 def _imported(name: str, module: str, distribution: str, absent: str, install: str, *, again: str = "") -> Finding:
     """Import a module. `absent` is the detail if it is missing, `again` are pip's options to replace a broken one."""
     if not _is_there(module):
@@ -229,7 +195,6 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
     Check("kernel fla", linear_attention),
-    Check("cpm-kernels", cpm_kernels),
     Check("numpy", PackageCheck("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
     Check("PyYAML", PackageCheck("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),
     Check("safetensors", PackageCheck("safetensors", "safetensors", "checkpoints"), needed=True, with_torch=False),

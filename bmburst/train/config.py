@@ -15,8 +15,10 @@ from bmburst.optim.config import OptimizerConfig
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
+from bmburst.schedule.pipeline import require_micro_batches
 from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import DataConfig, DPOConfig, LayoutName, ParallelConfig, filled
+from bmburst.train.stages import require_pipeline
 
 __all__ = [
     "BYTE_IDS",
@@ -60,7 +62,12 @@ class TrainConfig:
         above=0,
         maximum=1e6,
     )
-    batch_size: int = field("Sequences per step, over all data ranks.", default=1, unit="sequences", minimum=1)
+    batch_size: int = field(
+        "Sequences per step, over all data ranks. The default in a pipeline is a micro-batch for each stage.",
+        default=1,
+        unit="sequences",
+        minimum=1,
+    )
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
@@ -73,7 +80,7 @@ class TrainConfig:
         "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
         "host memory, +offload-all attention too; +first-20 is for the first 20 layers only; +every-4, "
         "+keep-attention-last-8, +offload-first-12, +offload-attention-first-6, +offload-mlp-first-12: "
-        "docs/recompute.md. auto: the fastest that fits.",
+        "docs/memory.md. auto: the fastest that fits.",
         default="block-keep-attention",
     )
     host_memory: float | None = field(
@@ -115,15 +122,20 @@ class TrainConfig:
     init_from: Path | None = field(  # noqa: RUF009
         "Hugging Face model directory whose weights and shape the run starts from.", default=None
     )
-    sample_tokens: int = field(
-        "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
+    sample_tokens: int | None = field(
+        "Length of the text that is generated at the end; 0: none.",
+        default=None,
+        none_text="auto",
+        default_text="256; 0 in a pipeline",
+        unit="tokens",
+        minimum=0,
     )
     context_report: bool | None = field(
         "Whether the run ends with losses of held-out text by position and by document length, and pass keys at three "
         "depths, in context.json and a picture.",
         default=None,
         none_text="auto",
-        default_text="true for sequences of 4096 tokens or more",
+        default_text="true for sequences of 4096 tokens or more, except in a pipeline",
     )
     hang_timeout: float = field(
         "Time after which a step without progress ends the run; 0: no limit.",
@@ -158,7 +170,7 @@ class TrainConfig:
     nproc: int | None = field(
         "Number of ranks to start on this machine.",
         default=None,
-        default_text="data * sequence * tensor parallel where sequence is given, else all GPUs, else at least 2",
+        default_text="the parallel degrees multiplied where sequence_parallel is given, else all GPUs, else at least 2",
         unit="processes",
         minimum=1,
     )
@@ -218,6 +230,7 @@ class TrainConfig:
                 "allowed: pack trees, the default for preference pairs, and documents\nfix: --pack trees"
             )
         self.lora.require_model(self.model)
+        self.lora.require_tensor(self.parallel.tensor_parallel)
         self._require_plain_pairs()
         if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
             raise UserError(
@@ -225,6 +238,7 @@ class TrainConfig:
                 "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
                 "fix: --init-from DIR"
             )
+        require_pipeline(self)
         self.model.require_packing(self.pack)
         if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
@@ -248,6 +262,13 @@ class TrainConfig:
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
                 f"allowed: at least {BYTE_IDS}\nfix: --model.vocab_size {BYTE_IDS}, or another --data.tokenizer"
             )
+
+    @property
+    def sampled(self) -> int:
+        """Length of the text that is generated at the end."""
+        if self.sample_tokens is None:
+            return 256 if self.parallel.pipeline_parallel == 1 else 0
+        return self.sample_tokens
 
     @property
     def reference(self) -> Path | None:
@@ -280,30 +301,37 @@ class TrainConfig:
             UserError: The parallel degrees do not fit the number of ranks.
         """
         data, sequence = self.parallel.data_parallel, self.parallel.sequence_parallel
-        tensor = self.parallel.tensor_parallel
-        if world_size < 1 or world_size % tensor:
-            raise UserError(
-                f"tensor_parallel {tensor} does not divide {world_size} ranks\n"
-                f"allowed: {', '.join(map(str, divisors(world_size)))}\n"
-                f"fix: --nproc {tensor * max(1, world_size // tensor)}, or another --tensor-parallel"
-            )
-        if sequence is not None and data * sequence * tensor != world_size:
-            shape = MeshShape(data, sequence, tensor)
-            product = f"data_parallel {data} x sequence_parallel {sequence}"
+        tensor, pipe = self.parallel.tensor_parallel, self.parallel.pipeline_parallel
+        inner = 1
+        for name, degree in (("pipeline_parallel", pipe), ("tensor_parallel", tensor)):
+            if world_size < 1 or world_size % (inner * degree):
+                raise UserError(
+                    f"{name} {degree} does not divide {world_size // inner} ranks"
+                    f"{' of a stage' if inner > 1 else ''}\n"
+                    f"allowed: {', '.join(map(str, divisors(world_size // inner)))}\n"
+                    f"fix: --nproc {inner * degree * max(1, world_size // (inner * degree))}, "
+                    f"or another --{name.replace('_', '-')}"
+                )
+            inner *= degree
+        if sequence is not None and data * sequence * inner != world_size:
+            shape = MeshShape(data, sequence, tensor, pipe=pipe)
+            product = f"pipeline_parallel {pipe} x " if pipe > 1 else ""
+            product += f"data_parallel {data} x sequence_parallel {sequence}"
             product += f" x tensor_parallel {tensor}" if tensor > 1 else ""
             raise UserError(
                 f"{product} is {shape.size} ranks, but there are {world_size}\n"
                 f"fix: --nproc {shape.size}, or leave --sequence-parallel out"
             )
-        rest = world_size // tensor
+        rest = world_size // inner
         if rest % data:
             each = f" with tensor_parallel {tensor}" if tensor > 1 else ""
+            each += f" with pipeline_parallel {pipe}" if pipe > 1 else ""
             raise UserError(
                 f"data_parallel {data} does not divide {world_size} ranks{each}\n"
                 f"allowed: {', '.join(map(str, divisors(rest)))}\n"
-                f"fix: --nproc {data * tensor * max(1, rest // data)}, or another --data-parallel"
+                f"fix: --nproc {data * inner * max(1, rest // data)}, or another --data-parallel"
             )
-        shape = MeshShape(data, rest // data, tensor)
+        shape = MeshShape(data, rest // data, tensor, pipe=pipe)
         self.parallel.require_exchange(self.model, shape)
         return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
@@ -334,6 +362,8 @@ class TrainConfig:
                 f"{self.micro_batch_size}\nallowed: multiples of {group}\n"
                 f"fix: --batch-size {group * -(-self.batch_size // group)}"
             )
+        if shape.pipe > 1:
+            require_micro_batches(shape.pipe, self.batch_size // group)
         if self.sequence_length < sequence:
             raise UserError(
                 f"sequence_length {self.sequence_length} leaves some of {sequence} sequence ranks without a token\n"

@@ -17,7 +17,7 @@ from bmburst.train.config import TrainConfig
 
 _AMPERE = (8, 0)
 _QUERY = ("--query-gpu=name,compute_cap", "--format=csv,noheader")
-MESH = tuple(f"parallel.{axis}_parallel" for axis in ("data", "sequence", "tensor", "head"))
+MESH = tuple(f"parallel.{axis}_parallel" for axis in ("pipeline", "data", "sequence", "tensor", "head"))
 
 
 @dataclass(frozen=True, slots=True)

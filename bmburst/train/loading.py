@@ -180,26 +180,37 @@ def _mask(lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Document
     return Documents(lengths) if parents is None else Tree(parents, lengths)
 
 
-def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) -> Tensor:
+def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False, stream: Tensor | None = None) -> Tensor:
     """Return the sum of the token losses of this rank's part of sequences, in nats.
 
     Args:
         model: The model, sharded over all ranks.
         batch: Batch on this rank's device; every rank has its part of the same sequences.
         per_token: Whether to return the loss of each token, `[rows, local_tokens]`, instead of the sum.
+        stream: On the last stage of a pipeline, the stream of the stage before.
 
     Raises:
         UserError: Layout "balanced" gets several sequences with documents.
     """
     tokens, labels, positions = batch.ids
-    loss = partial(model.loss, per_token=True) if per_token else model.loss  # a class may have a `loss` without it
+    options: dict[str, Any] = {"per_token": True} if per_token else {}  # a class may have a `loss` without it
     if (keys := batch.dropout_keys) is not None:
-        loss = partial(loss, keys=keys)
+        options["keys"] = keys
+    loss = model.loss if stream is None else partial(model.stage_loss, stream)
+    return loss(tokens, positions, labels, *_extent(batch), **options)
+
+
+def token_stream(model: "Llama", batch: LocalBatch, stream: Tensor | None) -> Tensor:
+    """Return the stream after a stage of a pipeline that is not the last; arguments as in `token_losses`."""
+    tokens, _, positions = batch.ids
+    return model.advance(tokens, positions, *_extent(batch), keys=batch.dropout_keys, stream=stream)
+
+
+def _extent(batch: LocalBatch) -> tuple[Any, ...]:
+    """Return length and mask as the model takes them."""
     if batch.masks is None:
-        return loss(tokens, positions, labels, batch.length)
-    mask = batch.masks[0] if len(batch.masks) == 1 else batch.masks
-    # No length: the masks define it.
-    return loss(tokens, positions, labels, None, mask)
+        return (batch.length,)
+    return None, batch.masks[0] if len(batch.masks) == 1 else batch.masks  # no length: the masks define it
 
 
 _Key = TypeVar("_Key")

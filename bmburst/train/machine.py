@@ -60,6 +60,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         task=task,
         data=shape.data,
         tensor=shape.tensor,
+        pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
         transport=_transport(parallel.transport, hardware),
@@ -137,7 +138,7 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
     if config.host_memory is not None and total is not None and config.host_memory * GIB > total:
         raise UserError(
             f"host_memory {config.host_memory:g} GiB is more than this machine has\n"
-            f"allowed: at most {total / GIB:.1f} GiB\nfix: --host-memory {int(total / GIB)}G, or leave it out"
+            f"allowed: at most {bytes_text(total)}\nfix: --host-memory {int(total / GIB)}G, or leave it out"
         )
     memory = HostBudget.of(config, [available_bytes()])
     if memory is not None:

@@ -257,8 +257,10 @@ def _first_layers(
 def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
     """Yield (options, configuration with them, factor on the number of ranks), the cheapest changes first."""
     single: list[tuple[str, TrainConfig]] = []
+    has_stages = config.parallel.pipeline_parallel > 1
     for policy in sorted(POLICIES, key=lambda name: -Policy.parse(name).attention):
-        if policy not in ("none", config.recompute):
+        is_possible = not has_stages or Policy.parse(policy).allows_stages()
+        if policy not in ("none", config.recompute) and is_possible:
             single.append((f"--recompute {policy}", config.replace(recompute=policy)))
     if config.parallel.zero_level == 2:
         three = replace(config.parallel, zero_level=3)
@@ -267,20 +269,20 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
     if not config.optimizer.offload:
         single.append(("--optimizer.offload", _offloaded(config)))
-    if not config.optimizer.offload_weights and config.parallel.zero_level == 3:
+    can_stream = config.parallel.zero_level == 3 and not has_stages
+    if not config.optimizer.offload_weights and can_stream:
         single.append((_STREAMED, _offloaded(config, weights=True)))
-    for state in smaller_states(config.optimizer.state) if config.optimizer.kernel == "auto" else ():
-        changed = config.replace(optimizer=replace(config.optimizer, state=state))
-        single.append((f"--optimizer.state {state}", changed))
     yield from ((words, changed, 1) for words, changed in single)
     frugal = _offloaded(config).replace(recompute=_FRUGAL)
     both = f"--optimizer.offload --recompute {_FRUGAL}"
     yield both, frugal, 1
-    if config.parallel.zero_level == 3:
+    if can_stream:
         yield f"{_STREAMED} --recompute {_FRUGAL}", _offloaded(frugal, weights=True), 1
     smallest = frugal.replace(loss_chunk_tokens=min(config.loss_chunk_tokens, _SMALL_CHUNK))
     all_three = f"{both} --loss-chunk-tokens {smallest.loss_chunk_tokens}"
     yield all_three, smallest, 1
+    for state in smaller_states(config.optimizer.state) if config.optimizer.kernel == "auto" else ():
+        yield f"--optimizer.state {state}", config.replace(optimizer=replace(config.optimizer, state=state)), 1
     for times in _MORE_RANKS:
         yield f"{times} times the ranks, all of them in --sequence-parallel", _spread(config, times), times
     for times in _MORE_RANKS:

@@ -86,11 +86,11 @@ class StepMonitor:
         facts: StepFacts,
         rate: float,
         seconds: float,
+        norms: Mapping[str, float],
+        balance: Balance | None,
         *,
         scale: float | None,
         text_bytes: int,
-        norms: Mapping[str, float],
-        balance: Balance | None,
     ) -> StepMetrics:
         """Return the metrics of a finished step.
 
@@ -98,10 +98,10 @@ class StepMonitor:
             facts: Facts of the step.
             rate: Its learning rate.
             seconds: Its time on this rank.
-            scale: Its loss scale.
-            text_bytes: Bytes of text that its labels encode.
             norms: Norm of the gradient of each kind of parameter.
             balance: How equal the predicted costs of the data groups are; None: not known.
+            scale: Its loss scale.
+            text_bytes: Bytes of text that its labels encode.
         """
         shape, config = self._shape, self._config
         used = self._flops.of(

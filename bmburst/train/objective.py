@@ -20,6 +20,7 @@ from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch, token_losses
+from bmburst.train.pipelined import stage_loss
 from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -64,14 +65,18 @@ def measure(
         cut: This rank's shard of a sequence.
         batches: The text.
         device: Device of this rank.
-        positions: Collects the losses of this rank's tokens by position; None: not collected.
+        positions: Collects the losses of this rank's tokens by position; None: not collected. Not in a pipeline.
     """
+    assert positions is None or mesh.shape.pipe == 1
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = text_bytes = 0
     with torch.no_grad():
         for batch in batches:
             part = LocalBatch.read(cut, batch).to(device)
-            losses = token_losses(model, part, per_token=positions is not None)
+            if mesh.shape.pipe > 1:
+                losses = stage_loss(model, part)
+            else:
+                losses = token_losses(model, part, per_token=positions is not None)
             nats += losses.sum(dtype=torch.float64)
             if positions is not None:
                 positions.add(losses, part.ids[2], part.labels)
@@ -109,8 +114,8 @@ class StepObjective(Protocol):
     def rewards(self) -> Tensor | None:
         """This rank's contributions to the mean reward margin and the accuracy, `[2]`; None without pairs."""
 
-    def forward(self, part: LocalBatch) -> Tensor:
-        """Return the scalar of a micro-batch for `OptimManager.backward`."""
+    def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
+        """Return the scalar of a micro-batch for `OptimManager.backward`; `stream` as in `token_losses`."""
 
 
 class Objective(Protocol):
@@ -156,23 +161,25 @@ class _TokenStep:
         self._model, shape = objective.model, objective.mesh.shape
         # Counted globally: the mean must not depend on the distribution of labels over ranks and micro-batches.
         (counted,) = objective.mesh.world.all_reduce(count_valid(batch.labels)).wait()
-        self.tokens = counted // shape.tensor  # the ranks of a tensor group have the same labels
+        alike = shape.tensor * shape.pipe  # ranks of a tensor group, and of all stages, that have the same labels
+        self.tokens = counted // alike
         self._total = self.tokens
         if batch.weights is not None:
             own = torch.where(batch.labels == IGNORE_INDEX, 0.0, batch.weights).sum()
             (total,) = objective.mesh.world.all_reduce(own).wait()
-            self._total = torch.where(total > 0, total / shape.tensor, 1.0)
+            self._total = torch.where(total > 0, total / alike, 1.0)
         self.share = torch.zeros((), dtype=torch.float64, device=objective.device)
         self.rewards = None
-        self._ranks = shape.size
+        self._ranks, self._stages = shape.stage_size, shape.pipe
 
-    def forward(self, part: LocalBatch) -> Tensor:
+    def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
+        losses = token_losses(self._model, part, per_token=part.weights is not None, stream=stream)
         if part.weights is None:
-            result = global_mean(token_losses(self._model, part), self._total, self._ranks)
+            result = global_mean(losses, self._total, self._ranks)
         else:
-            losses, own = token_losses(self._model, part, per_token=True), self._model.tensor.own(part.weights)
+            own = self._model.tensor.own(part.weights)
             result = (losses * own.to(losses.dtype)).sum() * (self._ranks / self._total).to(losses.dtype)
-        self.share += result.detach()
+        self.share += self._stages * result.detach()  # the other stages contribute nothing to the mean over all ranks
         return result
 
 
@@ -305,7 +312,8 @@ class _PairStep:
         self._pairs = counted[1] // self._shared
         self._sums = torch.zeros(3, dtype=torch.float64, device=objective.device)
 
-    def forward(self, part: LocalBatch) -> Tensor:
+    def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
+        assert stream is None  # not in a pipeline
         found, surrogate = self._objective.compare(part)
         self._sums += found.sums()
         return self._mean(surrogate)

@@ -54,12 +54,13 @@ def beginning(
     adapters = config.lora.parameters(model)
     whole = f" and {counted(saved)} of whole modules" if (saved := config.lora.saved(model)) else ""
     trained = f", {counted(adapters)} of adapters{whole} trained" if adapters else ""
+    held = f"{config.dtype}, matrices of blocks in 4 bits" if config.lora.is_4bit else config.dtype
     tokens = config.batch_size * config.sequence_length
-    axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
+    axes = [(axis, getattr(shape, axis)) for axis in ("pipe", "data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
     epochs = config.epochs or config.steps * config.batch_size / max(sequences[0], 1)
     rows = [
-        ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {config.dtype}"),
+        ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {held}"),
         ("data", f"{config.data.source} ({tokenizer}): {sequences[0]:,} sequences, {sequences[1]:,} held out"),
         ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
         ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),

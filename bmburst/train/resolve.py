@@ -92,6 +92,7 @@ def resolve(
         given["preset"] = None
     _follow_model(given, below, above)
     set_defaults_of_data(given)
+    _set_default_of_stages(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
 
 
@@ -359,6 +360,14 @@ def _at(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
+
+
+def _set_default_of_stages(given: dict[str, Any]) -> None:
+    """Set the default batch of a pipeline: a micro-batch for each stage, without which stages only wait."""
+    parallel = given.get("parallel") or {}
+    if (stages := parallel.get("pipeline_parallel", 1)) > 1:
+        one = parallel.get("data_parallel", 1) * given.get("micro_batch_size", 1)
+        given.setdefault("batch_size", stages * one)
 
 
 def set_defaults_of_data(given: dict[str, Any]) -> None:

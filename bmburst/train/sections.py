@@ -157,11 +157,17 @@ class ParallelConfig:
     sequence_parallel: int | None = field(
         "Ranks that share each sequence.",
         default=None,
-        default_text="ranks / data_parallel / tensor_parallel",
+        default_text="ranks / data_parallel / tensor_parallel / pipeline_parallel",
         unit="ranks",
         minimum=1,
     )
     tensor_parallel: int = field("Ranks that share each matrix and the heads.", default=1, unit="ranks", minimum=1)
+    pipeline_parallel: int = field(
+        "Stages of a pipeline: groups of ranks that hold different layers. Micro-batches pass through them in turn.",
+        default=1,
+        unit="stages",
+        minimum=1,
+    )
     head_parallel: int | None = field(
         "Ulysses degree: ranks that exchange attention heads. Between such groups attention uses a ring or a gather.",
         default=None,

@@ -118,7 +118,7 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
         _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
-        if config.sample_tokens:
+        if config.sampled:
             _require_tokenizer(text)
         return text
     _read_tokenizer(text.tokenizer.name, None, config.data.chat_template)

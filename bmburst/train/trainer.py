@@ -33,6 +33,7 @@ from bmburst.train.memory_plan import expected_memory, explained, offloaded_piec
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst.train.monitor import StepMonitor
 from bmburst.train.objective import make_objective
+from bmburst.train.pipelined import run_stage
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
@@ -101,7 +102,8 @@ class Trainer:
         if config.output is None:
             raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
         self._asked = config
-        self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
+        parallel = config.parallel
+        self.runtime = start(seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel)
         config.validate(self.runtime.world_size)
         require_dtype(config.dtype, self.runtime.device)
         # Import after `start`: these modules import BMTrain.
@@ -110,7 +112,6 @@ class Trainer:
         from bmburst.optim.adamw import build_optimizer
         from bmburst.optim.norms import GradientNorms
 
-        parallel = config.parallel
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
@@ -209,8 +210,9 @@ class Trainer:
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
         scale, batches = self._manager.loss_scale, self.batches
-        found = {"norms": dict(zip(self._norms.kinds, facts.grad_norms, strict=True)), "balance": batches.balance}
-        return monitor.metrics(facts, rate, seconds, scale=scale, text_bytes=batches.text_bytes, **found)
+        norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
+        known = facts, rate, seconds, norms, batches.balance
+        return monitor.metrics(*known, scale=scale, text_bytes=batches.text_bytes)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.
@@ -240,11 +242,15 @@ class Trainer:
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
         with self._monitor.clock.work():
-            for part in batch.micro_batches(self.config.micro_batch_size):
-                with traced("forward"):
-                    result = objective.forward(part)
-                with traced("backward"):
-                    self._manager.backward(result)
+            parts = batch.micro_batches(self.config.micro_batch_size)
+            if self.mesh.shape.pipe > 1:
+                run_stage(self.model, tuple(parts), objective, self._manager, self.config.parallel.zero_level)
+            else:
+                for part in parts:
+                    with traced("forward"):
+                        result = objective.forward(part)
+                    with traced("backward"):
+                        self._manager.backward(result)
         squares = self._norms.square_sums(self.runtime.device) / self._manager.loss_scale**2
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
         sums = objective.share, squares, objective.tokens
@@ -320,7 +326,7 @@ class Trainer:
                 self.saves.wait()
             report.close_bar()
             report.note(monitor.stopped)
-            if config.sample_tokens and not monitor.stopped:
+            if config.sampled and not monitor.stopped:
                 self._show_sample(report)
             if self._wants_context and not monitor.stopped:
                 self._show_context(report)
@@ -360,7 +366,7 @@ class Trainer:
         first = next(iter(self._evaluated.values()))
         tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), first.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
-        made = generate(self.model, self.mesh, prompt, self.config.sample_tokens, tokenizer, self.config.seed, show)
+        made = generate(self.model, self.mesh, prompt, self.config.sampled, tokenizer, self.config.seed, show)
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
 
     def _require_steps(self) -> None:
@@ -413,7 +419,7 @@ class Trainer:
             self.save(wait=bool(self._monitor.stopped))
 
     def _show_sample(self, report: RunReport) -> None:
-        report.note(f"a sample of {self.config.sample_tokens} tokens, after the held-out text before |:")
+        report.note(f"a sample of {self.config.sampled} tokens, after the held-out text before |:")
         text = self.sample(report.piece)
         report.piece("\n\n")
         if self.is_main:
@@ -421,10 +427,13 @@ class Trainer:
 
     @property
     def _wants_context(self) -> bool:
-        """Whether the run ends with the report on its context. Losses of pairs are not losses of tokens."""
+        """Whether the run ends with the report on its context. Losses of pairs are not losses of tokens.
+
+        A stage of a pipeline cannot generate the answers of pass keys; a configuration that asks for them is refused.
+        """
         config = self.config
         asked = config.sequence_length >= LONG if config.context_report is None else config.context_report
-        return asked and config.dpo.beta is None
+        return asked and config.dpo.beta is None and config.parallel.pipeline_parallel == 1
 
     def _show_context(self, report: RunReport) -> None:
         found = measure_context(
@@ -469,6 +478,7 @@ def _compile_ahead(config: TrainConfig, mesh: Mesh, *, on_host: bool) -> Callabl
 def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callable[..., "Llama"]:
     """Return the constructor of models of a run; without `seed` their weights are not set."""
     from bmburst.blocks.model import Llama
+    from bmburst.blocks.stages import Stage
 
     decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     return partial(
@@ -481,6 +491,7 @@ def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callabl
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,
         host_memory=memory,
+        stage=Stage.of_bmtrain(config.model.num_layers),
         kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
 

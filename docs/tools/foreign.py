@@ -171,7 +171,7 @@ TABLES = (
 def tables() -> str:
     """Return Markdown: a heading and a table for each of `TABLES`."""
     return "\n".join(
-        f"## {table.title}\n\n| keys | what is done |\n| --- | --- |\n"
+        f"### {table.title}\n\n| keys | what is done |\n| --- | --- |\n"
         + "".join(f"| {', '.join(f'`{name}`' for name in names)} | {does} |\n" for does, names in table.rows().items())
         for table in TABLES
     )

@@ -19,7 +19,9 @@ def tables() -> str:
     parts = []
     for section, group in groupby(sorted(found, key=lambda leaf: order.index(leaf.section)), lambda leaf: leaf.section):
         rows = "\n".join(_row(leaf) for leaf in group)
-        parts.append(f"## {section or 'Run'}\n\n| setting | default | what it decides |\n| --- | --- | --- |\n{rows}\n")
+        parts.append(
+            f"### {section or 'Run'}\n\n| setting | default | what it decides |\n| --- | --- | --- |\n{rows}\n"
+        )
     return "\n".join(parts)
 
 

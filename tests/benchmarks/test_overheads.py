@@ -1,6 +1,5 @@
 """The formulas of the paper's table 1 and of ours are what attention moves, keeps and writes when it runs."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +13,6 @@ from benchmarks.attention.method import LocalKernel, Setting, random_inputs
 from benchmarks.attention.methods import all_methods
 from benchmarks.engine.machine import RankGroup
 from benchmarks.paper.measure import Counting, WholeTile
-from benchmarks.paper.overheads import (
-    METHODS,
-    ON_CHIP,
-    Shape,
-)
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
@@ -26,6 +20,7 @@ from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions
 from bmburst_ops.flash import FULL, BackwardInputs
 from bmburst_ops.merge import row_dots
+from tests.benchmarks.formulas import METHODS, Shape
 from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 
@@ -231,53 +226,3 @@ def test_without_lao_one_tile_of_scores_is_there_at_a_time():
             WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
     tile = METHODS[NO_LAO].at_work(of)
     assert tile < live.peak < 1.25 * tile
-
-
-def evaluated(letters, of):
-    """A printed formula at a shape: factors stand side by side, and a power is of a factor."""
-    names = {
-        "B": of.batch,
-        "N": of.tokens,
-        "Z": of.heads,
-        "Zk": of.kv_heads,
-        "d": of.head_dim,
-        "h": of.itemsize,
-        "w": of.wide,
-        "G": of.ranks,
-        "M": ON_CHIP,
-        "q": of.q,
-        "k": of.k,
-        "c": max(1, of.ranks / of.kv_heads),
-        "statistics": of.statistics,
-    }
-    parts = re.findall(r"[A-Za-z]+|\d+|[-+/()^]", letters)
-    assert "".join(parts) == letters.replace(" ", ""), letters
-    text, before = "", "+"
-    for part in parts:
-        follows = before.isalnum() or before == ")"
-        text += "*" if follows and (part.isalnum() or part == "(") else ""
-        text += "**" if part == "^" else repr(names[part]) if part.isalpha() else part
-        before = part
-    return eval(text)  # digits, operators and the names above
-
-
-@pytest.mark.parametrize(
-    "of", [shape(3, kv_heads=3), shape(4, kv_heads=2, itemsize=4), shape(8, kv_heads=32)], ids=lambda of: f"{of.ranks}"
-)
-def test_printed_formulas_say_what_the_functions_do(of):
-    for name, method in METHODS.items():
-        printed = (*method.formulas, method.kept_formula.split(": ")[1], method.scores_formula, method.io_formula)
-        functions = (method.forward, method.backward, method.kept, method.scores, method.io)
-        for letters, function in zip(printed, functions, strict=True):
-            assert evaluated(letters.split(",")[0], of) == pytest.approx(function(of), rel=1e-12), name
-
-
-def test_what_burst_saves_as_published_is_what_the_papers_letters_say():
-    """The paper's own counts, forward and backward: 5 BZNd + 2 BZN in place of 8 BZNd."""
-
-    def numbers(name):
-        both = METHODS[name].paper.replace(" / ", " + ")
-        return evaluated(re.sub(r"[A-Z][A-Za-z]+", lambda found: " ".join(found[0]), both), shape(8, kv_heads=32))
-
-    saved = 1 - numbers("burst") / numbers("RingAttention (Li et al.)")
-    assert saved == pytest.approx(1 - (5 + 2 / shape(8, kv_heads=32).head_dim) / 8, rel=1e-12)

@@ -10,10 +10,10 @@ from benchmarks.engine.job import Job
 from benchmarks.engine.report import markdown
 from benchmarks.paper import measure, perplexity
 from benchmarks.paper.kind import KIND, METHODS, PaperCell, list_cells
-from benchmarks.paper.overheads import METHODS as FORMULAS
-from benchmarks.paper.overheads import Shape
 from bmburst.cli import main
 from tests import tiny
+from tests.benchmarks.formulas import METHODS as FORMULAS
+from tests.benchmarks.formulas import Shape
 from tests.refusals import says
 
 RUN = {"date": "d", "command": "c", "ranks": 2, "device": "H200", "python": "3", "torch": "2", "bmburst": "0"}

@@ -7,13 +7,13 @@ import torch
 
 from benchmarks import slow_links
 from benchmarks.paper.measure import Counting, Waiting, WholeTile, backward_transfers, forward_at_the_end
-from benchmarks.paper.overheads import METHODS, Shape
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.pattern import Band
+from tests.benchmarks.formulas import METHODS, Shape
 from tests.distributed.threads import run_ranks
 from tests.live_bytes import LiveBytes
 

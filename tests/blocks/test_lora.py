@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
+from bmburst.train.config import ParallelConfig, TrainConfig
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
@@ -29,7 +30,7 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
 
     config = tiny.config(family, **{**SIZES, **changes})
     tiny.save(folder / "base", config)
-    model = tiny.load(folder / "base")
+    model = in_4bit(folder) if lora.is_4bit else tiny.load(folder / "base")
     settings = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.matrices), lora_dropout=0.0, task_type="CAUSAL_LM"
     )
@@ -49,6 +50,19 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
     return config
 
 
+def in_4bit(folder):
+    """Move the base aside, put the one in its place that its codes stand for, and return it."""
+    from bmburst_ops import nf4
+
+    (folder / "base").rename(folder / "original")
+    model = tiny.load(folder / "original")
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            weight.data = nf4.dequantize(nf4.quantize(weight.data), tuple(weight.shape), weight.dtype)
+    model.save_pretrained(folder / "base")
+    return model
+
+
 def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     """Return the loss of all ranks and the gradients by PEFT's names; check that no other weight has one."""
     from bmburst.attention.module import BurstAttention
@@ -60,20 +74,31 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     mesh = Mesh.over_bmtrain()
     attention = partial(BurstAttention, group=mesh.sequence, strategy=strategy)
     model = Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
-    hugging_face.load(model, folder / "base")
+    hugging_face.load(model, folder / ("original" if lora.is_4bit else "base"))
     adapter.load(model, folder / "adapter")
     ids, *_ = torch.load(folder / "peft.pt")
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
     given = shard.batch(ids)
     loss = model.loss(given.tokens, given.positions, given.labels, TOKENS) / (2 * (TOKENS - 1))
+    require_freed(model)
     loss.backward()
     torch.cuda.current_stream().synchronize()
+    require_freed(model)
     shards = named_shards(model)
     frozen = [each for each in shards if not adapter.is_adapter(each.name)]
     assert all(each.storage.grad is None and not each.storage.requires_grad for each in frozen)
     trained = [each for each in shards if adapter.is_adapter(each.name)]
     grads = {adapter.peft_name(each.name): gather(each, gradient_of(each)) for each in trained}
     return mesh.sum(loss.item()), grads
+
+
+def require_freed(model):
+    """Check that no matrix that was dequantized is alive outside of its block."""
+    from bmburst.blocks.four_bit import quantized_linears
+
+    linears = quantized_linears(model)
+    assert len(linears) == (7 * model.config.num_layers if model.lora.is_4bit else 0)
+    assert not any(each.weight.numel() for each in linears.values())
 
 
 def require_equal(folder, config, lora, *ways):
@@ -111,6 +136,52 @@ def _losses_and_gradients_are_pefts(folder, config, lora):
         require_equal(folder, config, lora, *ways, *more)
 
 
+FOUR_BIT = LoRAConfig(rank=2, alpha=4, targets=("all-linear",), base="4bit")
+
+
+@pytest.mark.parametrize("size", [2, *long(1, 3)])
+def test_a_base_in_4_bits_is_pefts_model_with_dequantized_weights(tmp_path, size):
+    config = write(tmp_path, "qwen2" if size == 2 else "llama", FOUR_BIT)
+    run_program(size, _a_base_in_4_bits, tmp_path, config)
+
+
+def _a_base_in_4_bits(folder, config):
+    policies = ("none", "block+every-2", "block-keep-attention:0.5+offload")
+    more = [("block+every-2", {"offload_weights": True}), ("block+every-2", {"zero_level": 2})]
+    require_equal(folder, config, FOUR_BIT, *((policy, {"mlp_chunk": 7}) for policy in policies), *more)
+    require_sharded(config)
+
+
+def test_a_base_in_4_bits_is_refused_where_it_has_no_meaning():
+    with refused("lora.base 4bit", "lora.rank", "fix: "):
+        LoRAConfig(base="4bit")
+    with refused("8bit", "dtype", "4bit"):
+        LoRAConfig(rank=2, base="8bit")
+    with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
+        TrainConfig(lora=FOUR_BIT, parallel=ParallelConfig(tensor_parallel=2), checkpoint_every=None)
+
+
+def require_sharded(config):
+    """Check that a rank holds its share of the bytes, and that fresh weights are those of any number of ranks."""
+    import bmtrain as bmt
+
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards
+    from bmburst_ops import nf4
+
+    made = Llama(config, lora=FOUR_BIT, dtype=torch.bfloat16)
+    storages = {id(each.storage): each.storage for each in named_shards(made) if each.name.endswith(".nf4")}
+    matrices = [each.shape for each in named_shards(Llama(config)) if each.name.endswith("_proj.weight")]
+    words = sum(nf4.Layout(rows * columns).words for rows, columns in matrices)
+    held = sum(each.numel() for each in storages.values())
+    assert 0 <= held - words / bmt.world_size() <= 128 * len(matrices)  # BMTrain aligns each matrix
+    whole = {each.name: gather(each) for each in named_shards(Llama(config, dtype=torch.bfloat16))}
+    for shard in named_shards(made):
+        if shard.name.endswith(".nf4"):
+            wanted = nf4.quantize(whole[f"{shard.name.removesuffix('.nf4')}.weight"])
+            assert torch.equal(gather(shard).view(torch.int32), wanted.view(torch.int32))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_of_other_families_too(tmp_path, family):
     config = write(tmp_path, family, LORAS[1], num_heads=4, num_kv_heads=2)
@@ -127,6 +198,10 @@ def test_tensor_ranks_share_adapters(tmp_path):
 
 
 def _tensor_ranks_share_adapters(folder, config):
+    from bmburst.blocks.model import Llama
+
+    with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
+        Llama(config, lora=FOUR_BIT)
     policies = ("none", "block", "block-keep-attention+offload")
     require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
 

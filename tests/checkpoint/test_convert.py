@@ -1,6 +1,7 @@
 """`bmburst convert`: exact both ways, by pieces, and what it refuses."""
 
 import json
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from bmburst.checkpoint import conversion as converting
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.conversion import convert
 from bmburst.checkpoint.model_center import model_center_name
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TorchFileWriter
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped
 from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
 from tests import tiny
@@ -228,12 +229,23 @@ def test_numbers_are_mapped_where_torch_would_have_them(tmp_path: Path, source: 
     assert zipfile.ZipFile(tmp_path / "theirs" / "pytorch_model.pt").testzip() is None
 
 
-@pytest.mark.parametrize("kind", [TorchFileWriter, SafetensorsWriter])
-def test_a_file_appears_when_it_is_whole(tmp_path: Path, kind: type[TorchFileWriter]) -> None:
+def test_a_file_of_torch_that_cannot_be_written_leaves_nothing(tmp_path: Path, source: Path) -> None:
+    weights = next(source.glob("*.safetensors"))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save_mapped(weights, tmp_path / "x.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not [path for path in tmp_path.iterdir() if "x.pt" in path.name]
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     announced = [("a", (2, 3), torch.float32), ("b", (1,), torch.float16)]
 
     def write(*runs: Tensor) -> None:
-        with kind(tmp_path / "file", announced) as file:
+        with SafetensorsWriter(tmp_path / "file", announced) as file:
             for numbers in runs:
                 file.write_run(numbers)
 

@@ -70,7 +70,7 @@ def test_from_chats_to_answers(tmp_path: Path) -> None:
     names = [word for name, value in NAMES.items() for word in (f"--{name.replace('_', '-')}", value)]
     shown = said(tmp_path, "data", "--input", "chats.parquet", "--tokenizer", "base", "--show", 3, *names)
     assert shown.count("<|im_start|>assistant") >= 3
-    training = Program(list(TRAIN), cwd=tmp_path, env=ENVIRONMENT)
+    training = Program(list(TRAIN), cwd=tmp_path, env=ENVIRONMENT, forked=True)
     try:
         checkpoints, limit = tmp_path / "tuned" / "checkpoints", time.monotonic() + 300
         while not list(checkpoints.glob("step-*")):

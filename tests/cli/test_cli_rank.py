@@ -54,7 +54,7 @@ def test_under_torchrun_the_folder_must_be_named(trained, as_rank, capsys, tmp_p
     as_rank(0, 4)
     assert "--output DIR" in refused(capsys, "train")
     assert main(["train", "--output", "out", "--steps", "3"]) == 0
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", ".training.lock", "config.json"]
     (tmp_path / "out" / "rank0.log").touch()  # as torchrun writes with --log-dir
     as_rank(3, 4)
     assert main(["train", "--output", "out", "--steps", "3"]) == 0

@@ -79,8 +79,8 @@ def test_pack_and_tokenizer_that_are_given_are_kept(here):
     ],
     ids=str,
 )
-def test_a_bad_line_is_refused_before_ranks_start(here, capsys, monkeypatch, line, words):
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
+@pytest.mark.usefixtures("no_ranks")
+def test_a_bad_line_is_refused_before_ranks_start(here, capsys, line, words):
     chat.write(here / "chats.jsonl", *chat.records(40), line)
     says(refused(capsys, *train("--data", "chats.jsonl", "--output", "runs/a")), words, "fix: ")
     says(refused(capsys, "data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "x.tokens"), words)
@@ -88,8 +88,8 @@ def test_a_bad_line_is_refused_before_ranks_start(here, capsys, monkeypatch, lin
     says(refused(capsys, *train("--data", "mix.yaml", "--output", "runs/a")), words)
 
 
-def test_what_else_is_refused_before_ranks_start(here, capsys, monkeypatch):
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
+@pytest.mark.usefixtures("no_ranks")
+def test_what_else_is_refused_before_ranks_start(here, capsys):
     run = train("--output", "runs/a")
     says(refused(capsys, *run, "--data", "none.jsonl"), "none.jsonl", "no such file", "fix: ")
     found = refused(capsys, *run, "--data", "chats.jsonl", "--sequence-length", "8")
@@ -123,12 +123,12 @@ def test_the_length_filter_and_its_report(here, capsys):
     )
 
 
-def test_preference_pairs_are_not_evaluated(here, capfd, monkeypatch):
+@pytest.mark.usefixtures("no_ranks")
+def test_preference_pairs_are_not_evaluated(here, capfd):
     """Records, and tokens that were built ahead."""
     (here / "pairs.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     assert main(["data", "--input", "pairs.jsonl", "--tokenizer", "model", "--output", "pairs.tokens"]) == 0
     capfd.readouterr()
-    monkeypatch.setattr("bmburst.launch.launcher.launch", None)  # no rank starts
     for data in ("pairs.jsonl", "pairs.tokens"):
         given = ["eval", "--checkpoint", "model", "--data", data, "--tokenizer", "model", "--nproc", "2"]
         says(refused(capfd, *given), data, "preference pairs", "--dpo.beta")

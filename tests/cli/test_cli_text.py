@@ -22,6 +22,7 @@ from bmburst.train.resolve import resolve
 from bmburst.train.text import check_text
 from tests import refusals
 from tests.cli.commands import refused
+from tests.pairs import long
 from tests.refusals import refusal_of, says
 
 
@@ -34,7 +35,7 @@ def refusal(source, length=64, **options):
     return refusal_of(check_text, config(source, length, **options))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 300])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 40, *long(300)])
 @pytest.mark.parametrize("fraction", [0.05, 0.9])
 @pytest.mark.parametrize("made", [True, False])
 def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_path, size, fraction, made):

@@ -34,8 +34,10 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.train.metrics import read_lines
 from bmburst.train.resolve import read_hugging_face_config, resolve
 from tests import tiny
+from tests.pairs import long
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "40"))
+EXAMPLES = pytest.mark.parametrize("examples", [15, *long(int(os.environ.get("EXAMPLES", "60")))])
+"""Of each reader: some, and more of them."""
 SECONDS = 60  # that one value may take: none comes near it but one that hangs
 BOUNDED = settings(
     deadline=None,
@@ -256,12 +258,13 @@ def test_every_command_is_here():
     assert {name.split()[0] for name in BASE} == set(COMMANDS)
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", BASE)
-def test_options(here, name):
+def test_options(here, name, examples):
     command = name.split()[0]
     options = _options(command)
 
-    @settings(BOUNDED, max_examples=EXAMPLES)
+    @settings(BOUNDED, max_examples=examples)
     @given(st.lists(st.tuples(st.sampled_from(options), WORDS), min_size=1, max_size=2), st.booleans())
     def call(chosen, joined):
         words = [command, *BASE[name]]
@@ -344,8 +347,9 @@ def _with(values, path, text):
     return "{" + ",".join(f"{json.dumps(key)}:{part}" for key, part in parts.items()) + "}"
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", JSON_READERS)
-def test_json(here, tmp_path, name):
+def test_json(here, tmp_path, name, examples):
     values, read = JSON_READERS[name]
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +363,7 @@ def test_json(here, tmp_path, name):
         for text in RAW:
             written(_with(values, place, text))
 
-    @settings(BOUNDED, max_examples=EXAMPLES)
+    @settings(BOUNDED, max_examples=examples)
     @given(st.sampled_from(places), VALUES)
     def change(place, value):
         written(_with(values, place, json.dumps(value)))
@@ -367,8 +371,7 @@ def test_json(here, tmp_path, name):
     change()
 
 
-@settings(BOUNDED, max_examples=EXAMPLES)
-@given(
+YAML = (
     st.text(max_size=200)
     | st.lists(WORDS, max_size=5).map("\n".join)
     | st.sampled_from(
@@ -393,13 +396,23 @@ def test_json(here, tmp_path, name):
         ]
     )
 )
-def test_yaml(here, text):
+
+
+@EXAMPLES
+def test_yaml(here, examples):
     path = here / "train.yaml"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    _taken_or_refused(resolve, (path,))
+
+    @settings(BOUNDED, max_examples=examples)
+    @given(YAML)
+    def written(text):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        _taken_or_refused(resolve, (path,))
+
+    written()
 
 
-def test_token_headers(here, tmp_path):
+@EXAMPLES
+def test_token_headers(here, tmp_path, examples):
     path = tmp_path / "text.tokens"
     write_token_file(path, read_documents(find_sources([here / "file"])), ByteTokenizer())
     whole = path.read_bytes()
@@ -416,7 +429,7 @@ def test_token_headers(here, tmp_path):
         for text in RAW:
             written(_with(header, place, text))
 
-    @settings(BOUNDED, max_examples=EXAMPLES)
+    @settings(BOUNDED, max_examples=examples)
     @given(st.sampled_from(places), VALUES)
     def change(place, value):
         written(_with(header, place, json.dumps(value)))
@@ -424,8 +437,9 @@ def test_token_headers(here, tmp_path):
     change()
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "text.tokens", "machine.toml"])
-def test_bytes(here, tmp_path, name):
+def test_bytes(here, tmp_path, name, examples):
     """Any byte of a file may have changed, and its end may be missing."""
     path = tmp_path / name
     read = {"text.tokens": TokenFile.open, "machine.toml": lambda path: load_hardware(str(path))}.get(
@@ -442,7 +456,7 @@ def test_bytes(here, tmp_path, name):
     _taken_or_refused(read, path)
     whole = path.read_bytes()
 
-    @settings(BOUNDED, max_examples=EXAMPLES)
+    @settings(BOUNDED, max_examples=examples)
     @given(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=9), st.booleans())
     def change(at, data, cut):
         path.write_bytes(whole[:at] + data + (b"" if cut else whole[at + len(data) :]))
@@ -457,7 +471,7 @@ def test_bytes(here, tmp_path, name):
         ["plan", "--preset", "llama-tiny", "--sequence-length", "9" * 23],
         ["train", "--steps", "9" * 23],
         ["train", "--output", b"caf\xe9"],
-        ["bench", "train", "--ranks", "2", "--steps", "0"],
+        *long(["bench", "train", "--ranks", "2", "--steps", "0"]),  # imports torch
     ],
 )
 def test_the_command_itself(tmp_path, argv):

@@ -25,7 +25,7 @@ METRICS = ALWAYS - {"reward_margin", "reward_accuracy", "loss_scale", "grad_norm
 
 
 def bmburst(*words, cwd=ROOT, fresh=False):
-    """Run the command in a process that has imported torch already, or as a user does; its ranks have not."""
+    """Run the command in a process that has imported torch already, with its ranks, or as a user does."""
     return run_bmburst(*words, cwd=cwd, env=ENVIRONMENT, timeout=170, fresh=fresh)
 
 
@@ -35,9 +35,18 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main") / "run"
     short = ("--steps", 4, "--sequence-length", 1024, "--eval-every", 2, "--checkpoint-every", 2, "--sample-tokens", 8)
     short += ("--eval-sequences", 2, "--schedule.warmup-steps", 1)
-    done = bmburst("train", *short, "--output", folder, fresh=True)
+    done = bmburst("train", *short, "--output", folder)
     assert done.returncode == 0, done.stderr
     return folder, done
+
+
+@pytest.mark.long
+def test_a_fresh_command_says_nothing_but_of_its_run(tmp_path):
+    """Neither what torch warns of as it is imported nor what ranks say."""
+    short = ("--steps", 1, "--sequence-length", 256, "--eval-sequences", 1, "--sample-tokens", 1)
+    done = bmburst("train", *short, "--output", tmp_path / "run", fresh=True)
+    assert done.returncode == 0 and done.stderr.count("host runtime") == 1, done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
 def lines(path):
@@ -127,12 +136,12 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
         (("--data", "empty.txt"), "empty.txt | empty"),
     ],
 )
+@pytest.mark.usefixtures("no_ranks")
 def test_bad_input_is_said_once_and_ends_with_2(argv, words, tmp_path, monkeypatch, capfd):
     """Before any rank is started: none of it would be known better there."""
     (tmp_path / "empty.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks are started"))
     output = () if "--output" in argv else ("--output", tmp_path / "run")
     assert main(["train", *map(str, (*argv, *output))]) == 2
     require_said_once(capfd.readouterr().err, words)

@@ -22,6 +22,8 @@ from tests.refusals import says
         ("train", "--gradient_checkpointing", "--recompute"),
         ("train", "--context-parallel", "--sequence-parallel"),
         ("train", "--tp", "--tensor-parallel"),
+        ("train", "--pp", "--pipeline-parallel"),
+        ("train", "--pipeline_model_parallel_size", "--pipeline-parallel"),
         ("train", "--lora_r", "--lora.rank"),
         ("train", "--max_grad_norm", "--optimizer.clip_norm"),
         ("train", "--save-steps", "--checkpoint-every"),

@@ -11,6 +11,7 @@ import torch
 from bmburst import __version__
 from bmburst.cli import main
 from bmburst.config import to_dict, write_json
+from bmburst.setup import doctor
 from bmburst.train.resolve import resolve
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
@@ -19,9 +20,16 @@ ROOT = Path(__file__).parents[2]
 SECRETS = ("alicq7", "patientzz", "confidentialqq", "hfsecretww", "wandbsecretvv", "5551234987", "projectxx", "keyjj")
 
 
+@pytest.fixture(scope="module")
+def findings() -> tuple[doctor.Finding, ...]:
+    """What the doctor finds here, once: it starts a process that imports BMTrain."""
+    return doctor.examine()
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, findings: tuple[doctor.Finding, ...]) -> Path:
     """A home of a user with secrets in names, data and the environment."""
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
     folder = tmp_path / "home-alicq7"
     folder.mkdir()
     for name, value in {

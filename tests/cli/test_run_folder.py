@@ -19,13 +19,21 @@ from tests.cli.commands import checkpoint, refused, started
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def launcher(argv, offset, seconds, queue):
-    """Run the command with a stand-in for the launcher; report what its ranks would train, and what it printed."""
+def names(folder):
+    """Return the names of a run folder's files without those of locks."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK_FILE, TRAINING_LOCK)))
+
+
+def launcher(argv, offset, queue, one_is_over):
+    """Run the command with a stand-in for the launcher, whose run lasts until another command has ended.
+
+    Report what its ranks would train, and what it printed.
+    """
     import contextlib
     import io
 
     def launch(spec, command, request):
-        time.sleep(seconds)
+        assert one_is_over.wait(60)
         launched.append(json.loads(request)["config"]["seed"])
         return 0
 
@@ -36,13 +44,14 @@ def launcher(argv, offset, seconds, queue):
     time.sleep(offset)
     with contextlib.redirect_stderr(said):
         status = main(argv)
+    one_is_over.set()
     queue.put((status, launched, said.getvalue(), os.getpid()))
 
 
-def two_at_once(argvs, offset, seconds=2.0):
-    queue = CONTEXT.Queue()
+def two_at_once(argvs, offset):
+    queue, one_is_over = CONTEXT.Queue(), CONTEXT.Event()
     jobs = [
-        CONTEXT.Process(target=launcher, args=(argv, at, seconds, queue))
+        CONTEXT.Process(target=launcher, args=(argv, at, queue, one_is_over))
         for argv, at in zip(argvs, (0.0, offset), strict=True)
     ]
     for job in jobs:
@@ -67,7 +76,8 @@ def test_one_of_two_runs_trains_with_its_own_configuration(launches, tmp_path, o
     assert f"run: another run is using this folder: process {winner} on host {os.uname().nodename}, since 2" in said
     assert len(said.splitlines()) == 2 and winner != loser
     assert resolve((tmp_path / "run" / "config.json",)).seed == launched[0]
-    assert not (tmp_path / "run" / LOCK_FILE).exists()
+    with held(tmp_path / "run"):  # the winner's end freed it
+        pass
 
 
 def test_ranks_train_what_their_launcher_settled_whatever_the_folder_says(launches, trained, as_rank, tmp_path):
@@ -88,7 +98,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
     monkeypatch.setattr(
         sys.modules["bmburst.train.trainer"],
         "run",
-        lambda _: seen.append((tmp_path / "out" / LOCK_FILE).exists()) or "",
+        lambda _: seen.append((tmp_path / "out" / f"{LOCK_FILE}.holder").exists()) or "",
     )
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0
@@ -117,8 +127,8 @@ def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_pat
     assert launches.config()["steps"] == 20
     later(lambda: (tmp_path / "new" / "metrics.jsonl").write_text("{}\n"))
     assert "not empty, it holds metrics.jsonl" in refused(capsys, "train", "--output", "new")
-    assert len(launches) == 1 and [path.name for path in (tmp_path / "new").iterdir()] == ["metrics.jsonl"]
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.json"]
+    assert len(launches) == 1 and names(tmp_path / "new") == ["metrics.jsonl"]
+    assert names(run) == ["checkpoints", "config.json"]
 
 
 def test_a_rank_without_our_launcher_looks_for_room(trained, as_rank, capsys, tmp_path, monkeypatch):
@@ -145,26 +155,15 @@ def test_the_lock_of_a_killed_run_does_not_block(launches, tmp_path, lock):
         pass
     os.kill(job.pid, signal.SIGKILL)
     job.join(60)
-    assert (tmp_path / "run" / lock).exists()
+    assert f"process {job.pid}" in (tmp_path / "run" / f"{lock}.holder").read_text()
     assert main(["train", "--output", "run"]) == 0
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json"]
+    assert names(tmp_path / "run") == ["config.json"]
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with held(tmp_path):
-        with refusals.refused(f"process {os.getpid()}", "on host", "fix: "), held(tmp_path):
-            pass
-        holder = json.loads((tmp_path / LOCK_FILE).read_text())
-    assert not list(tmp_path.iterdir())
-    for changes, blocks in (({"pid": 2**22 + 1}, False), ({"started": "1"}, False), ({"host": "another"}, True)):
-        (tmp_path / LOCK_FILE).write_text(json.dumps(holder | changes))
-        if blocks:
-            with refusals.refused("on host another", "fix: "), held(tmp_path):
-                pass
-        else:
-            with held(tmp_path):
-                pass
+    with refusals.refused(str(tmp_path), "no locks", "fix: give an --output"), held(tmp_path):
+        pass

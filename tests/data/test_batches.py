@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bmburst.data import Batches, PackedSequences
 from bmburst.data.packing import Permutation
 from tests import tiny
+from tests.pairs import long
 from tests.refusals import refused
 
 LENGTH = 8
@@ -121,9 +122,17 @@ def test_text_bytes_are_of_the_whole_batch(sequences):
     assert batches.text_bytes == (batch[:, 1:] < 256).sum()
 
 
-@settings(deadline=None)
-@given(st.integers(0, 400), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_resume_goes_on_exactly(sequences, steps, ranks_before, ranks_after):
+@pytest.mark.parametrize("examples", [15, *long(100)])
+def test_resume_goes_on_exactly(sequences, examples):
+    @settings(deadline=None, max_examples=examples)
+    @given(st.integers(0, 400), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+    def goes_on(steps, ranks_before, ranks_after):
+        require_the_same(sequences, steps, ranks_before, ranks_after)
+
+    goes_on()
+
+
+def require_the_same(sequences, steps, ranks_before, ranks_after):
     uninterrupted = Batches(sequences, batch_size=4, seed=9)
     take(uninterrupted, steps)
     saved = Batches(sequences, batch_size=4, seed=9, data_rank=ranks_before - 1, data_parallel=ranks_before)

@@ -1,4 +1,4 @@
-"""The rows of axolotl's and LLaMA-Factory's data formats in docs/data_formats.md are read, or refused, as it says."""
+"""The rows of axolotl's and LLaMA-Factory's data formats in docs/data.md are read, or refused, as it says."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from bmburst.errors import UserError
 from bmburst.record_format import RecordFormat
 from tests import chat
 
-PAGE = Path(__file__).parents[2] / "docs" / "data_formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in PAGE.read_text().splitlines()

@@ -5,11 +5,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, PackedSequences
-from bmburst.data.packing import split_documents
+from bmburst.data.packing import held_out_documents, split_documents
 from tests import tiny
 from tests.refusals import refused
 
@@ -80,6 +80,7 @@ def test_equal_texts_are_never_on_both_sides(tmp_path_factory, texts, fraction):
 
 @settings(deadline=None)
 @given(corpora, fractions)
+@example(["aaaa", "bbbb", "abab", "baba"], 0.4)  # two of five texts are just what is asked for
 def test_split_is_the_rule(tmp_path_factory, texts, fraction):
     texts = [*texts, "abcd"]
     file = tiny.token_file(tmp_path_factory.mktemp("s") / "x", texts)
@@ -125,6 +126,11 @@ def test_split_does_not_change_between_versions(tmp_path):
     # A run that is resumed by a later version must not train on what was held out.
     file = tiny.token_file(tmp_path / "x", [f"document {i}" for i in range(20)])
     assert split_documents(file, 0.25).held_out.tolist() == [[0, 11], [33, 44], [66, 77], [194, 218]]
+
+
+def test_whole_records_are_held_out_up_to_just_what_is_asked_for(tmp_path):
+    file = tiny.token_file(tmp_path / "x", ["aaaa", "bbbb", "abab", "baba"])
+    assert held_out_documents(file, 0.5).sum() == 2
 
 
 def test_one_document_holds_out_its_end(tmp_path):

@@ -79,8 +79,8 @@ def test_several_inputs_keep_their_order(tmp_path):
 def test_large_file_comes_in_pieces_and_whole(tmp_path, ending):
     rng = random.Random(0)
     alphabet = "a é世🙂"
-    lines = ("".join(rng.choices(alphabet, k=rng.randrange(200))) + ending for _ in range(40_000))
-    text = "".join(lines)
+    lines = ("".join(rng.choices(alphabet, k=rng.randrange(200))) + ending for _ in range(4000))
+    text = "".join(lines) * 10
     path = tmp_path / "large.txt"
     path.write_bytes(text.encode())
     assert len(text.encode()) > 6 * PIECE_BYTES

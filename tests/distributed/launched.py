@@ -70,8 +70,14 @@ def from_launcher(command: Sequence[str], environment: Mapping[str, str]) -> Lau
     return LaunchedRank(multiprocessing.get_context("fork").Process(target=body, args=args))
 
 
+def name_of(rank: object) -> str:
+    """Return the name of the process of a rank that was forked: what it began with is the environment of others."""
+    return f"rank {rank}"
+
+
 def _enter(cwd: str, streams: list[Connection], words: Sequence[str]) -> None:
     os.setsid()
+    Path("/proc/self/comm").write_text(name_of(os.environ["RANK"]))
     vars(weakref.finalize)["_registry"].clear()  # what the launcher deletes at its end
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) and number != signal.SIGINT:

@@ -36,6 +36,7 @@ def group(rank: int, size: int, url: str) -> Iterator[None]:
     """Join a process group for a while."""
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
+        dist.barrier()  # a rank that is soon over would end before others have found it
         yield
     finally:
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ def run_program(
     seconds: float = 120,
     on_gpus: bool = False,
     tensor: int = 1,
+    pipe: int = 1,
     fresh: bool = False,
 ) -> None:
     """Start BMTrain on `size` processes and call `body(*args)` on each.
@@ -31,20 +32,20 @@ def run_program(
     processes are fresh: BMTrain's own extension, which knows no such start, is then in the place of the host runtime.
 
     The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
-    from the processes unless `on_gpus`. `tensor` ranks share each matrix.
+    from the processes unless `on_gpus`. `tensor` ranks share each matrix, and `pipe` stages share the layers.
     """
     with held_port() as port:
         if on_gpus or fresh or size > LARGEST or torch.cuda.is_available():
-            job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
+            job = start_ranks(size, _enter, (size, port, on_gpus, tensor, pipe, body, args), fresh=on_gpus)
         else:
-            job = pool(started_again).run(size, (size, port, tensor), body, args)
+            job = pool(started_again).run(size, (size, port, tensor, pipe), body, args)
         join_ranks(job, body.__name__, seconds)
 
 
 @contextlib.contextmanager
-def started_again(rank: int, size: int, port: int, tensor: int) -> Iterator[None]:
+def started_again(rank: int, size: int, port: int, tensor: int, pipe: int) -> Iterator[None]:
     """Start BMTrain, on the host runtime, and end it: the next start finds it as after its import."""
-    _start(rank, size, port, tensor, on_gpus=False)
+    _start(rank, size, port, tensor, pipe, on_gpus=False)
     yield
     import bmtrain as bmt
 
@@ -67,14 +68,15 @@ def _enter(
     port: int,
     on_gpus: bool,
     tensor: int,
+    pipe: int,
     body: Callable[..., None],
     args: tuple[object, ...],
 ) -> None:
-    _start(rank, size, port, tensor, on_gpus=on_gpus)
+    _start(rank, size, port, tensor, pipe, on_gpus=on_gpus)
     body(*args)
 
 
-def _start(rank: int, size: int, port: int, tensor: int, *, on_gpus: bool) -> None:
+def _start(rank: int, size: int, port: int, tensor: int, pipe: int, *, on_gpus: bool) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -88,5 +90,5 @@ def _start(rank: int, size: int, port: int, tensor: int, *, on_gpus: bool) -> No
     torch.set_num_threads(1)
     from bmburst.launch.start import start
 
-    start(seed=0, tensor=tensor)
+    start(seed=0, tensor=tensor, pipe=pipe)
     torch.set_num_threads(1)  # BMTrain sets it to the processor's cores

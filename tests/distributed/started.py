@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.distributed.forked import as_here, default_interrupt, server
-from tests.distributed.launched import START, from_launcher
+from tests.distributed.launched import START, from_launcher, name_of
 
 
 class Python:
@@ -119,14 +119,11 @@ def run_bmburst(
 
 
 def rank_of(launcher: int, rank: int) -> int:
-    """Return the process id of a rank that a launcher started."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if parent == launcher and f"RANK={rank}".encode() in variables:
+    """Return the process id of a rank that a launcher started or forked."""
+    threads = Path(f"/proc/{launcher}/task").glob("*/children")
+    for folder in [Path("/proc", pid) for thread in threads for pid in thread.read_text().split()]:
+        variables = (folder / "environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables or (folder / "comm").read_text().strip() == name_of(rank):
             return int(folder.name)
     raise AssertionError(f"no rank {rank}")
 

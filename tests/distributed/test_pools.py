@@ -107,10 +107,13 @@ def _module():
 LEAVING = [_dtype, _name, _method, _handler, _warning, _thread, _process, _module]
 
 
-@pytest.mark.parametrize("body", LEAVING)
-def test_what_a_body_leaves_behind_ends_its_ranks(body, tmp_path):
-    first = pids(run_processes, body, tmp_path)
-    assert not set(first) & set(pids(run_processes, _finds_a_new_process, tmp_path))
+def test_what_a_body_leaves_behind_ends_its_ranks(tmp_path):
+    """Each body that follows has ranks of its own."""
+    before = pids(run_processes, LEAVING[0], tmp_path)
+    for body, left in zip([*LEAVING[1:], _finds_a_new_process], LEAVING, strict=True):
+        found = pids(run_processes, body, tmp_path)
+        assert not set(found) & set(before), left.__name__
+        before = found
 
 
 @STARTERS

@@ -2,9 +2,9 @@
 
 import re
 
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks
 
-EXAMPLES = ("plan.md", "recompute.md", "long_sequences.md", "offload.md")
+EXAMPLES = ("plan.md", "memory.md")
 NEAR = 0.1  # relative; predictions change a little when a rate is measured again
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
@@ -33,7 +33,7 @@ def place_of(words: list[str], printed: list[str], start: int) -> int | None:
 
 def outputs(name: str) -> list[str]:
     """Return what a page shows of the commands above it."""
-    blocks = read_blocks(PATHS[name])
+    blocks = read_blocks(name)
     return [
         block.text for block in blocks if block.language == "text" and not block.text.startswith("python -m benchmarks")
     ]

@@ -20,7 +20,7 @@ import torch
 from bmburst.cli import main
 from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.ports import held_port
-from tests.docs.blocks import PATHS, ROOT, read_blocks
+from tests.docs.blocks import ROOT, read_blocks
 
 SECONDS = 300  # on a machine that others load: more than that is a hang
 LAUNCHERS = (("torchrun", "--nproc-per-node"), ("bmburst", "launch", "--nproc"))
@@ -28,9 +28,9 @@ _STARTED = {"README.md"}  # here the first script of each launcher is started by
 _CLONED = {
     "training.md": ("README.md", "bmburst", "bmburst_ops"),
     "inference.md": ("README.md",),
-    "lora.md": ("README.md",),
-    "fine_tuning_data.md": ("README.md",),
-    "preference.md": ("README.md",),
+    "fine_tuning.md": ("README.md",),
+    "data.md": ("README.md",),
+    "fine_tuning.md#preference-training": ("README.md",),
     "recipes.md": ("README.md", "recipes"),
 }  # what blocks read of the clone they run in
 
@@ -42,7 +42,7 @@ class Page:
         self.folder, self.printed = folder, ""
         self.started: set[tuple[str, ...]] = set()
         self._starts = name in _STARTED
-        blocks = read_blocks(PATHS[name])
+        blocks = read_blocks(name)
         for path in _CLONED.get(name, ()):
             (folder / path).symlink_to(ROOT / path)
         for block in blocks:

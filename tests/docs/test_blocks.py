@@ -20,7 +20,7 @@ from bmburst.config.fields import choices_of
 from bmburst.train.config import ParallelConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst_ops.flash import KERNELS
-from tests.docs.blocks import PATHS, ROOT, read_blocks
+from tests.docs.blocks import ALONE, PATHS, ROOT, read_blocks, text_of
 from tests.docs.commands import exists
 from tests.docs.conftest import LAUNCHED
 from tests.docs.examples import EXAMPLES, chunks, outputs, place_of
@@ -33,16 +33,16 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "families.md": "test_families.py",
     "hugging_face.md": "test_hugging_face.py",
     "multi_node.md": "test_multi_node.py",
-    "fsdp2.md": "test_neighbours.py",
-    "serving.md": "test_serving.py",
-    "trainer.md": "test_neighbours.py",
-    "trl.md": "test_neighbours.py",
-    "hybrids.md": "test_neighbours.py",
-    "grpo.md": "test_grpo.py",
-    "accelerate.md": "test_neighbours.py",
-    "model_center_finetune.md": "test_neighbours.py",
+    "hugging_face.md#fsdp2": "test_neighbours.py",
+    "inference.md#serving": "test_serving.py",
+    "hugging_face.md#trainer": "test_neighbours.py",
+    "hugging_face.md#trl": "test_neighbours.py",
+    "hugging_face.md#hybrids-with-trl": "test_neighbours.py",
+    "hugging_face.md#grpo-and-rloo": "test_grpo.py",
+    "hugging_face.md#accelerate-and-peft": "test_neighbours.py",
+    "model_center.md#modelcenters-fine-tuning-script": "test_neighbours.py",
 }
-PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
+PAGES = {name: read_blocks(name) for name in (*PATHS, *ALONE)}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}
 SHOWN = {"text", "output", "diff"}  # what is to be read
 CONSOLE = [name for name, blocks in OURS.items() if any(block.language == "console" for block in blocks)]
@@ -95,17 +95,17 @@ def test_a_run_is_trained_resumed_and_evaluated(run_page) -> None:
 
 
 def test_an_adapter_is_trained_resumed_merged_and_evaluated(run_page) -> None:
-    page = run_page("lora.md")
+    page = run_page("fine_tuning.md")
     unmerged, merged = (float(loss) for loss in re.findall(r"^loss +(\S+)", page.printed, re.M))
     assert merged == pytest.approx(unmerged, abs=1e-4)
-    lines = next(block.text for block in PAGES["lora.md"] if block.text.startswith("checkpoints/")).splitlines()
+    lines = next(block.text for block in PAGES["fine_tuning.md"] if block.text.startswith("checkpoints/")).splitlines()
     names = {path.name for path in (page.folder / "runs/tuned/checkpoints/step-000004").iterdir()}
     assert names == {line.split()[0] for line in lines[1:]}
 
 
 def test_the_numbers_of_an_adapter_are_as_said() -> None:
     count = LoRAConfig(rank=16).parameters(preset("llama-3-8b"))
-    assert f"{count:,} numbers for llama-3-8b with rank 16" in PATHS["lora.md"].read_text()
+    assert f"{count:,} numbers for llama-3-8b with rank 16" in " ".join(text_of("fine_tuning.md").split())
 
 
 def test_the_first_training_run_is_a_run(run_page) -> None:
@@ -130,7 +130,7 @@ def test_fields_that_the_text_names_are_written() -> None:
     assert table is not None
     named = [name for row in table[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(StepMetrics.__dataclass_fields__)
-    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", text)
+    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", " ".join(text.split()))
     assert sentence is not None
     assert re.findall(r"`(\w+)`", sentence[1]) == list(EvalMetrics.__dataclass_fields__)
 
@@ -161,8 +161,8 @@ def test_plain_pytorch_prints_the_same_on_one_and_two_ranks(run_page) -> None:
 
 
 def test_migrations_check_themselves_to_the_end(run_page) -> None:
-    assert "zigzag, striped and a length of 509 equal one device" in run_page("from_burst_attention.md").printed
-    printed = run_page("from_ring_flash_attention.md").printed
+    printed = run_page("migration.md").printed
+    assert "zigzag, striped and a length of 509 equal one device" in printed
     assert "zigzag and contiguous pieces give one device's output" in printed
     assert "each of 4 documents as if it were alone" in printed
 
@@ -197,7 +197,7 @@ def test_every_block_is_run_or_checked(name: str) -> None:
         assert block.file or block.language != "yaml"
         is_python = block.language == "python"
         assert not block.needs or (block.ranks if is_python else block.needs in ("gpus", "network", "time"))
-    fences = re.findall(r"^ *(?:```|~~~)", PATHS[name].read_text(), re.M)
+    fences = re.findall(r"^ *(?:```|~~~)", text_of(name), re.M)
     assert len(fences) == 2 * len(OURS[name]), "a fence that is no block: no test would see it"
 
 
@@ -227,7 +227,7 @@ def test_pages_tested_elsewhere_are() -> None:
         assert page in PAGES
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PATHS)
 def test_text_is_plain_and_links_lead_somewhere(name: str) -> None:
     path = PATHS[name]
     text = path.read_text()

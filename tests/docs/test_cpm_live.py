@@ -9,10 +9,10 @@ from textwrap import dedent
 import pytest
 
 from bmburst.integrations.cpm_live_batch import AntPart, BeePart, SplitSequences
-from tests.docs.blocks import read_blocks
+from tests.docs.blocks import read_blocks, text_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cpm_live.md"
+PAGE = "cpm_live.md"
 BLOCKS = read_blocks(PAGE)
 
 
@@ -59,5 +59,5 @@ def test_lines_that_are_added_are_code_of_ours(block):
 def test_every_block_is_run_or_checked():
     assert {block.language for block in BLOCKS} == {"python", "bash", "diff"} and len(DIFFS) == 7
     assert [block.file for block in BLOCKS if block.language == "python"] == ["train_bee.py"]
-    text = PAGE.read_text()
+    text = text_of(PAGE)
     assert text.isascii() and max(map(len, text.splitlines())) <= 121  # a diff's lines have one sign more

@@ -15,11 +15,11 @@ from bmburst.cli import CommandParser, main
 from bmburst.cli.training import configure, resolve_options
 from tests.checkpoint.test_convert import assert_same, weights_of
 from tests.checkpoint.test_families import THERE, published
-from tests.docs.blocks import read_blocks
+from tests.docs.blocks import read_blocks, text_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "families.md"
-TEXT = PAGE.read_text()
+PAGE = "families.md"
+TEXT = text_of(PAGE)
 COMMANDS = [shlex.split(command) for block in read_blocks(PAGE) for command in block.commands()]
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/foreign_settings.md are the lists of the code, against the fields of the installed libraries."""
+"""The tables of docs/settings.md are the lists of the code, against the fields of the installed libraries."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -48,9 +48,10 @@ def test_a_field_of_a_new_version_is_shown_as_unknown(monkeypatch: pytest.Monkey
 
 
 def test_the_page_has_the_tables() -> None:
-    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="foreign_settings.md"))
+    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="settings.md"))
     config: Any = None
-    shown = on_page_markdown(PATHS["foreign_settings.md"].read_text(), page, config, Files([]))
+    shown = on_page_markdown(PATHS["settings.md"].read_text(), page, config, Files([]))
     assert FOREIGN not in shown and tables() in shown
-    assert shown.count("\n## ") == len(TABLES)
+    foreign = shown.partition("\n## Foreign settings\n")[2]
+    assert foreign.count("\n### ") == len(TABLES)
     assert '| `hidden_act` | read: two names of one function; only "silu", "swish" |' in shown

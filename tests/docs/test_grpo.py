@@ -1,4 +1,4 @@
-"""docs/grpo.md: on 2 ranks the script trains as TRL's own on 2 processes, and the page is what the code does."""
+"""GRPO in docs/hugging_face.md: on 2 ranks the script trains as TRL on 2 processes; the text is what the code does."""
 
 import re
 
@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from bmburst.integrations.grpo_arguments import ALLOWED
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks, text_of
 from tests.docs.scripts import Page, run_script
 from tests.docs.test_neighbours import original
 
+PAGE = "hugging_face.md#grpo-and-rloo"
 SCRIPT = "train_with_grpo.py"
 
 
@@ -21,7 +22,7 @@ def _numbers(printed: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.long
 def test_the_script_trains_as_the_original(run_page) -> None:
-    page: Page = run_page("grpo.md")
+    page: Page = run_page(PAGE)
     (page.folder / "original.py").write_text(original((page.folder / SCRIPT).read_text()))
     assert "bmburst" not in re.sub(r"#.*", "", (page.folder / "original.py").read_text())
     expected = _numbers(run_script(page.folder, 2, ["original.py", "original"], host=False))
@@ -36,14 +37,14 @@ def test_the_script_trains_as_the_original(run_page) -> None:
 
 
 def test_every_block_is_run() -> None:
-    blocks = read_blocks(PATHS["grpo.md"])
+    blocks = read_blocks(PAGE)
     assert [block.file for block in blocks if block.language == "python"] == [SCRIPT]
-    text = PATHS["grpo.md"].read_text()
+    text = text_of(PAGE)
     assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
 
 
 def test_the_page_names_the_losses_and_what_is_refused() -> None:
-    text = PATHS["grpo.md"].read_text()
+    text = text_of(PAGE)
     assert all(f"`{loss}`" in text for loss in ALLOWED["loss_type"][0])
     refused = {"top_entropy_quantile", "use_adaptive_entropy", "cast_lm_head_to_fp32", "torch_compile"}
     assert refused <= {*ALLOWED} and all(name in text for name in refused)

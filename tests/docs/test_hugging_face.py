@@ -1,16 +1,14 @@
 """docs/hugging_face.md does what it says: its scripts run as they stand, and its tables are what the code does."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
-from tests.docs.blocks import read_blocks
+from tests.docs.blocks import read_blocks, text_of
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "hugging_face.md"
+PAGE = "hugging_face.md"
 BLOCKS = read_blocks(PAGE)
 
 
@@ -34,7 +32,7 @@ def test_every_block_is_run() -> None:
 
 
 def test_what_the_page_names_exists() -> None:
-    text = PAGE.read_text()
+    text = text_of(PAGE)
     assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
     arguments = {*SplitSequences.part.__annotations__} | {name for name, does in BATCH_KEYS.items() if does == READ}
     table = text[text.index("| argument |") :].partition("\n\n")[0]

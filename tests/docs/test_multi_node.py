@@ -15,10 +15,10 @@ from torch.distributed.run import get_args_parser
 
 from bmburst.cli import COMMANDS, CommandParser, main, training
 from bmburst.setup.doctor import CHECKS
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = read_blocks(PATHS["multi_node.md"])
+BLOCKS = read_blocks("multi_node.md")
 FILES = {found[1]: block for block in BLOCKS if (found := re.search(r"^# (\S+\.sbatch)$", block.text, re.M))}
 SBATCH = {  # options of SLURM's sbatch, from its manual
     *(

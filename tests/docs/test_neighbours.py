@@ -1,4 +1,4 @@
-"""docs/fsdp2.md and its neighbours: on 1 and 2 ranks the scripts train as the originals.
+"""Scripts of docs/hugging_face.md and docs/model_center.md: on 1 and 2 ranks the scripts train as the originals.
 
 The original of a script is made from it: the lines under `# new` are left out, those under `# was:` are taken back. So
 nothing else may change for bmburst.
@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 import model_center_ext
 from bmburst.integrations import transformers_trainer
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks, text_of
 from tests.docs.scripts import Page, run_script
 
 # Each page's script, the file of its weights, and how many losses a run prints.
 SCRIPTS = {
-    "fsdp2.md": ("train_with_fsdp2.py", "model.safetensors", 8),
-    "trainer.md": ("train_with_trainer.py", "model.safetensors", 10),
-    "trl.md": ("train_with_trl.py", "adapter_model.safetensors", 10),
-    "hybrids.md": ("train_hybrids.py", "nemotron_h/model.safetensors", 12),
-    "accelerate.md": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
+    "hugging_face.md#fsdp2": ("train_with_fsdp2.py", "model.safetensors", 8),
+    "hugging_face.md#trainer": ("train_with_trainer.py", "model.safetensors", 10),
+    "hugging_face.md#trl": ("train_with_trl.py", "adapter_model.safetensors", 10),
+    "hugging_face.md#hybrids-with-trl": ("train_hybrids.py", "nemotron_h/model.safetensors", 12),
+    "hugging_face.md#accelerate-and-peft": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
 }
 
 
@@ -45,11 +45,11 @@ def numbers(printed: str) -> list[tuple[float, ...]]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> None:
-    if name in ("trl.md", "hybrids.md"):
+    if name in ("hugging_face.md#trl", "hugging_face.md#hybrids-with-trl"):
         pytest.importorskip("trl")
     script, weights, count = SCRIPTS[name]
     page: Page = run_page(name)
-    runs = re.findall(rf"--nproc-per-node (\d) {script} (\w+)", PATHS[name].read_text())
+    runs = re.findall(rf"--nproc-per-node (\d) {script} (\w+)", text_of(name))
     assert {ranks for ranks, _ in runs} == {"1", "2"}
 
     (page.folder / "original.py").write_text(original((page.folder / script).read_text()))
@@ -71,7 +71,7 @@ def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> 
 @pytest.mark.long
 def test_groups_of_ranks_train_as_single_ranks(run_page) -> None:
     """4 ranks in 2 groups, under FSDP2, equal 2 processes of plain Trainer, in the last batches of evaluations too."""
-    page: Page = run_page("trainer.md")
+    page: Page = run_page("hugging_face.md#trainer")
     script = (page.folder / "train_with_trainer.py").read_text()
     grouped = script.replace("over_process_group()", "over_process_group(sequence=2)")
     (page.folder / "groups.py").write_text(grouped.replace('report_to="none"', 'report_to="none", fsdp=True'))
@@ -83,13 +83,13 @@ def test_groups_of_ranks_train_as_single_ranks(run_page) -> None:
         assert ours == pytest.approx(theirs, abs=2e-5)
 
 
-FINETUNE = "model_center_finetune.md"
+FINETUNE = "model_center.md#modelcenters-fine-tuning-script"
 
 
 @pytest.mark.long
 def test_model_centers_finetuning_is_its_own_on_one_process(run_page) -> None:
     page: Page = run_page(FINETUNE)
-    command = next(line for block in read_blocks(PATHS[FINETUNE]) for line in block.commands() if "one.pt" in line)
+    command = next(line for block in read_blocks(FINETUNE) for line in block.commands() if "one.pt" in line)
     (page.folder / "original.py").write_text(original((page.folder / "finetune_toy.py").read_text()))
     words = command.replace("finetune_toy.py", "original.py").replace("one.pt", "original.pt").split("-- ")[1].split()
     expected = numbers(run_script(page.folder, 1, words))
@@ -107,7 +107,7 @@ def test_model_centers_finetuning_is_its_own_on_one_process(run_page) -> None:
 
 def test_the_lines_that_change_are_those_of_the_script() -> None:
     """ModelCenter's own file is not installed here: that its lines are these was looked up, and the result was run."""
-    diff, make, toy = (block for block in read_blocks(PATHS[FINETUNE]) if block.language in ("diff", "python"))
+    diff, make, toy = (block for block in read_blocks(FINETUNE) if block.language in ("diff", "python"))
     assert (make.file, toy.file) == ("make_toy.py", "finetune_toy.py")
     lines = diff.text.splitlines()[1:]
     assert all(line[:1] in "+- " for line in lines)
@@ -123,10 +123,10 @@ def test_the_lines_that_change_are_those_of_the_script() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_block_is_run(name: str) -> None:
-    blocks = read_blocks(PATHS[name])
+    blocks = read_blocks(name)
     assert {block.language for block in blocks} == {"python", "bash"}
     assert [block.file for block in blocks if block.language == "python"] == [SCRIPTS[name][0]]
-    text = PATHS[name].read_text()
+    text = text_of(name)
     assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
     for imported in re.findall(r"integrations\.transformers_trainer import (\w+)", text):
         assert imported in transformers_trainer.__all__
@@ -134,4 +134,4 @@ def test_every_block_is_run(name: str) -> None:
 
 def test_the_original_is_what_the_marks_say() -> None:
     assert original("a\nb  # new: why\n    c  # was: d\ne  # kept\n") == "a\n    d\ne  # kept\n"
-    assert PATHS["trainer.md"].read_text().count("  # was: ") == 2
+    assert text_of("hugging_face.md#trainer").count("  # was: ") == 2

@@ -12,8 +12,8 @@ from benchmarks.predictions import predicted_choice
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PERFORMANCE, RECOMPUTE, ATTENTION_PAGE = (
-    " ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("performance", "recompute", "attention")
+PERFORMANCE, MEMORY, ATTENTION_PAGE = (
+    " ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("performance", "memory", "attention")
 )
 TWO, ATTENTION, MASKS = "attention_2xh200_202611", "attention_4xh200_202611", "attention_masks_4xh200_202611"
 TABLE = [
@@ -146,7 +146,7 @@ def test_what_policies_keep():
         )
     )
     said = f"`block-keep-attention` takes {some} a step, `none` {none}, and `block-keep-attention+first-16` {half}"
-    assert said in RECOMPUTE
+    assert said in MEMORY
 
 
 def page(name):
@@ -167,7 +167,7 @@ def test_the_speed_of_transformers_under_fsdp2():
         for known in TRAINERS.values()
         for tokens in (32768, 131072)
     ]
-    said = page("fsdp2")
+    said = page("hugging_face")
     assert f"takes {times[0]} s at 32K tokens and {times[1]} s at 128K with compiled layers" in said
     assert f"which is {shares[0]} and {shares[1]} of the tokens/s of `bmburst train`" in said
     assert f"and {shares[2]} and {shares[3]} times DeepSpeed ALST's" in said
@@ -201,7 +201,7 @@ def test_whole_steps_beside_peers():
 def test_the_speed_of_adapters():
     by = {row["method"]: row for row in rows("lora_peers_h100_202611")}
     ours, liger, mixed = (by[name]["seconds"] for name in ("bmburst", "peft-liger-cudnn", "peft-bmburst"))
-    said, last = page("lora"), metrics("long_sequences_lora_2xh200_202611")[-1]
+    said, last = page("fine_tuning"), metrics("long_sequences_lora_2xh200_202611")[-1]
     assert f"| 64K | {ours:.1f} | {65536 / ours:,.0f} | {by['bmburst']['peak_gib']:.1f} |" in said
     assert f"| 256K | {last['seconds']:.1f} | {last['tokens_per_second']:,.0f} | {last['memory_gib']:.1f} |" in said
     assert "31.31 GiB" in by["peft"]["out_of_memory"]
@@ -210,7 +210,7 @@ def test_the_speed_of_adapters():
 
 
 def test_long_sequences_on_h200s():
-    said, steps = page("long_sequences"), metrics("long_sequences_1xh200_202611")
+    said, steps = page("memory"), metrics("long_sequences_1xh200_202611")
     for step in (steps[0], steps[-1]):  # of 512K there is one, of 256K the second
         first = ", the first" if step["step"] == 1 else ""
         numbers = f"{step['seconds']:.1f}{first} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
@@ -224,7 +224,7 @@ def test_long_sequences_on_h200s():
 
 
 def test_long_sequences_on_one_h100():
-    said, by = page("long_sequences"), {step["run"]: step for step in metrics("long_sequences_2xh100_202611")}
+    said, by = page("memory"), {step["run"]: step for step in metrics("long_sequences_2xh100_202611")}
     for kind, tokens, run in (("full", "256K", "256K"), ("full", "64K", "64K, alone"), ("LoRA", "256K", "256K, LoRA")):
         step = by[run]
         numbers = f"{step['seconds']:.1f} | {100 * step['mfu']:.1f} % | {step['memory_gib']:.1f}"
@@ -233,7 +233,7 @@ def test_long_sequences_on_one_h100():
     assert f"| LoRA | 1M | memory only | | {gib:.1f} |" in said and f"causal one: {gib:.1f} GiB" in said
     lora = by["256K, LoRA"]
     numbers = f"{lora['seconds']:.1f} | {lora['tokens_per_second']:,.0f} | {lora['memory_gib']:.1f}"
-    assert f"| 1 H100 80 GB | 256K | {numbers} |" in page("lora")
+    assert f"| 1 H100 80 GB | 256K | {numbers} |" in page("fine_tuning")
     losses = [step["loss"] for step in metrics("text_64k_h100_202611")]
     last = sum(losses[-5:]) / 5
     assert len(losses) == 30 and f"from {losses[0]:.2f} to {last:.2f} nats a token within" in said
@@ -242,7 +242,7 @@ def test_long_sequences_on_one_h100():
 def test_the_speed_of_log_probabilities():
     forward, both, _ = rows("logprobs_2xh200_202611")
     words = [f"{row['seconds']:.1f} s and {row['peak_gib']:.1f} GiB" for row in (forward, both)]
-    assert f"a forward pass takes {words[0]} a GPU, forward and backward together {words[1]}" in page("preference")
+    assert f"a forward pass takes {words[0]} a GPU, forward and backward together {words[1]}" in page("fine_tuning")
 
 
 def test_the_first_steps_of_a_model():

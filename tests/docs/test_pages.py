@@ -10,11 +10,11 @@ import torch
 
 from bmburst.cli import CommandParser
 from bmburst.cli.training import configure, resolve_options
-from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.blocks import read_blocks
 from tests.docs.scripts import Page, run_script
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: read_blocks(PATHS[name]) for name in ("bmtrain.md", "model_center.md")}
+PAGES = {name: read_blocks(name) for name in ("bmtrain.md", "model_center.md")}
 
 
 @pytest.fixture
@@ -44,6 +44,12 @@ def test_a_split_bmtrain_program_prints_the_losses_of_a_whole_one(bmtrain: Page)
 
 def test_a_wrapped_program_prints_the_same_on_one_and_two_ranks(bmtrain: Page) -> None:
     losses = _losses(bmtrain, "wrapped")
+    _assert_learned(losses[:4])
+    assert losses[4:] == pytest.approx(losses[:4], abs=2e-4)
+
+
+def test_a_program_in_bmtrains_pipeline_prints_the_same_on_one_rank_and_in_stages(bmtrain: Page) -> None:
+    losses = _losses(bmtrain, "stages")
     _assert_learned(losses[:4])
     assert losses[4:] == pytest.approx(losses[:4], abs=2e-4)
 

@@ -1,17 +1,17 @@
-"""docs/serving.md: its server starts, its script asks it, and its table names every status that the code answers."""
+"""Serving in docs/inference.md: its server starts, its script asks it, and its table has every status of an answer."""
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from bmburst.serve import http, protocol
 from tests import chat, tiny
-from tests.docs.blocks import PATHS, read_blocks
+from tests.distributed.started import run_python
+from tests.docs.blocks import read_blocks, text_of
 from tests.serve.test_serve import program
 
-PAGE = "serving.md"
-BLOCKS = read_blocks(PATHS[PAGE])
+PAGE = "inference.md#serving"
+BLOCKS = read_blocks(PAGE)
 
 
 def test_the_page_is_what_happens(tmp_path: Path) -> None:
@@ -24,14 +24,14 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
     assert words[:2] == ["--checkpoint", "runs/chat"]
     with program(model, *words[2:]) as (_, url):
         code = script.text.replace("http://127.0.0.1:8000/v1", url)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        done = run_python("-c", code, cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     counts = [tuple(map(int, found)) for found in re.findall(r"^(\d+) tokens, (\d+) of them", done.stdout, re.M)]
     assert len(counts) == 2 and counts[0][1] == 0 and counts[1][1] > 1500
 
 
 def test_every_status_is_told() -> None:
-    table = PATHS[PAGE].read_text().partition("## Limits and errors")[2].partition("##")[0]
+    table = text_of(PAGE).partition("### Limits and errors")[2].partition("###")[0]
     told = set(re.findall(r"\b[45]\d\d\b", table))
     code = "".join(Path(module.__file__ or "").read_text() for module in (http, protocol))
     assert told == set(re.findall(r"Refusal\((\d+)", code)) | {"503", "500", "405"}

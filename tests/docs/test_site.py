@@ -77,7 +77,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.long
 def test_every_figure_is_in_a_page(site: Path) -> None:
-    assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "long_sequences")] == [
+    assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory")] == [
         len(FIGURES) - 2,
         2,
     ]
@@ -161,7 +161,7 @@ def test_code_fits_the_column(name: str) -> None:
     """In a window of 1290 pixels a block has room for 128 letters; longer lines of text are wrapped, code is cut."""
     cut = [
         line
-        for block in read_blocks(PATHS[name])
+        for block in read_blocks(name)
         if block.language not in ("text", "output")
         for line in block.text.splitlines()
         if len(line) > 129

@@ -21,6 +21,7 @@ from tests.distributed.ports import held_port
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 from tests.train import equality_program as equality
+from tests.train import stages_program as stages
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -166,3 +167,20 @@ def test_training_equals_one_rank(split, tmp_path):
     for name, gradient in expected["gradients"].items():
         assert error(got["gradients"][name].cpu(), gradient) < 1e-5, name
     assert got["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+
+
+STAGES = [stages.Split(2), stages.Split(2, sequence=2), stages.Split(4)]
+
+
+@pytest.mark.parametrize("split", [split for split in STAGES if split.ranks <= GPUS], ids=str)
+def test_stages_equal_one_rank(split, tmp_path):
+    """NCCL's messages between stages, beside its collectives on other streams."""
+    names = ["plain", "tied"]
+    stages.write_text(tmp_path)
+    run_program(1, stages.compare, tmp_path, stages.ALONE, names, seconds=300)  # on the CPU
+    run_program(split.ranks, stages.compare, tmp_path, split, names, seconds=300, on_gpus=True, pipe=split.pipe)
+    for name in names:
+        expected, got = (stages.result(tmp_path, each, name) for each in (stages.ALONE, split))
+        for key, gradient in expected["gradients"].items():
+            assert (got["gradients"][key] - gradient).norm() < 1e-5 * gradient.norm(), key
+        assert got["finite"] == expected["finite"]

@@ -1,16 +1,16 @@
 """BMTrain on the host runtime trains as plain torch does."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.programs import run_program
+from tests.distributed.started import run_python
 from tests.docs.scripts import run_script
 from tests.host.programs import zero
+from tests.pairs import long
 
 # Largest distance from plain torch in fp32 over six steps, measured on 1, 2 and 4 ranks, times two. The first loss is
 # 13.7, the first norm 67.
@@ -19,7 +19,7 @@ LOSSES = {"fp32": 4e-6, "fp16": 5.2e-3, "bf16": 7e-2}
 NORMS = {"fp32": 1.6e-5, "fp16": 1.7e-2, "bf16": 0.66}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *long(4)])
 def test_training_equals_plain_torch(size: int, tmp_path: Path) -> None:
     run_program(size, zero.train, str(tmp_path))
     coupled, decoupled = zero.plain(zero.STEPS)
@@ -61,8 +61,10 @@ def _compare_cores(cores: list[int]) -> None:
     assert all(sorted(os.sched_getaffinity(thread)) == cores for thread in threads)
 
 
-def test_a_rank_keeps_its_number_of_threads() -> None:
+def test_a_rank_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """BMTrain would start as many as there are cores."""
+    one = "import torch; torch.set_num_threads(1)"
     program = "import bmburst.launch.start, torch; bmburst.launch.start.start(); assert torch.get_num_threads() == 1"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)
+    done = run_python("-c", program, cwd=tmp_path, env=environment, first=one)
+    assert done.returncode == 0, done.stderr

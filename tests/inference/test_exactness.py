@@ -1,5 +1,6 @@
 """Inference over 1 to 4 ranks, with every split of the cache: transformers' own tokens and logits."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,11 +10,16 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.session import GenerationBatch
 from tests.distributed.threads import run_ranks
 from tests.inference.models import FAMILIES, Greedy, after_a_turn, engine, greedy, logits, prompt
-from tests.pairs import pairwise
+from tests.pairs import Cases, in_turn, long, pairwise
 
 UNEVEN = (13, 5, 1, 30)
 STEPS = 10
 WHOLE = 10_000
+
+
+def few_ranks(*axes: Iterable[Any]) -> Cases:
+    """Return all combinations with 1 to 4 ranks. Of those with 1 and 3, any two values meet in one that is not long."""
+    return [*pairwise([1, 3], *axes), *long(*(each.values for each in pairwise([2, 4], *axes)))]
 
 
 def answers(
@@ -25,7 +31,7 @@ def answers(
     return torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1).tolist()
 
 
-@pytest.mark.parametrize(("family", "ranks", "cache"), pairwise(FAMILIES, [1, 2, 3, 4], ["auto", "tokens"]))
+@pytest.mark.parametrize(("ranks", "family", "cache"), few_ranks(FAMILIES, ["auto", "tokens"]))
 def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, ranks: int, cache: str) -> None:
     prompts = [prompt(length) for length in UNEVEN]
     expected = [greedy(family, each, STEPS) for each in prompts]
@@ -34,8 +40,8 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "cache", "chunk"),
-    pairwise(["llama", "llama-dynamic", "mistral"], [1, 2, 3, 4], ["auto", "tokens"], [1, 7]),
+    ("ranks", "family", "cache", "chunk"),
+    few_ranks(["llama", "llama-dynamic", "mistral"], ["auto", "tokens"], [1, 7]),
 )
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]
@@ -62,8 +68,8 @@ def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts:
 
 
 @pytest.mark.parametrize(
-    ("family", "chunk", "ranks", "cache"),
-    pairwise([("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)], [1, 2, 3, 4], ["auto", "tokens"]),
+    ("ranks", "family", "chunk", "cache"),
+    few_ranks([("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)], ["auto", "tokens"]),
 )
 def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, ranks: int, cache: str) -> None:
     texts = [prompt(17), prompt(2, seed=1), prompt(1, seed=2), prompt(12, seed=3)]
@@ -85,8 +91,7 @@ def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list
     return text, batch.logits[0]
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "cache"), in_turn([1, 3, 2], ["auto", "tokens"]))
 def test_dynamic_frequencies_of_a_turn_are_those_of_the_whole_text(ranks: int, cache: str) -> None:
     """Around 16 tokens, the original length. Ranks that share tokens compute the first tokens of a turn apart."""
     for first in (15, 16, 17, 30):

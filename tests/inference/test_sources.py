@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,9 @@ import torch
 
 from bmburst.checkpoint.conversion import convert
 from bmburst.inference.generator import Generator, Source
+from tests.distributed.started import Program, rank_of
 from tests.inference.models import VOCAB, directory, greedy, prompt
+from tests.launch.launcher import alive
 from tests.refusals import refusal_of, says
 
 
@@ -60,17 +61,13 @@ def test_an_ended_run_ends_all_ranks(tmp_path: Path, kind: str) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"tokens": list(prompt(9))}))
     words = ["--checkpoint", str(directory("llama")), "--prompts", "p.jsonl", "--output", "a.jsonl", "--nproc", "2"]
     words += ["--max-new-tokens", "9000000"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "bmburst", "generate", *words],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    run = Program(["generate", *words], cwd=tmp_path, env=os.environ, forked=True)
     try:
         # The file is opened when the model has been read; that it can be is tried before there are ranks.
-        while not (len(ranks := _children(run.pid)) >= 2 and (tmp_path / "a.jsonl").exists()):
-            assert run.poll() is None, run.communicate()[1]
+        while not (tmp_path / "a.jsonl").exists():
+            assert run.poll() is None, run.communicate(60)[1]
+            time.sleep(0.02)
+        ranks = [rank_of(run.pid, rank) for rank in range(2)]
         if kind == "interrupt":
             run.send_signal(signal.SIGINT)
         else:
@@ -78,28 +75,6 @@ def test_an_ended_run_ends_all_ranks(tmp_path: Path, kind: str) -> None:
         _, said = run.communicate(timeout=60)
         assert run.returncode == (130 if kind == "interrupt" else 1), said
         assert kind == "interrupt" or "rank" in said
-        assert not any(os.path.exists(f"/proc/{pid}") and _is_running(pid) for pid in ranks)
+        assert not any(map(alive, ranks))
     finally:
-        run.kill()
-
-
-def _children(pid: int) -> list[int]:
-    """Return the ranks that a launcher has started, in order."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == pid and b"bmburst.launch.handover" in words:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        run.close()

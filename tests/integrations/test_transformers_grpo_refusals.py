@@ -84,7 +84,7 @@ def test_another_version_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_trainers(kind: type) -> None:
     """They are refused before they read the data."""
     other: Any = type("Other", (SplitRows, kind), {})
-    with refused(f"{kind.__name__} | GRPOTrainer, RLOOTrainer | SplitBatches | docs/preference.md"):
+    with refused(f"{kind.__name__} | GRPOTrainer, RLOOTrainer | SplitBatches | docs/fine_tuning.md"):
         other(split=_split(), model="folder that does not exist")
 
 

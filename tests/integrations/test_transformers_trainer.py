@@ -1,4 +1,4 @@
-"""What a Trainer cannot do exactly on split sequences is refused by name. docs/trainer.md's scripts show the rest."""
+"""What a Trainer cannot do exactly on split sequences is refused by name. docs/hugging_face.md shows the rest."""
 
 import dataclasses
 import math
@@ -89,7 +89,7 @@ def test_an_argument_of_a_later_version(tmp_path: Path) -> None:
         _arguments("mine", tmp_path, weight_of_loss=2.0),
     ):
         _trainer(tmp_path, given=given)
-    with refused("weight_of_loss of SplitTrainer | docs/foreign_settings.md | fix: leave it out"):
+    with refused("weight_of_loss of SplitTrainer | docs/settings.md | fix: leave it out"):
         _trainer(tmp_path, given=_arguments("trl.sft_config", tmp_path, weight_of_loss=2.0))
 
 
@@ -101,7 +101,7 @@ def test_an_argument_of_a_later_trainer(tmp_path: Path) -> None:
     trainer.__class__ = Later
     require_understood(trainer, ["model", "weigh"])
     Later.__module__ = "trl.trainer"
-    with refused("weigh of Later | docs/foreign_settings.md | fix: leave it out"):
+    with refused("weigh of Later | docs/settings.md | fix: leave it out"):
         require_understood(trainer, ["model", "weigh"])
 
 
@@ -111,7 +111,7 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
     class SplitDPO(SplitBatches, DPOTrainer):  # type: ignore[misc]
         pass
 
-    with refused("DPOTrainer | loss of its own | allowed: Trainer, SFTTrainer | docs/preference.md"):
+    with refused("DPOTrainer | loss of its own | allowed: Trainer, SFTTrainer | docs/fine_tuning.md"):
         SplitDPO(split=SplitSequences(_mesh()), model="folder that does not exist")
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,12 +10,12 @@ import pytest
 
 from bmburst.config import to_dict, write_json
 from tests.distributed.ports import held_port
-from tests.distributed.started import run_bmburst
+from tests.distributed.started import Python, run_bmburst
 from tests.launch.launcher import ROOT, assert_gone, wait_until
 from tests.refusals import says
 from tests.train import run_program as program
 
-STEPS = 120
+STEPS = 80
 pytestmark = pytest.mark.long
 
 
@@ -46,14 +44,7 @@ def torchrun(tmp_path):
 
     def start(*options, more=(), command=("train", "--config", "config.json", "--output", "run")):
         words = [*options, "-m", "bmburst", *command, *more]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words],
-            cwd=tmp_path,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = Python(["-m", "torch.distributed.run", *words], cwd=tmp_path, env=environ)
         started.append(process)
         return process
 
@@ -64,12 +55,12 @@ def torchrun(tmp_path):
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        process.communicate()
+        process.close()
 
 
 def ended(process, seconds=200):
-    out, _ = process.communicate(timeout=seconds)
-    return process.returncode, out
+    said = "".join(process.communicate(timeout=seconds))
+    return process.returncode, said
 
 
 def until_saved(folder, step):

@@ -1,4 +1,4 @@
-"""The loader deals samples to sequence groups: docs/model_center_finetune.md's script shows ModelCenter's own order."""
+"""The loader deals samples to sequence groups: docs/model_center.md's script shows ModelCenter's own order."""
 
 import pytest
 from torch.utils.data import DistributedSampler

@@ -18,6 +18,7 @@ from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
 from bmburst.schedule.exchange import Exchange
+from bmburst_ops import nf4
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from tests import tiny
 from tests.live_bytes import LiveBytes
@@ -79,7 +80,11 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     block = model.model.layers[0]
     gathered = sum(info["partition_size"] * info["world_size"] for info in block._storage_info.values())
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    return {"peak": live.peak, "block": gathered, "parameters": numbers}
+    nbytes = sum(
+        block._storage_info[name]["partition_size"] * block._storage_info[name]["world_size"] * each.element_size()
+        for name, each in block._storage_params.items()
+    )
+    return {"peak": live.peak, "block": gathered, "block_bytes": nbytes, "parameters": numbers}
 
 
 def after_frozen_forward(level: int) -> None:
@@ -153,6 +158,17 @@ def measure_heads(cases: list[dict[str, Any]], file: Path) -> None:
             found.append(measure(case))
     if not Mesh.over_bmtrain().sequence_rank:
         file.write_text(json.dumps(found))
+
+
+def measure_in_4bit(cases: list[dict[str, Any]], file: Path) -> None:
+    """Write what is measured where dequantization allocates its result alone, as Triton's kernel does."""
+
+    def dequantize(_words: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nf4, "dequantize", dequantize)
+        measure_all(cases, file)
 
 
 def measure_all(cases: list[dict[str, Any]], file: Path) -> None:

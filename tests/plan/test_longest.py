@@ -152,6 +152,22 @@ def test_a_step_of_adapters():
     assert alone.lines["weights"] == 2 * tables
 
 
+def test_a_base_in_4_bits_needs_no_host_memory():
+    """70B at 32K on one H200 whose host has little memory, and 8B at 64K on a GPU of 40 GB."""
+    large = Task(model=PRESETS["llama-3-70b"], sequence=32 << 10, gpus=1, lora=replace(LORA, base="4bit"))
+    found = search(large, machine("h200", 8))[0]
+    assert found.memory.fits and found.candidate.offload is Offload.NOTHING
+    assert not search(replace(large, lora=LORA), machine("h200", 64))[0].memory.fits
+    small = Task(model=PRESETS["llama-3-8b"], sequence=64 << 10, gpus=1, lora=replace(LORA, base="4bit"))
+    assert search(small, replace(machine("h100", 8), memory=40e9))[0].memory.fits
+    with_seconds = [predict(Candidate(task=replace(large, lora=each)), MACHINES["h200"]) for each in (LORA, large.lora)]
+    read = with_seconds[1].time.elementwise - with_seconds[0].time.elementwise
+    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    # Twice: 4.127 bits read and 16 written.
+    assert read == pytest.approx(MACHINES["h200"].memory_seconds(2 * matrices * (16 + 4.127) / 8), rel=1e-3)
+    assert all(each.candidate.tensor == 1 for each in search(replace(large, gpus=2), MACHINES["h200"]))
+
+
 def test_host_memory_decides_where_the_optimizer_lies(capsys):
     words = [
         "plan",
@@ -246,6 +262,11 @@ def test_a_single_policy_is_tried_with_the_optimizer_in_host_memory():
 
 REFUSALS = {
     "--generate --sequence-length 4K --preset llama-3-8b --lora.rank 8": "--lora.rank | --generate | fix: ",
+    "--sequence-length 4K --preset llama-3-8b --nproc 2 --tensor-parallel 2 --lora.rank 8 --lora.base 4bit": (
+        "lora.base 4bit | tensor_parallel 2 | --tensor-parallel 1"
+    ),
+    "--sequence-length 4K --preset llama-3-8b --lora.base 4bit": "lora.base 4bit | lora.rank | fix: ",
+    "--sequence-length 4K --preset llama-3-8b --lora.rank 8 --lora.base 8bit": "8bit | dtype | 4bit",
     "--longest --preset llama-3-8b --nproc 0": "--nproc 0 | at least 1",
     "--calibrate --optimizer.offload": "--calibrate | --optimizer.offload | fix: leave --optimizer.offload out",
     "--longest --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+every-4": (
@@ -263,7 +284,7 @@ REFUSALS = {
     ),
     "--longest --preset llama-3-8b --host-memory 0": "host_memory | '0' | above 0 | 128G",
     "--longest --preset llama-3-8b --host-memory much": "host_memory | 'much' | 128G",
-    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
+    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | more of host memory",
     "--longest --generate --preset llama-3-8b": "--longest | --generate",
     "--longest --calibrate": "--longest | --calibrate",
     "--longest --preset llama-3-8b --output plan.png": "--longest | --output",
@@ -276,9 +297,9 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys):
     says(capsys.readouterr().err.strip(), REFUSALS[words])
 
 
+@pytest.mark.usefixtures("no_ranks")
 def test_train_refuses_host_memory_before_ranks_start(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks started"))
     assert main(["train", "--host-memory", "900T"]) == 2
     says(capsys.readouterr().err.strip(), "host_memory | machine | allowed: | fix: --host-memory")
     assert main(["train", "--host-memory", "8M", "--optimizer.offload", "--steps", "1"]) == 2

@@ -2,25 +2,28 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
+from bmburst.checkpoint.hugging_face import expected_shapes, is_matrix
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
-from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, held_block
+from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, four_bit_saving, held_block
 from bmburst.plan.memory import _peak as peaks
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.units import HeadShapes
+from bmburst_ops import nf4
 from tests import tiny
 from tests.distributed.programs import run_program
 from tests.pairs import selected
-from tests.plan.program import after_frozen_forward, measure_all, measure_heads
+from tests.plan.program import after_frozen_forward, measure_all, measure_heads, measure_in_4bit
 
 HARDWARE = load_hardware("h200")
 # Changes of a tiny model, as data for the process that measures.
@@ -160,6 +163,41 @@ def test_few_tokens_take_what_zero_gathers(measured, index):
     aligned = found["block"] / held_block(tiny.config(**case["model"]))  # BMTrain aligns what it moves
     gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
     assert aligned * gathered + sum(lines.values()) == pytest.approx(found["peak"], rel=0.01)
+
+
+FOUR_BIT = {
+    "model": SHAPE, "recompute": "block", "zero": 3, "dtype": "bfloat16", "tokens": 16, "loss_chunk": 64,
+    "gathered": True, "lora": {"rank": 2, "base": "4bit"},
+}  # fmt: skip
+
+
+def test_matrices_in_4_bits_are_dequantized_for_one_block(tmp_path):
+    cases = [FOUR_BIT | each for each in ({}, {"zero": 2}, {"model": SHAPE | {"num_layers": 1}, "tokens": 2})]
+    run_program(1, measure_in_4bit, cases, tmp_path / "bytes", fresh=True)
+    for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
+        model, memory = tiny.config(**case["model"]), predicted(case)
+        lora = LoRAConfig(**case["lora"])
+        whole = 2 * block_matrices(model)
+        stored = 2 * (held_block(model) + adapter_elements(model, lora)) - four_bit_saving(model, lora, 2)
+        aligned = found["block_bytes"] / stored  # BMTrain aligns what it moves
+        assert 1 <= aligned < 1.2
+        lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in ALWAYS_THERE}
+        gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
+        assert gathered > whole
+        expected = aligned * (gathered - whole) + whole + sum(lines.values())
+        assert expected == pytest.approx(found["peak"], rel=0.02)  # words of tiny matrices are not full
+
+
+def test_weights_in_4_bits_are_those_of_the_files():
+    """Of every matrix of a block the words, of the other weights two bytes a number."""
+    model = preset("llama-3-70b")
+    task = Task(model=model, sequence=1 << 15, gpus=1, lora=LoRAConfig(rank=16, base="4bit"))
+    shapes = expected_shapes(model)
+    assert sum(map(is_matrix, shapes)) == 7 * 80
+    nbytes = sum(4 * nf4.Layout(prod(s)).words if is_matrix(name) else 2 * prod(s) for name, s in shapes.items())
+    memory = memory_of(Candidate(task=task, recompute="block"), HARDWARE)
+    assert memory.lines["weights"] == pytest.approx(nbytes + 2 * task.trained, rel=1e-5)
+    assert nbytes < 0.29 * 2 * model.num_parameters
 
 
 HEADS = SHAPE | {"hidden_size": 64, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 16, "head_dim": 16}

@@ -1,5 +1,6 @@
 """Which rank stands where, and what cannot be dealt to the ranks: by brute force over small worlds."""
 
+import math
 import re
 from itertools import product
 
@@ -10,17 +11,18 @@ from bmburst.schedule.parallelism import MeshShape, divisors
 from bmburst.schedule.units import HeadShapes
 from tests.refusals import refusal_of, refused, says
 
-AXES = [axes for axes in product(range(1, 5), repeat=3) if axes[0] * axes[1] * axes[2] <= 24]
+AXES = [axes for axes in product(range(1, 4), repeat=4) if math.prod(axes) <= 24]
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_every_rank_has_its_place(axes):
-    data, sequence, tensor = axes
-    shape = MeshShape.fit(data * sequence * tensor, data, tensor=tensor)
-    assert shape == MeshShape(*axes) == MeshShape.fit(shape.size, sequence=sequence, tensor=tensor)
-    places = [shape.coordinates(rank) for rank in range(shape.size)]
-    assert places == list(product(range(data), range(sequence), range(tensor)))  # tensor ranks are neighbours
-    for axis, groups in enumerate((shape.data_groups(), shape.sequence_groups(), shape.tensor_groups())):
+    pipe, data, sequence, tensor = axes
+    shape = MeshShape.fit(math.prod(axes), data, tensor=tensor, pipe=pipe)
+    assert shape == MeshShape(data, sequence, tensor, pipe=pipe)
+    assert shape == MeshShape.fit(shape.size, sequence=sequence, tensor=tensor, pipe=pipe)
+    places = [(rank // shape.stage_size, *shape.coordinates(rank)) for rank in range(shape.size)]
+    assert places == list(product(*map(range, axes)))  # tensor ranks are neighbours, and those of a stage
+    for axis, groups in enumerate((shape.data_groups(), shape.sequence_groups(), shape.tensor_groups()), start=1):
         assert sorted(rank for group in groups for rank in group) == list(range(shape.size))
         for group in groups:
             assert [places[rank][axis] for rank in group] == list(range(axes[axis]))
@@ -42,6 +44,9 @@ def test_axes_that_do_not_multiply_are_refused():
     says(refusal_of(MeshShape.fit, 12, tensor=5), "tensor 5 | 12 ranks | nearest that work: 4 and 6")
     assert "data 2 x sequence 2 with tensor 2" in refusal_of(MeshShape.fit, 12, 2, 2, tensor=2)
     assert "each one of 1, 2, 3, 6" in refusal_of(MeshShape.fit, 12, 5, tensor=2)
+    says(refusal_of(MeshShape.fit, 12, pipe=5), "pipe 5 | 12 ranks | nearest that work: 4 and 6")
+    says(refusal_of(MeshShape.fit, 12, pipe=3, tensor=3), "tensor 3 | 4 ranks of a stage | nearest that work: 2 and 4")
+    assert "with pipe 2" in refusal_of(MeshShape.fit, 12, 5, pipe=2)
     assert "data 1 x sequence 3" in refusal_of(MeshShape.fit, 2, sequence=3)
     assert refusal_of(MeshShape.fit, 8, sequence="2").startswith("sequence of a mesh must be a whole number, got '2'")
     assert "data 1 x sequence 2 x tensor 0" in refusal_of(MeshShape, 1, 2, 0)

@@ -24,6 +24,7 @@ from bmburst.setup.build_bmtrain import (
     parse_architecture,
 )
 from bmburst.setup.nvcc import replace_architectures, write_wrapper
+from tests.pairs import long
 from tests.setup.fatbin import fat_binary
 
 
@@ -192,7 +193,9 @@ setup(name="bmtrain", version="1.0.1", packages=["bmtrain"], package_data={"bmtr
 """
 
 
-@pytest.mark.parametrize(("compiled", "refusal"), [((80, 90), None), ((90,), "holds sm_90"), ((), "holds no GPU code")])
+@pytest.mark.parametrize(
+    ("compiled", "refusal"), [((80, 90), None), ((90,), "holds sm_90"), *long(((), "holds no GPU code"))]
+)
 def test_a_wheel_is_taken_only_with_the_machine_code_asked_for(compiled, refusal, fake_tools, tmp_path):
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     binary = b"\x7fELF" + b"".join(fat_binary((2, sm)) for sm in compiled)

@@ -2,8 +2,8 @@
 
 import importlib.machinery
 import json
+import os
 import random
-import subprocess
 import sys
 import types
 from email.message import Message
@@ -25,6 +25,7 @@ from bmburst.setup.doctor import (
     to_json,
     to_text,
 )
+from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.setup.fatbin import fat_binary
 
@@ -254,31 +255,6 @@ def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status):
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")
 
 
-def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
-    folder = package(monkeypatch, tmp_path, "cpm_kernels")
-    (folder / "kernels").mkdir()
-    (folder / "kernels" / "gelu.fatbin").write_bytes(fat_binary((CUBIN, 61), (CUBIN, 86)))
-    found = doctor.cpm_kernels("cpm-kernels", [90])
-    assert found.status == "note" and "sm_61 sm_86: cannot run on sm_90, and is refused there" in found.detail
-    try:
-        assert doctor.cpm_kernels("cpm-kernels", [89]).status == "ok"
-    finally:
-        sys.modules.pop("cpm_kernels", None)
-    missing = "raise ModuleNotFoundError('no pkg_resources', name='pkg_resources')"
-    for code, detail, fix in (
-        (missing, "no pkg_resources", "setuptools<82'"),
-        ("raise RuntimeError('cudart')", "cudart", ""),
-    ):
-        (folder / "__init__.py").write_text(code)
-        importlib.invalidate_caches()
-        found = doctor.cpm_kernels("cpm-kernels", [89])
-        assert (
-            (found.status, found.detail) == ("broken", detail)
-            and found.fix.endswith(fix)
-            and bool(fix) == bool(found.fix)
-        )
-
-
 class FakeCuda:
     """torch.cuda of a machine with GPUs that cannot all reach each other."""
 
@@ -318,9 +294,7 @@ def test_gpus_that_are_hidden_or_have_the_wrong_torch(monkeypatch):
 
 def test_every_finding_of_this_machine_has_its_fix():
     """The command line, as a program reads it; it must agree with what the tests themselves could do."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bmburst", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_bmburst("doctor", "--json", cwd=Path(), env=os.environ, timeout=120)
     report = json.loads(done.stdout)
     assert done.returncode == (0 if report["can_train"] else 1)
     assert [f["name"] for f in report["findings"]] == [check.name for check in doctor.CHECKS]

@@ -11,8 +11,8 @@ from bmburst.train.config import DataConfig, EvalConfig, OptimizerConfig, Parall
 from tests import chat, tiny
 from tests.train import run_program
 
-STEPS, TOKENS = 3, 97
-SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=TOKENS)
+STEPS, TOKENS = 2, 97
+SHAPE = tiny.config(vocab_size=chat.VOCAB, num_layers=1, max_position_embeddings=TOKENS)
 
 
 class Case(NamedTuple):

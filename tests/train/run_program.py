@@ -35,7 +35,11 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         "data": DataConfig(source=str(text), held_out_fraction=0.2),
         "schedule": ScheduleConfig(warmup_steps=2),
     }
-    return TrainConfig(**values | changes)
+    values |= changes
+    parallel = values.get("parallel", ParallelConfig())
+    if parallel.layout != "balanced":  # less work: a step in one piece
+        values.setdefault("micro_batch_size", values["batch_size"] // parallel.data_parallel)
+    return TrainConfig(**values)
 
 
 def train(folder: Path, name: str, **changes: Any) -> None:
@@ -43,7 +47,7 @@ def train(folder: Path, name: str, **changes: Any) -> None:
     run(config(folder, name, **changes))
 
 
-def train_and_die(folder: Path, name: str, moment: str, count: int, resume: bool) -> None:
+def train_and_die(folder: Path, name: str, moment: str, count: int, resume: bool, **changes: Any) -> None:
     """Train, and let rank 0 be killed at the count-th time that it comes to a function of `bmburst.checkpoint`."""
     module, *path, function = moment.split(".")
     owner: Any = import_module(f"bmburst.checkpoint.{module}")
@@ -60,7 +64,7 @@ def train_and_die(folder: Path, name: str, moment: str, count: int, resume: bool
         return original(*args, **kwargs)
 
     setattr(owner, function, deadly)
-    train(folder, name, resume=resume)
+    train(folder, name, resume=resume, **changes)
 
 
 def train_and_be_killed(folder: Path, name: str, seed: int, steps: int, resume: bool) -> None:

@@ -6,6 +6,7 @@ batch. An evaluation counts each token once.
 """
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -55,9 +56,14 @@ def groups():
     return found
 
 
+@cache
+def tokenizer(folder):
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def conversations(folder, numbers, source="chats.jsonl"):
     """Return ids, labels and weights of documents of the file, as transformers has them."""
-    peer = PreTrainedTokenizerFast.from_pretrained(folder / "peer")
+    peer = tokenizer(folder / "peer")
     alone = []
     for line in map(json.loads, (folder / source).read_text().splitlines()):
         before = [{**each, "weight": 0} if "completions" in line else each for each in line["messages"]]

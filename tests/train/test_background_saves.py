@@ -23,6 +23,7 @@ from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
 
@@ -41,7 +42,7 @@ CASES = {
 def trainer(folder, name, **changes):
     from bmburst.train.trainer import Trainer
 
-    return Trainer(program.config(folder, name, **changes))
+    return Trainer(program.config(folder, name, **{"eval_every": 0, **changes}))
 
 
 def beside_training(ours):
@@ -52,7 +53,14 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "cases"), [(1, 1, ["fp32"]), (2, 1, list(CASES)), (2, 2, ["weights"])])
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "cases"),
+    [
+        (1, 1, ["fp32"]),
+        (2, 1, ["lora", "weights"]),
+        *long((2, 1, ["fp32", "bf16", "offload"]), (2, 2, ["weights"])),
+    ],
+)
 def test_a_checkpoint_holds_the_step_at_which_it_was_begun(tmp_path, ranks, tensor, cases):
     tiny.save(tmp_path / "base", SHAPE)
     run_program(ranks, _holds_its_step, tmp_path, tensor, cases, tensor=tensor)
@@ -190,11 +198,11 @@ def test_without_host_memory_training_waits(tmp_path):
 
 def _no_memory(folder):
     rank = int(os.environ["RANK"])
-    ours = trainer(folder, "run")
+    ours = trainer(folder, "run", steps=3)
     free = patch("bmburst.train.saves.available_bytes", return_value=2**40 if rank else 100_000)
     with free, contextlib.redirect_stderr(io.StringIO()) as said:
         ours.train()
-    assert ours.saves.staging is None and checkpoint.newest_complete(ours.folder).name == "step-000006"
+    assert ours.saves.staging is None and checkpoint.newest_complete(ours.folder).name == "step-000003"
     if ours.is_main:
         assert re.search(r"training waits .* host memory, and 97.7 KiB are free", said.getvalue())
     # The limit of a run counts, and ranks that share no memory are told apart; the decision is that of all ranks.

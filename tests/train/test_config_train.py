@@ -213,6 +213,8 @@ def test_python_gets_the_presets_model():
         ({"tensor_parallel": 2}, 8, (1, 4, 2)),
         ({"data_parallel": 2, "tensor_parallel": 4}, 8, (2, 1, 4)),
         ({"data_parallel": 2, "sequence_parallel": 3, "tensor_parallel": 2}, 12, (2, 3, 2)),
+        ({"pipeline_parallel": 4}, 8, (1, 2, 1, None, 1, 4)),
+        ({"pipeline_parallel": 2, "sequence_parallel": 1, "tensor_parallel": 2}, 4, (1, 1, 2, None, 1, 2)),
     ],
 )
 def test_mesh(values, world, mesh):
@@ -273,10 +275,52 @@ def test_mesh(values, world, mesh):
             4,
             "tensor 4 | intermediate_size 510 | 3 and 5",
         ),
+        ({"parallel.pipeline_parallel": 3}, 4, "pipeline_parallel 3 | 4 ranks | 1, 2, 4 | --nproc 3"),
+        (
+            {"parallel.pipeline_parallel": 2, "batch_size": 1},
+            2,
+            "pipeline_parallel 2 | 1 micro-batches | batch_size | --batch-size",
+        ),
+        (
+            {"parallel.pipeline_parallel": 2, "parallel.tensor_parallel": 2},
+            6,
+            "tensor_parallel 2 | 3 ranks of a stage | 1, 3 | --nproc 4",
+        ),
+        (
+            {"parallel.pipeline_parallel": 2, "parallel.sequence_parallel": 2},
+            6,
+            "pipeline_parallel 2 | sequence_parallel 2 | 4 ranks | 6 | --nproc 4",
+        ),
     ],
 )
 def test_ranks_that_do_not_match_are_refused(options, world, words):
     says(refusal_of(resolve((), options).validate, world), words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel.pipeline_parallel": 5}, "pipeline_parallel 5 | 4 layers | 1 to 4 | --pipeline-parallel 4"),
+        ({"dpo.beta": 0.1, "pack": "trees", "lora.rank": 2, "checkpoint_every": "never"}, "dpo.beta 0.1 | whole model"),
+        ({"recompute": "block+offload"}, "'block+offload' | 2 stages | --recompute block"),
+        ({"recompute": "block+every-2"}, "'block+every-2' | 2 stages | --recompute block"),
+        ({"recompute": "block-keep-attention+offload-mlp-first-2"}, "2 stages | without offload"),
+        ({"optimizer.offload_weights": "true", "optimizer.offload": "true"}, "optimizer.offload_weights | fix: leave"),
+        ({"sample_tokens": 5}, "sample_tokens 5 | cannot generate | leave sample_tokens out"),
+        ({"context_report": "true"}, "context_report true | pass keys"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(options, words):
+    says(refusal_of(resolve, (), {"parallel.pipeline_parallel": 2} | options), words)
+
+
+def test_a_pipeline_takes_what_it_can_do_and_its_defaults():
+    config = resolve((), {"parallel.pipeline_parallel": "2", "recompute": "block+first-1"})
+    config.validate(2)
+    assert config.batch_size == 2
+    wide = {"parallel.pipeline_parallel": 2, "parallel.data_parallel": 3, "micro_batch_size": 2}
+    assert resolve((), wide).batch_size == 12
+    assert (config.sampled, resolve().sampled, resolve((), {"sample_tokens": 7}).sampled) == (0, 256, 7)
 
 
 @pytest.mark.parametrize(

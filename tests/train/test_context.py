@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,20 +105,16 @@ def test_the_sentence_says_what_was_measured() -> None:
     assert Context(by_position=(), by_length=(), passkeys=()).sentence() == ""
 
 
-@pytest.mark.parametrize("asked", [None, True])
-def test_a_run_ends_with_it_if_asked_or_if_its_sequences_are_long(asked: bool | None, tmp_path: Path) -> None:
-    run_program(2, program.train, tmp_path, "run")
+def test_a_run_ends_with_it_if_asked_or_if_its_sequences_are_long(tmp_path: Path) -> None:
+    run_program(2, _with_report, tmp_path)
     assert not (tmp_path / "run" / "context.json").exists()
-    run_program(2, _with_report, tmp_path, asked)
-    assert json.loads((tmp_path / "asked" / "context.json").read_text())["by_position"]
+    for name in ("asked", "long"):
+        assert json.loads((tmp_path / name / "context.json").read_text())["by_position"], name
 
 
-def _with_report(folder: Path, asked: bool | None) -> None:
+def _with_report(folder: Path) -> None:
     from bmburst.train import trainer
 
-    if asked is None:
-        trainer.LONG = 48  # as long as the sequences of the test
-    try:
-        program.train(folder, "asked", context_report=asked, steps=2)
-    finally:
-        trainer.LONG = 4096
+    for name, asked, long in (("run", None, 4096), ("asked", True, 4096), ("long", None, 48)):
+        with patch.object(trainer, "LONG", long):  # tokens; the sequences of the test have 48
+            program.train(folder, name, context_report=asked, steps=1, eval_every=0, checkpoint_every=0)

@@ -12,7 +12,7 @@ from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import equality_program as program
 
-SPLITS = [(4, 1), (2, 2), (1, 4)]
+SPLITS = [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)]
 # With tensor parallelism, each with one case and few steps; 37 tokens are padded in each tensor group; 4 tensor ranks
 # share 2 KV heads. 1 x 1 x 2 is in test_tensor_parallel.py.
 TENSOR_RUNS = [
@@ -31,7 +31,8 @@ def folder(request, tmp_path_factory):
     folder, cases = tmp_path_factory.mktemp("equality"), selected(request, "reference") or program.CASES[:1]
     (folder / "text.txt").write_text("the text is not used: batches are given\n" * 50)
     tiny.save(folder / "model", program.SHAPE)
-    run_program(4, program.train_all, folder, SPLITS, cases, seconds=300)
+    if splits := [split for split in selected(request, "split") if split != (1, 1)]:
+        run_program(4, program.train_all, folder, splits, cases, seconds=300)
     run_program(1, program.train_all, folder, [(1, 1)], cases, seconds=300)
     for tensor in (2, 4):
         if runs := [(split, case) for split, case in TENSOR_RUNS if split[2] == tensor and case in cases]:

@@ -25,8 +25,11 @@ from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
 
-SHAPE = tiny.config(vocab_size=chat.VOCAB, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+SHAPE = tiny.config(
+    vocab_size=chat.VOCAB, num_layers=1, hidden_size=64, intermediate_size=96, max_position_embeddings=256
+)
 ANSWERS = {"capital of France?": "Paris", "2 + 2?": "four", "who are you?": "a toy"}
+STEPS = 40
 HELD_OUT = ("colour of grass?", "green")  # one of the four conversations, copies included, by its content
 
 
@@ -51,7 +54,9 @@ def _train(folder):
         "output": folder / "run",
         "sequence_length": 128,
         "batch_size": 2,
-        "steps": 60,
+        "micro_batch_size": 2,
+        "recompute": "none",
+        "steps": STEPS,
         "checkpoint_every": 0,
         "eval_every": 0,
         "sample_tokens": 0,
@@ -79,7 +84,7 @@ def answers(model, tokenizer):
 
 
 def test_a_checkpoint_has_the_tokenizer_and_the_template(folder):
-    checkpoint = folder / "run" / "checkpoints" / "step-000060"
+    checkpoint = folder / "run" / "checkpoints" / "step-000040"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (checkpoint / name).read_bytes() == (folder / "base" / name).read_bytes()
     opened = Source.open(folder / "run").tokenizer
@@ -125,7 +130,7 @@ def test_text_is_read_with_the_models_own_tokenizer(folder):
 
     assert read(folder / "base") == str(folder / "base")
     assert read(folder / "base", tokenizer="bytes") == "bytes"
-    checkpoint = folder / "run" / "checkpoints" / "step-000060"
+    checkpoint = folder / "run" / "checkpoints" / "step-000040"
     for given in ({"init_from": folder / "base"}, {"init_from": checkpoint}):
         values = {**given, "data": {"source": str(folder / "chats.jsonl")}}
         set_defaults_of_data(values)

@@ -23,6 +23,7 @@ from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
 from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
 
@@ -58,7 +59,8 @@ def flip(path, flips):
     path.write_bytes(data)
 
 
-def test_no_flipped_bit_goes_unseen(folder, tmp_path):
+@pytest.mark.parametrize("count", [3, *long(25)])  # of each file
+def test_no_flipped_bit_goes_unseen(folder, tmp_path, count):
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     old, new = sorted((run / "checkpoints").iterdir())
@@ -69,7 +71,7 @@ def test_no_flipped_bit_goes_unseen(folder, tmp_path):
     flips = random.Random(18)
     for path in sorted(new.iterdir()):
         whole = path.read_bytes()
-        for _ in range(25):
+        for _ in range(count):
             flip(path, flips)
             said = []
             with refused(new.name, path.name, "fix: ", "another checkpoint"):

@@ -1,7 +1,6 @@
 """The next batch is made while the step runs: in order, none skipped, and what goes wrong comes out at its step."""
 
-import subprocess
-import sys
+import os
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ from bmburst.errors import UserError
 from bmburst.sequence import SequenceShard
 from bmburst.train.loading import Loader, LocalBatch, Prefetch
 from tests import tiny
+from tests.distributed.started import run_python
 
 SECONDS = 30  # until a test is sure that nothing comes
 
@@ -57,7 +57,7 @@ def test_another_than_was_announced():
     assert kitchen.made == [1, 2, 5, 6, 7]
 
 
-def test_it_does_not_keep_the_process():
+def test_it_does_not_keep_the_process(tmp_path):
     """The thread is waited for a moment, no longer: it would sleep for an hour."""
     program = """
 import time
@@ -67,8 +67,8 @@ one = loading.Prefetch(lambda key: time.sleep(key))
 one.take(0, 3600)
 print("end")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("end\n", "")
+    done = run_python("-c", program, cwd=tmp_path, env=os.environ, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 @pytest.fixture(scope="module")

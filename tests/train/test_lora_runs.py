@@ -1,6 +1,7 @@
 """LoRA runs: what their checkpoints hold, that they resume exactly, and what they refuse."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from safetensors.torch import load_file
 from bmburst.blocks.config import LoRAConfig
 from bmburst.cli import main
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
+from bmburst_ops import nf4
 from tests import tiny
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
 
 LORA = LoRAConfig(rank=2, alpha=4, targets=("q_proj", "down_proj"))
+FOUR_BIT = replace(LORA, base="4bit")
 
 
 def base(folder):
@@ -36,7 +40,8 @@ def state(made):
 
     found = {}
     for shard in named_shards(made.model):
-        found[shard.name] = gather(shard)
+        whole = gather(shard)
+        found[shard.name] = whole.view(torch.int32) if shard.name.endswith(".nf4") else whole  # no numbers
         if shard.storage.requires_grad:
             found |= {f"{shard.name}.{key}": made.optimizer.state_of(shard, key).clone() for key in state_names(shard)}
     return found
@@ -51,8 +56,10 @@ def require_equal(ours, wanted):
 CASES = [
     (1, {}),
     (2, {"dtype": "bfloat16", "optimizer": OptimizerConfig(offload=True, offload_weights=True)}),
-    (3, {"recompute": "block", "optimizer": OptimizerConfig(offload=True)}),
     (2, {"parallel": ParallelConfig(data_parallel=2, zero_level=2)}),
+    *long(
+        (3, {"recompute": "block", "optimizer": OptimizerConfig(offload=True), "lora": FOUR_BIT, "dtype": "bfloat16"})
+    ),
 ]
 
 
@@ -60,7 +67,7 @@ CASES = [
 def test_resumes_exactly_and_pefts_model_is_ours(tmp_path, size, changes):
     base(tmp_path)
     run_program(size, _resumes_exactly, tmp_path, changes)
-    require_pefts(tmp_path, changes.get("dtype", "float32"))
+    require_pefts(tmp_path, changes.get("dtype", "float32"), is_4bit=changes.get("lora", LORA).is_4bit)
 
 
 def _resumes_exactly(folder, changes):
@@ -87,15 +94,24 @@ def _resumes_exactly(folder, changes):
     require_equal(state(other), state(made))
 
 
-def require_pefts(folder, dtype):
-    """PEFT reads the checkpoint as it is, and merges to the same weights as `bmburst convert`."""
+def require_pefts(folder, dtype, *, is_4bit):
+    """PEFT reads the checkpoint as it is, and merges to the same weights as `bmburst convert`.
+
+    In 4 bits, PEFT's model is that of the dequantized weights: it dequantizes before it merges.
+    """
     from peft import PeftModel
 
     checkpoint = folder / "run" / "checkpoints" / "step-000003"
     values = json.loads((checkpoint / "adapter_config.json").read_text())
     assert (values["r"], values["lora_alpha"], set(values["target_modules"])) == (2, 4, set(LORA.targets))
     assert values["base_model_name_or_path"] == str(folder / "base")
-    model = PeftModel.from_pretrained(tiny.load(folder / "base"), checkpoint)
+    below = tiny.load(folder / "base")
+    if is_4bit:
+        for name, weight in below.named_parameters():
+            if name.endswith("_proj.weight"):
+                words = nf4.quantize(weight.data.to(getattr(torch, dtype)))
+                weight.data = nf4.dequantize(words, tuple(weight.shape), getattr(torch, dtype)).float()
+    model = PeftModel.from_pretrained(below, checkpoint)
     numbers = load_file(checkpoint / "adapter_model.safetensors")
     found = {name.replace(".default", ""): each for name, each in model.state_dict().items() if "lora_" in name}
     assert found.keys() == numbers.keys()
@@ -109,13 +125,13 @@ def require_pefts(folder, dtype):
 
 def test_another_number_of_ranks_goes_on(tmp_path):
     base(tmp_path)
-    for size, steps in ((2, 2), (3, 4), (1, 5)):
+    for size, steps in ((3, 2), (2, 4)):
         run_program(size, _train, tmp_path, steps)
     run_program(1, _train_alone, tmp_path)
 
 
 def _train(folder, steps):
-    made = trainer(folder, "run", steps=steps, resume=(folder / "run" / "checkpoints").exists())
+    made = trainer(folder, "run", steps=steps, eval_every=0, resume=(folder / "run" / "checkpoints").exists())
     made.restore()
     made.train()
 
@@ -124,7 +140,7 @@ def _train_alone(folder):
     made, whole = trainer(folder, "run", resume=True), trainer(folder, "whole")
     made.restore()
     whole.restore()
-    for _ in range(5):
+    for _ in range(4):
         whole.step()
     for name, tensor in state(whole).items():
         torch.testing.assert_close(state(made)[name], tensor, rtol=1e-4, atol=1e-5)
@@ -144,6 +160,7 @@ def _a_run_is_not_resumed_with_other_adapters(folder):
         (LoRAConfig(rank=3, alpha=4, targets=LORA.targets), ("lora.rank is 3", "fix: --lora.rank 2")),
         (LoRAConfig(rank=2, alpha=5, targets=LORA.targets), ("lora.alpha is 5", "fix: --lora.alpha 4")),
         (LoRAConfig(rank=2, alpha=4), ("lora.targets", "v_proj", "fix: --lora.targets q_proj,down_proj")),
+        (FOUR_BIT, ("lora.base is 4bit", "fix: --lora.base dtype")),
     ):
         other = trainer(folder, "run", resume=True, lora=lora)
         with refused(*words):

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint.adapter import adapter_shapes
@@ -73,6 +74,38 @@ def test_evaluation_adds_the_adapter(trained):
     assert [unmerged, run] == pytest.approx([merged, merged], rel=1e-6, abs=0)
 
 
+@pytest.fixture(scope="module")
+def in_4bit(trained):
+    """The folder with a run on a base in 4 bits, too, and its merged model."""
+    run_program(2, _train_in_4bit, trained)
+    words = ["convert", str(trained / "run-4bit"), str(trained / "merged-4bit"), "--to", "huggingface", "--merge"]
+    assert main(words) == 0
+    return trained
+
+
+def _train_in_4bit(folder):
+    from bmburst.train.trainer import run
+
+    run(replace(config(folder, lora=replace(LORA, base="4bit")), output=folder / "run-4bit"))
+
+
+def test_an_adapter_on_4_bits_is_used_on_4_bits(in_4bit):
+    from bmburst.inference.generator import Generator, Source
+
+    run = in_4bit / "run-4bit" / "checkpoints" / "step-000004"
+    (in_4bit / "peft").mkdir()
+    shutil.copy(run / "adapter_config.json", in_4bit / "peft")
+    save_file(load_file(run / "adapter_model.safetensors"), in_4bit / "peft" / "adapter_model.safetensors")  # no note
+    merged, unmerged, plain = losses(in_4bit, ("merged-4bit", None), ("base", "run-4bit"), ("base", "peft"))
+    assert unmerged == pytest.approx(merged, rel=1e-6, abs=0)
+    assert abs(plain - merged) > 1e-3
+    answers = []
+    for given in ("merged-4bit", "run-4bit"):
+        (found,) = Generator(Source.open(in_4bit / given)).generate([PROMPT], max_new_tokens=12, logprobs=1)
+        answers.append([each.logprob for each in found.logprobs])
+    assert answers[0] == pytest.approx(answers[1])
+
+
 def test_answers_are_those_of_the_merged_model(trained):
     from bmburst.inference.generator import Generator, Source
 
@@ -90,19 +123,20 @@ def test_answers_are_those_of_the_merged_model(trained):
     assert plain.tokens != wanted.tokens
 
 
-def test_the_sample_of_a_run_is_written_with_its_adapter(trained):
-    run_program(2, _the_sample_of_a_run_is_written_with_its_adapter, trained)
+def test_the_sample_of_a_run_is_written_with_its_adapter(in_4bit):
+    run_program(2, _the_sample_of_a_run_is_written_with_its_adapter, in_4bit)
 
 
 def _the_sample_of_a_run_is_written_with_its_adapter(folder):
     from bmburst.inference.generator import Generator
     from bmburst.train.trainer import Trainer
 
-    made = Trainer(config(folder, resume=True))
-    made.restore()
-    (found,) = Generator(made.model).generate([PROMPT], max_new_tokens=12)
-    (wanted,) = Generator(folder / "merged").generate([PROMPT], max_new_tokens=12)
-    assert found.tokens == wanted.tokens
+    for end, base in (("", "dtype"), ("-4bit", "4bit")):
+        made = Trainer(replace(config(folder, lora=replace(LORA, base=base), resume=True), output=folder / f"run{end}"))
+        made.restore()
+        (found,) = Generator(made.model).generate([PROMPT], max_new_tokens=12)
+        (wanted,) = Generator(folder / f"merged{end}").generate([PROMPT], max_new_tokens=12)
+        assert found.tokens == wanted.tokens
 
 
 def test_the_command_line_takes_adapters(trained, capfd):
@@ -116,8 +150,8 @@ def test_the_command_line_takes_adapters(trained, capfd):
     assert capfd.readouterr().out.count("perplexity") == 2
 
 
-def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path, monkeypatch):
-    monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))
+@pytest.mark.usefixtures("no_ranks")
+def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path):
     run, other, base = (str(trained / name) for name in ("run", "other", "base"))
     text = ["--data", str(trained / "text.txt")]
     prompt = ["--prompt", "line 1:", "--nproc", "2"]

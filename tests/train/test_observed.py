@@ -52,7 +52,7 @@ def _observed(folder):
 
     def slowly():
         if trainer.runtime.rank == 1:
-            time.sleep(0.3)
+            time.sleep(0.2)
         return read()
 
     trainer.next_batch = slowly

@@ -78,19 +78,29 @@ def losses(made, steps):
     return [(each.loss, each.grad_norm) for each in (made.step() for _ in range(steps))]
 
 
+@pytest.mark.long
+def test_resumed_on_ranks_that_share_matrices(tmp_path):
+    names = ("bfloat16", "8bit")
+    run_program(2, _is_uninterrupted, tmp_path, names)
+    run_program(2, _goes_on, tmp_path, names, {"parallel": ParallelConfig(tensor_parallel=2)}, tensor=2)
+    run_program(3, _goes_on, tmp_path, (*names, "8bit again"))
+
+
 def test_resumed_is_uninterrupted_on_these_ranks_and_goes_on_elsewhere(tmp_path):
     tiny.save(tmp_path / "base", program.SHAPE)
-    run_program(2, _is_uninterrupted, tmp_path)
-    for name in RUNS:
+    names = ("in host", "8bit streamed", "8bit adapters")
+    run_program(2, _is_uninterrupted, tmp_path, names)
+    for name in names:
         _check_files(tmp_path, name)
-    run_program(2, _goes_on, tmp_path, {"parallel": ParallelConfig(tensor_parallel=2)}, tensor=2)
-    run_program(3, _goes_on, tmp_path)
+    run_program(2, _has_its_bytes_and_refuses_others)
+    run_program(3, _goes_on, tmp_path, names)
 
 
-def _is_uninterrupted(folder):
+def _is_uninterrupted(folder, names):
     import bmtrain as bmt
 
-    for name, changes in RUNS.items():
+    for name in names:
+        changes = RUNS[name]
         made = trainer(folder, name, **changes)
         made.restore()
         losses(made, 3)
@@ -105,6 +115,9 @@ def _is_uninterrupted(folder):
             torch.save(state, folder / f"{name}.pt")
         if name in ("in host", "8bit"):
             _converts(folder, name, changes, state)
+
+
+def _has_its_bytes_and_refuses_others():
     _takes_its_bytes()
     _refuses_other_states()
 
@@ -173,18 +186,17 @@ def _check_files(folder, name):
             assert blocks <= len(tensor) <= blocks + 1  # a rank's cut
 
 
-def _goes_on(folder, changes=None):
+def _goes_on(folder, names, changes=None):
     """The state of 2 ranks on others: bf16 to the bit, and so 8 bits but for the blocks that other ranks divide."""
-    few = {name: RUNS[name] for name in ("bfloat16", "8bit")}
-    runs = few if changes else {"8bit again": RUNS["8bit"], **RUNS}  # again: saved by the ranks of `changes`
-    for name, own in runs.items():
+    for name in names:
+        own = RUNS[name.removesuffix(" again")]
         made = resumed(folder, name, **own | (changes or {}))
         wanted, is_coded = torch.load(folder / f"{name}.pt"), own["optimizer"].state == "8bit"
         for key, values in held(made).items():
             same = (values == wanted[key]).float().mean()
             assert same == 1 or (is_coded and (values - wanted[key]).norm() <= 0.03 * wanted[key].norm()), key
             assert same > 0.5 or values.numel() < 4096 or changes, key
-        if name == "8bit":  # for others, from these ranks' cuts
+        if changes and name == "8bit":  # for others, from these ranks' cuts
             made.config = made.config.replace(output=folder / "8bit again")
             made.save()
             torch.save(wanted, folder / "8bit again.pt")

@@ -74,6 +74,13 @@ def settings_of(text):
     return {words: float(size) for size, words in found}
 
 
+def test_settings_of_a_pipeline_are_ones_that_stages_can_do():
+    run = config(2**19, parallel=ParallelConfig(pipeline_parallel=2), batch_size=2, recompute="none")
+    fitting = settings_of(said(run))
+    assert "--recompute block" in fitting
+    assert not any("block+offload" in words or "offload_weights" in words for words in fitting)
+
+
 def test_settings_that_would_fit_do_and_others_are_not_named():
     run = config(2**21)
     fitting = settings_of(said(run))

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -15,6 +13,7 @@ from bmburst.train.clock import FlopsMeter, LagWatch, StepTiming, known_peak
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.report import Summary
+from tests.distributed.started import run_python
 from tests.refusals import refused
 
 MODEL = preset("llama-3-8b")
@@ -190,7 +189,8 @@ with MetricsWriter(Path("run7"), 1, Wandb("longer", Path("run7"), {"steps": 3}, 
 def test_weights_and_biases_gets_every_finite_number(tmp_path, more):
     (tmp_path / "wandb.py").write_text(WANDB)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); MORE = {more!r}\n" + textwrap.dedent(USE)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)}, check=True)
+    done = run_python("-c", code, cwd=tmp_path, env={})
+    assert done.returncode == 0, done.stderr
     given, first, second = json.loads((tmp_path / "wandb.json").read_text())
     assert (given["project"], given["id"], given["config"]) == ("longer", "run7", {"steps": 3})
     assert (given["entity"], given["name"]) == (more.get("entity"), more.get("name", "run7"))

@@ -15,6 +15,7 @@ from bmburst.train.config import DataConfig, ParallelConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.text import kept_with_model
 from tests.distributed.programs import run_program
+from tests.pairs import long
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -75,20 +76,23 @@ KILLS = [
 ]
 
 
-def test_killed_at_any_point_and_resumed(folder):
-    run, left = folder / "killed", None
-    for moment, count, leaves in KILLS:
+@pytest.mark.parametrize("kills", [[KILLS[2], *KILLS[5:]], *long(KILLS)], ids=["3-kills", "all"])
+def test_killed_at_any_point_and_resumed(folder, kills):
+    name = f"killed-{len(kills)}-times"
+    run, left = folder / name, None
+    for moment, count, leaves in kills:
         with pytest.raises(ProcessExitedException, match="SIGKILL"):
-            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None, fresh=True)
+            run_program(2, program.train_and_die, folder, name, moment, count, left is not None, fresh=True)
         newest, left = checkpoint.newest_complete(run), leaves
         assert (newest and checkpoint.read_progress(newest).step) == left, (moment, count)
         # A line that was being written when the run died.
         with (run / "metrics.jsonl").open("a") as metrics:
             metrics.write('{"step": 5, "loss": 3.')
     assert [path.name for path in run.glob("checkpoints/.step-*")] == [".step-000002.old"]
-    run_program(2, resume, folder, "killed", {"steps": program.STEPS + 1})
-    assert {step: values for step, values in losses(folder, "killed").items() if step < 7} == losses(folder, "whole")
-    assert held_out(folder, "killed")[:-1] == held_out(folder, "whole")
+    run_program(2, resume, folder, name, {"steps": program.STEPS + 1})
+    found = losses(folder, name)
+    assert {step: values for step, values in found.items() if step < 7} == losses(folder, "whole")
+    assert held_out(folder, name)[:-1] == held_out(folder, "whole")
     assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step-000006", "step-000007"]
 
 

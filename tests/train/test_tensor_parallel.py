@@ -8,7 +8,7 @@ from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import tensor_program as program
 
-RUNS = pytest.mark.parametrize("name", ["shared", "offload", *long("dealt", "bf16")])  # offload: in bf16, dealt
+RUNS = pytest.mark.parametrize("name", ["shared", *long("dealt", "bf16", "offload")])  # offload: in bf16, dealt
 EXACT = {"rel": 1e-5}
 TOLERANCE = {"shared": EXACT, "dealt": EXACT, "bf16": {"rel": 2e-2}, "offload": {"rel": 2e-2}}
 

@@ -1,0 +1,161 @@
+"""A pipeline stage of a model: which layers it has, over which ranks they are sharded, and what it sends.
+
+A rank builds only the blocks of its stage, with the names that they have in the whole model. ZeRO shards them over the
+ranks of the stage. The embedding is on the first stage, final norm and head are on the last one. If they share one
+table, both stages have it, and the sum of its two gradients is the gradient of both.
+
+BMTrain's own pipeline (`bmtrain.PipelineTransformerBlockList`) shards every layer over the ranks of each stage, runs
+all forward passes before the first backward pass, and sends shapes beside tensors. This one takes its ranks and its
+communicators only.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from bmtrain.zero_context import ZeroContext
+from torch import Tensor
+
+from bmburst.comm.collectives import FlatStorage, launched_together
+from bmburst.schedule.pipeline import require_stages, stage_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a pipeline.
+
+    Attributes:
+        number: Number of the stage.
+        count: Number of stages; 1: there is no pipeline.
+        layers: Numbers of its layers in the model.
+    """
+
+    number: int
+    count: int
+    layers: range
+
+    @classmethod
+    def whole(cls, layers: int) -> "Stage":
+        """Return the only stage of a model without a pipeline."""
+        return cls(0, 1, range(layers))
+
+    @classmethod
+    def of_bmtrain(cls, layers: int) -> "Stage":
+        """Return this rank's stage of a model, in the stages of the running BMTrain.
+
+        Raises:
+            UserError: There are more stages than layers.
+        """
+        count = bmt.config["pipe_size"]
+        require_stages(count, layers)
+        number = bmt.config["topology"].stage_id
+        return cls(number, count, stage_layers(layers, count, number))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the head."""
+        return self.number == self.count - 1
+
+    @contextmanager
+    def sharding(self) -> Iterator[None]:
+        """Let BMTrain shard the parameters that are made inside this context over the ranks of the stage only."""
+        if self.count == 1:
+            yield
+            return
+        groups = {"zero_comm": bmt.config["pp_zero_comm"]}
+        if bmt.config["tp_size"] > 1:
+            groups["tp_zero_comm"] = bmt.config["pp_tp_zero_comm"]
+        before = {name: bmt.config[name] for name in groups}
+        try:
+            for name, group in groups.items():
+                bmt.config[name] = group
+            yield
+        finally:
+            for name, group in before.items():
+                bmt.config[name] = group
+
+
+class StageBlocks(bmt.TransformerBlockList):  # type: ignore[misc]  # BMTrain has no types
+    """The blocks of a stage, under their numbers in the whole model.
+
+    Args:
+        blocks: The blocks, as BMTrain's.
+        numbers: Their numbers.
+    """
+
+    def __init__(self, blocks: Iterable[bmt.Block], numbers: range) -> None:
+        super().__init__(list(blocks))
+        self._modules = {str(number): each for number, each in zip(numbers, list(self), strict=True)}
+
+    def forward(self, hidden: Tensor, *args: Any) -> Tensor:
+        """Return the stream after the last block; `args` are the other arguments of each block."""
+        for block in self:
+            hidden = block(hidden, *args)
+        return hidden
+
+
+class StageLink:
+    """Moves hidden states and their gradients between the ranks with the same place in all stages.
+
+    Shapes are those of this rank's own tokens, which the ranks of all stages know: no message has a header, and the
+    host waits for none.
+
+    Args:
+        shape: Shape of a micro-batch's hidden states on this rank.
+        dtype: Their dtype.
+        device: Device of this rank.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+
+    def exchange(self, peer: int, sent: Tensor | None, *, receives: bool) -> Tensor | None:
+        """Send a tensor to another stage, receive one from it, or both at the same time."""
+        received = torch.empty(self._shape, dtype=self._dtype, device=self._device) if receives else None
+        _exchange(peer, sent, received)
+        return received
+
+
+def _exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:
+    with launched_together():
+        if sent is not None:
+            bmt.nccl.send(FlatStorage(sent.detach().contiguous()), peer, bmt.config["pipe_comm"])
+        if received is not None:
+            bmt.nccl.recv(FlatStorage(received), peer, bmt.config["pipe_comm"])
+
+
+@torch.no_grad()
+def add_tied_gradients(table: torch.nn.Parameter, stage: Stage) -> None:
+    """Add this rank's shard of a tied table's gradient and that of the other stage that has the table.
+
+    The first and the last stage call it, once all gradients are complete. Both get the same bits.
+    """
+    if table.grad is None:
+        table.grad = torch.zeros_like(table.data)
+    other = torch.empty_like(table.grad)
+    _exchange(stage.count - 1 if stage.is_first else 0, table.grad, other)
+    table.grad += other
+
+
+@contextmanager
+def gathered_blocks(blocks: Iterable[bmt.Block]) -> Iterator[None]:
+    """Gather the weights of blocks once, and reduce their gradients once, at the end: ZeRO 2 over many micro-batches.
+
+    BMTrain's hooks do nothing for a block that is gathered already.
+    """
+    contexts = []
+    for block in blocks:
+        block._layer_dict.clear()  # copies that an evaluation left
+        contexts.append(ZeroContext(block, block._layer_dict))
+        contexts[-1].enter(0, True)
+    yield
+    for context in reversed(contexts):
+        context.exit(0, True)

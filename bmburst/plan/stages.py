@@ -1,0 +1,80 @@
+"""Predicts a pipeline: a stage is predicted as a model of its layers, which is trained on its GPUs.
+
+Embedding and head are counted as one table each on every stage.
+"""
+
+from dataclasses import replace
+
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import held_block, table
+from bmburst.plan.moments import Lines, StepMoments
+from bmburst.recompute.policy import Policy
+from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.pipeline import PipelineSchedule, stage_layers
+
+
+def stage_of(candidate: Candidate, number: int) -> Candidate:
+    """Return a stage of a pipeline as a way to train its layers without one."""
+    task = candidate.task
+    layers = stage_layers(task.model.num_layers, candidate.pipe, number)
+    gpus = task.gpus // candidate.pipe
+    nodes = max(1, gpus // task.gpus_per_node)
+    model = replace(task.model, num_layers=len(layers), tie_embeddings=True)
+    own = replace(task, model=model, gpus=gpus, nodes=nodes if gpus % nodes == 0 else 1)
+    return replace(candidate, task=own, pipe=1, recompute=_policy(candidate, layers))
+
+
+def _policy(candidate: Candidate, layers: range) -> str:
+    """Return the recompute policy of a stage, whose layers may be some of the first N that a policy names."""
+    policy = candidate.policy
+    if policy.layers is None or policy.layers >= layers.stop:
+        return replace(policy, layers=None).name
+    if policy.layers <= layers.start:
+        return Policy(recomputes=False).name
+    return replace(policy, layers=policy.layers - layers.start).name
+
+
+def ends(candidate: Candidate) -> tuple[int, int]:
+    """Return the first stage, which has the most layers and micro-batches in flight, and the last, with the head."""
+    return 0, candidate.pipe - 1
+
+
+def stages_per_node(candidate: Candidate) -> float:
+    """Return the number of stages that share the host memory of a node, at least 1."""
+    return max(1.0, candidate.task.gpus_per_node * candidate.pipe / candidate.task.gpus)
+
+
+def kept_by_stage(candidate: Candidate, number: int, moments: StepMoments) -> Lines:
+    """Return the bytes that a stage holds in addition to those of a model of its layers.
+
+    Args:
+        candidate: The pipeline.
+        number: Number of the stage.
+        moments: Those of a block of the stage.
+    """
+    stage = stage_of(candidate, number)
+    alive = PipelineSchedule(candidate.pipe, candidate.micro_steps).in_flight(number)
+    policies = stage.policy.of_layers(stage.task.model.num_layers)
+    kept = sum(policy.kept(moments.block) for policy in policies)
+    sides = (number > 0) + (number < candidate.pipe - 1)  # input and output
+    lines = {"micro-batches in flight": (alive - 1) * kept + alive * sides * moments.hidden}
+    if stage.zero == 2:
+        task = stage.task
+        blocks = held_block(task.model, stage.tensor) * task.model.num_layers * task.trained_in_blocks
+        whole = blocks / max(1, task.parameters) + 2 * table(task.model)
+        lines["whole gradients, tables (ZeRO-2)"] = whole * task.itemsize
+    return lines
+
+
+def send_seconds(candidate: Candidate, hardware: Hardware) -> float:
+    """Return the seconds that a stage's transfers take in a step. They do not overlap with its passes.
+
+    Hidden states and gradients pass a boundary at the same time, in opposite directions.
+    """
+    task = candidate.task
+    nbytes = candidate.rows / candidate.tensor * task.model.hidden_size * task.itemsize
+    is_near = task.nodes == 1
+    bandwidth = hardware.collective_bandwidth if is_near else hardware.inter_bandwidth
+    latency = hardware.nccl_latency if is_near else hardware.inter_latency
+    boundaries = 1 if candidate.pipe == 2 else 2
+    return candidate.micro_steps * 2 * boundaries * (nbytes / bandwidth + latency)

@@ -1,0 +1,148 @@
+"""The 1F1B schedule of a pipeline (PipeDream-Flush, arXiv:2006.09503): which stage computes and sends what, in order.
+
+A model's blocks are divided into stages, and a batch into micro-batches. Stage s first computes `stages - 1 - s`
+forward passes, then forward and backward passes in turn, then the backward passes that are left. So it holds the
+activations of at most `stages - s` micro-batches, however many there are, and waits for `stages - 1` of them a step.
+
+A transfer is between neighbouring stages. One that sends and receives does both at the same time, because its peer
+does the same: two stages that both send first would wait for each other forever. Messages between two stages are in
+the same order on both sides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from bmburst.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A pass of a micro-batch through the blocks of a stage."""
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind[0].upper()}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An exchange with a neighbouring stage: hidden states go to the next stage, their gradients to the previous one.
+
+    Attributes:
+        peer: The other stage.
+        sends: Number of the micro-batch that is sent; None: nothing.
+        receives: Number of the micro-batch that is received; None: nothing.
+    """
+
+    peer: int
+    sends: int | None = None
+    receives: int | None = None
+
+    def __str__(self) -> str:
+        sent = "" if self.sends is None else f"{self.sends}>"
+        received = "" if self.receives is None else f"<{self.receives}"
+        return f"[{sent}{self.peer}{received}]"
+
+
+Action = Compute | Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """The actions of all stages in one step. `str` prints a line for each stage.
+
+    `F2` and `B2` are the forward and backward pass of micro-batch 2. `[2>1<0]` sends micro-batch 2 to stage 1 and
+    receives micro-batch 0 from it.
+
+    Attributes:
+        stages: Number of stages.
+        micro_batches: Micro-batches of a step, at least as many as stages.
+
+    Raises:
+        UserError: There are fewer micro-batches than stages.
+    """
+
+    stages: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise UserError(f"a pipeline of {self.stages} stages\nfix: at least 1")
+        require_micro_batches(self.stages, self.micro_batches)
+
+    def __str__(self) -> str:
+        rows = (" ".join(map(str, self.actions(stage))) for stage in range(self.stages))
+        return "\n".join(f"stage {stage}: {row}" for stage, row in enumerate(rows))
+
+    def in_flight(self, stage: int) -> int:
+        """Return the largest number of micro-batches whose activations a stage holds at once."""
+        return min(self.stages - stage, self.micro_batches)
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """Return the actions of a stage, in order."""
+        return tuple(self._of(stage))
+
+    def _of(self, stage: int) -> Iterator[Action]:
+        count, ahead = self.micro_batches, self.in_flight(stage) - 1
+        before = stage - 1 if stage else None
+        after = stage + 1 if stage + 1 < self.stages else None
+        for number in range(ahead):
+            yield from _with(before, receives=number)
+            yield Compute("forward", number)
+            yield from _with(after, sends=number)
+        yield from _with(before, receives=ahead)
+        for number in range(count - ahead):
+            yield Compute("forward", number + ahead)
+            yield from _with(after, sends=number + ahead, receives=number)
+            yield Compute("backward", number)
+            following = number + ahead + 1
+            yield from _with(before, sends=number, receives=following if following < count else None)
+        for number in range(count - ahead, count):
+            yield from _with(after, receives=number)
+            yield Compute("backward", number)
+            yield from _with(before, sends=number)
+
+
+def _with(peer: int | None, sends: int | None = None, receives: int | None = None) -> Iterator[Transfer]:
+    if peer is not None:
+        yield Transfer(peer, sends, receives)
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """Return the numbers of the layers of a stage.
+
+    If they cannot be divided evenly, the first stages have one more, as in BMTrain: the last stage also has the head.
+    """
+    each, rest = divmod(layers, stages)
+    first = stage * each + min(stage, rest)
+    return range(first, first + each + (stage < rest))
+
+
+def require_stages(stages: int, layers: int) -> None:
+    """Check that each stage has a layer.
+
+    Raises:
+        UserError: There are more stages than layers.
+    """
+    if stages > layers:
+        raise UserError(
+            f"pipeline_parallel {stages} with a model of {layers} layers: a stage would have none\n"
+            f"allowed: 1 to {layers}\nfix: --pipeline-parallel {layers}, or a deeper model"
+        )
+
+
+def require_micro_batches(stages: int, count: int) -> None:
+    """Check that a step has a micro-batch for each stage.
+
+    Raises:
+        UserError: Some stages would wait for the whole step.
+    """
+    if count < stages:
+        raise UserError(
+            f"pipeline_parallel {stages} with {count} micro-batches a step: stages would only wait\n"
+            f"allowed: batch_size at least {stages} x data_parallel x micro_batch_size\n"
+            "fix: a larger --batch-size, a smaller --micro-batch-size, or fewer stages"
+        )

@@ -1,0 +1,126 @@
+"""The planner's pipeline: the bubble, what a stage holds, its transfers, and the command."""
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+
+from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.memory import memory_of
+from bmburst.plan.search import predict, search
+from bmburst.plan.stages import send_seconds
+from bmburst.plan.step import step_time
+from bmburst.schedule.hardware import load_hardware
+from bmburst.schedule.pipeline import Compute, PipelineSchedule
+from tests.refusals import says
+
+H200 = load_hardware("h200")
+MODEL = PRESETS["llama-3-8b"]
+
+
+def _way(*, pipe: int, batch: int = 8, gpus: int = 4, layers: int = 32, **changes: object) -> Candidate:
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    task = Task(model=model, preset="llama-3-8b", sequence=8192, gpus=gpus, batch=batch)
+    way = Candidate(task=task, pipe=pipe, recompute="block")
+    return dataclasses.replace(way.with_strategy(way.sequence, "none"), **changes)
+
+
+def _makespan(stages: int, micro_batches: int, forward: float, backward: float) -> float:
+    """The time of the schedule where transfers take none: each pass begins when its stage and its input are ready."""
+    schedule, done, free = PipelineSchedule(stages, micro_batches), {}, [0.0] * stages
+    left = [[each for each in schedule.actions(s) if isinstance(each, Compute)] for s in range(stages)]
+    while any(left):
+        for stage, passes in enumerate(left):
+            if not passes:
+                continue
+            way, number = passes[0].kind, passes[0].micro_batch
+            first = stage == 0 if way == "forward" else stage == stages - 1
+            source = (stage - 1 if way == "forward" else stage + 1, way, number)
+            if not first and source not in done:
+                continue
+            begin = max(free[stage], 0.0 if first else done[source])
+            free[stage] = done[stage, way, number] = begin + (forward if way == "forward" else backward)
+            passes.pop(0)
+    return max(free)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 12)])
+def test_bubble_is_that_of_the_schedule(stages: int, micro_batches: int) -> None:
+    way = _way(pipe=stages, batch=micro_batches)
+    time = step_time(way, H200)
+    work = (time.total - time.pipeline - time.optimizer) / micro_batches
+    wanted = _makespan(stages, micro_batches, work / 3, 2 * work / 3)
+    assert time.total - time.optimizer == pytest.approx(wanted + send_seconds(way, H200), rel=1e-9)
+
+
+def test_a_stage_holds_its_layers_and_as_many_micro_batches_as_there_are_stages_after_it() -> None:
+    """Against a model of half the layers on half the GPUs; with the same tokens a rank, 4 stages hold 3 more inputs."""
+    whole = _way(pipe=1, gpus=2, layers=16)
+    one, two = (memory_of(each, H200).lines for each in (whole, _way(pipe=2)))
+    tables = 2 * MODEL.vocab_size * MODEL.hidden_size
+    parameters = whole.task.model.num_parameters - tables / 2  # one of the two tables
+    for name, nbytes in (("weights", 2), ("gradients", 2)):
+        assert two[name] == pytest.approx(nbytes * parameters / 2, rel=1e-6), name
+    assert "micro-batches in flight" not in one
+    stream = 8192 * MODEL.hidden_size * 2
+    four = _way(pipe=4)
+    in_flight = {pipe: memory_of(_way(pipe=pipe), H200).lines["micro-batches in flight"] for pipe in (2, 4)}
+    # Under "block" a layer keeps its input; each micro-batch in flight also has the output that was sent.
+    assert in_flight[4] == 3 * 8 * stream + 4 * stream
+    assert in_flight[2] == 1 * 16 * stream / 2 + 2 * stream / 2  # 2 ranks share a sequence
+    more = dataclasses.replace(four, task=dataclasses.replace(four.task, batch=64))
+    assert memory_of(more, H200).lines["micro-batches in flight"] == in_flight[4]
+
+
+def test_transfers_and_slow_links_decide() -> None:
+    """Where a node's link is slow, ZeRO over all GPUs moves weights through it, and stages move hidden states only."""
+    model = dataclasses.replace(MODEL, max_position_embeddings=4096)
+    task = Task(model=model, preset="llama-3-8b", sequence=4096, gpus=16, nodes=2, batch=64)
+    slow = dataclasses.replace(H200, inter_bandwidth=H200.inter_bandwidth / 100)
+    for machine, fastest in ((H200, 1), (slow, 2)):
+        found = search(task, machine, recompute=["block"], zero=[2, 3], tensor=[1], pipe=[1, 2])
+        assert found[0].candidate.pipe == fastest
+
+
+def test_command_of_a_pipeline_is_one_of_bmburst_train(capsys: pytest.CaptureFixture[str]) -> None:
+    from bmburst.train.resolve import resolve
+
+    argv = "plan --preset llama-3-8b --sequence-length 16K --nproc 4 --batch-size 8 --pipeline-parallel 2"
+    assert main(argv.split()) == 0
+    said = capsys.readouterr().out
+    assert "pipeline  " in said and "micro-batches in flight" in said
+    command = shlex.split(next(line for line in said.splitlines() if line.startswith("bmburst train")))
+    options = dict(zip(command[2::2], command[3::2], strict=True))
+    assert options["--pipeline-parallel"] == "2"
+    names = {"pipeline-parallel", "data-parallel", "sequence-parallel", "strategy"}
+    given = {re.sub("^--", "", key): value for key, value in options.items() if key != "--nproc"}
+    prefix = {key: f"parallel.{key}" if key in names else key for key in given}
+    config = resolve((), {prefix[key].replace("-", "_"): value for key, value in given.items()})
+    config.validate(4)
+    assert config.mesh_shape(4).pipe == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--nproc 4 --batch-size 8 --pipeline-parallel 3", "--pipeline-parallel 3 | 4 GPUs | divisors"),
+        ("--nproc 4 --batch-size 1 --pipeline-parallel 2", "--pipeline-parallel 2 | --batch-size 1 | larger"),
+        ("--nproc 4 --batch-size 8 --pipeline-parallel 2 --recompute block+offload", "2 stages | --recompute block"),
+        ("--nproc 4 --batch-size 8 --pipeline-parallel two", "--pipeline-parallel | two"),
+    ],
+)
+def test_impossible_stages_are_refused(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan --preset llama-3-8b --sequence-length 8K {options}".split()) == 2
+    says(capsys.readouterr().err, words)
+
+
+def test_runs_describe_their_stages() -> None:
+    from bmburst.train.config import ParallelConfig, TrainConfig
+    from bmburst.train.machine import planned
+
+    config = TrainConfig(parallel=ParallelConfig(pipeline_parallel=2), batch_size=4, recompute="block")
+    way = planned(config, 4, 1, H200)
+    assert (way.pipe, way.sequence) == (2, 2) and predict(way, H200).time.pipeline > 0

@@ -1,0 +1,107 @@
+"""Ranks in stages are one rank: in gradients, losses, skipped steps, evaluations and checkpoints."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
+
+from bmburst.checkpoint.files import newest_complete
+from bmburst.schedule.pipeline import stage_layers
+from tests.distributed.programs import run_program
+from tests.pairs import long, selected
+from tests.train import run_program as run
+from tests.train import stages_program as program
+from tests.train.stages_program import ALONE, LAYERS, SKIPPED, STEPS, Split
+
+SQUARE = Split(2, sequence=2)
+SPLITS = [Split(2), SQUARE, *long(Split(4), Split(2, data=2), Split(2, sequence=2, tensor=2))]
+BOTH = pytest.mark.parametrize("split", SPLITS, ids=str)
+NAMES = pytest.mark.parametrize("name", ["plain", "tied", *long("lora", "offload")])
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    folder, splits, names = tmp_path_factory.mktemp("stages"), selected(request, "split"), selected(request, "name")
+    program.write_text(folder)
+    for split in (ALONE, *splits):
+        run_program(split.ranks, program.compare, folder, split, names, tensor=split.tensor, pipe=split.pipe)
+    return folder
+
+
+@BOTH
+@NAMES
+def test_gradients_losses_and_weights_are_those_of_one_rank(folder, split, name):
+    one = program.result(folder, ALONE, name)
+    for rank in range(split.ranks):
+        ours = program.result(folder, split, name, rank)
+        assert ours["losses"] == pytest.approx(one["losses"], rel=1e-5, nan_ok=True)
+        assert ours["norms"] == pytest.approx(one["norms"], rel=1e-5, nan_ok=True)
+        assert ours["tokens"] == one["tokens"]
+        assert ours["finite"] == [step != SKIPPED for step in range(1, STEPS + 1)] and ours["skipped"] == 1
+        assert ours["gradients"].keys() == one["gradients"].keys()
+        for key in one["gradients"]:
+            for kind, limit in (("gradients", 1e-5), ("parameters", 1e-4)):  # Adam divides by small gradients
+                found, wanted = ours[kind][key], one[kind][key]
+                assert (found - wanted).norm() <= limit * wanted.norm(), (kind, key)
+        assert ours["eval"] == one["eval"] | {"loss": pytest.approx(one["eval"]["loss"], rel=1e-5)} | {
+            key: pytest.approx(one["eval"][key], rel=1e-5) for key in ("bits_per_byte", "perplexity")
+        }
+
+
+@BOTH
+@NAMES
+def test_a_rank_holds_the_layers_of_its_stage_only_and_ranks_hold_each_element_once(folder, split, name):
+    held = [program.result(folder, split, name, rank)["held"] for rank in range(split.ranks)]
+    of_stage, is_tied = split.ranks // split.pipe, program.CASES[name]["model"].tie_embeddings
+    for rank, mine in enumerate(held):
+        stage = rank // of_stage
+        numbers = {int(key.split(".")[2]) for key in mine if ".layers." in key}
+        assert numbers == set(stage_layers(LAYERS, split.pipe, stage))
+        is_first, is_last = stage == 0, stage == split.pipe - 1
+        outside = {key for key in mine if ".layers." not in key}
+        assert outside == {
+            *(["model.embed_tokens.weight"] if is_first or (is_last and is_tied) else []),
+            *(["model.norm.weight"] if is_last else []),
+            *(["lm_head.weight"] if is_last and not is_tied else []),
+        }
+    for key, whole in program.result(folder, ALONE, name)["parameters"].items():
+        copies = 2 if is_tied and "embed_tokens" in key else 1
+        assert sum(mine.get(key, 0) for mine in held) == copies * whole.numel(), key
+
+
+@pytest.mark.parametrize(("split", "name"), [(SQUARE, "tied")], ids=str)
+def test_checkpoint_of_stages_goes_on_without_them_and_back(folder, split, name):
+    """Saved at pipe 2 x sequence 2, resumed at sequence 4 for a step, and at pipe 2 x sequence 2 for the next."""
+    one = program.result(folder, ALONE, name)
+    runs = [f"{name}-{split}", "without", "back"]
+    for number, mesh in enumerate((Split(1, sequence=4), split)):
+        run_program(4, program.resume, folder, mesh, name, runs[number], runs[number + 1], pipe=mesh.pipe)
+        step = program.SAVED + number
+        found = torch.load(folder / f"{runs[number + 1]}.pt")
+        assert found == pytest.approx((one["losses"][step], one["norms"][step]), rel=1e-5)
+    weights = load_file(folder / "back" / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+    assert weights.keys() == one["parameters"].keys()
+    for key, wanted in one["parameters"].items():
+        assert (weights[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+
+
+@pytest.mark.long
+def test_a_run_in_stages_that_is_killed_in_a_save_loses_nothing(tmp_path):
+    """Checkpoints are written beside training, from the memory of the ranks of both stages."""
+    run_program(1, run.train, tmp_path, "whole")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_program(2, program.train_and_die, tmp_path, "stages", pipe=2, fresh=True)
+    assert newest_complete(tmp_path / "stages") is not None
+    run_program(2, program.go_on, tmp_path, "stages", pipe=2)
+    losses, files = [], []
+    for name in ("whole", "stages"):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append({line["step"]: line["loss"] for line in lines if "grad_norm" in line})
+        folder = tmp_path / name / "checkpoints" / f"step-{run.STEPS:06d}"
+        files.append(load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors"))
+    assert len(losses[0]) == run.STEPS and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert files[1].keys() == files[0].keys()
+    for key, wanted in files[0].items():
+        assert (files[1][key] - wanted).norm() <= 1e-4 * wanted.norm(), key
