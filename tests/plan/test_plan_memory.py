@@ -13,7 +13,7 @@ from bmburst.checkpoint.hugging_face import expected_shapes, is_matrix
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, four_bit_saving, held_block
-from bmburst.plan.memory import _peak as peaks
+from bmburst.plan.memory import _peak as remembered
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
@@ -220,10 +220,10 @@ def group_rows(monkeypatch):
 
     def use(rows):
         monkeypatch.setattr(block_config, "GROUP_ROWS", rows)
-        peaks.cache_clear()
+        remembered.cache_clear()
 
     yield use
-    peaks.cache_clear()
+    remembered.cache_clear()
 
 
 @pytest.mark.long
