@@ -2,16 +2,15 @@
 
 At each call of a function inside a kernel it looks through all names of the language for those that it has to replace,
 which it has done when the kernel began: 40 % of its time. A kernel's own beginning is left as it is. For each value it
-makes a table of dtypes, and the shape, which is one of a few: a third of the rest. The types of two values, the
-shape of both, and whether whole numbers overflow, it finds by many small operations of its own: most of the rest.
+makes a table of dtypes, and the shape, which is one of a few: a third of the rest. The type and the shape of the result
+of two values, and whether whole numbers overflow, which it tells nobody without its debug mode, it finds by many small
+operations of its own: most of the rest.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
-
-import numpy as np
 
 
 @contextmanager
@@ -29,7 +28,6 @@ def names_replaced_once() -> Iterator[None]:
     done: dict[Callable[..., Any], Any] = {}
     find_result, broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
     results: dict[tuple[Any, ...], Any] = {}
-    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def once(function: Callable[..., Any]) -> Any:
         if function not in done:
@@ -66,14 +64,8 @@ def names_replaced_once() -> Iterator[None]:
             results[key] = find_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
         return results[key]
 
-    def require_no_overflow(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
-        scalar = lhs.type.scalar
-        if scalar.int_bitwidth >= 64 or scalar.is_int_unsigned():  # random bits wrap around
-            return
-        found = exact[operation.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
-        least, most = scalar.get_int_min_value(), scalar.get_int_max_value()
-        name = operation.__name__
-        assert least <= found.min() and found.max() <= most, f"{scalar} overflow detected for operation {name}"
+    def tell_nobody(*_: Any) -> None:
+        pass
 
     def of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
         ours, theirs = lhs.handle.data.shape, rhs.handle.data.shape
@@ -95,7 +87,7 @@ def names_replaced_once() -> Iterator[None]:
 
     with (
         mock.patch.object(TritonSemantic, "computation_type_impl", result_type),
-        mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", require_no_overflow),
+        mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", tell_nobody),
         mock.patch.object(TritonSemantic, "broadcast_impl_value", of_one_shape),
         mock.patch.object(core.block_type, "__init__", block_type),
         mock.patch.object(core.tensor, "__init__", tensor),

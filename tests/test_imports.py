@@ -75,13 +75,16 @@ BMTRAIN_AT_TOP = {
     "bmburst/blocks/model.py",
     "bmburst/blocks/recomputed.py",
     "bmburst/blocks/seq2seq.py",
+    "bmburst/blocks/sharded.py",
     "bmburst/blocks/stages.py",
     "bmburst/blocks/streamed.py",
     "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live.py",
     "bmburst/optim/adamw.py",
+    "bmburst/optim/sums.py",
     "bmburst/zero.py",
+    "bmburst/zero_group.py",
     "model_center_ext/llama.py",
 }
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import bmtrain as bmt
 import torch
 from bmtrain.zero_context import ZeroContext
 
 from bmburst.blocks.layers import NF4, Linear
+from bmburst.blocks.sharded import ShardedBlock
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst_ops import nf4
 
@@ -71,7 +71,7 @@ class _Dequantizes:
                 linear.weight.data = nf4.dequantize(linear.nf4.data, linear.shape, linear.weight.dtype)
 
 
-class FourBitBlock(_Dequantizes, bmt.Block):  # type: ignore[misc]  # BMTrain has no types
+class FourBitBlock(_Dequantizes, ShardedBlock):
     """A block with matrices in 4 bits, without BMTrain's checkpointing.
 
     Args:
@@ -80,7 +80,7 @@ class FourBitBlock(_Dequantizes, bmt.Block):  # type: ignore[misc]  # BMTrain ha
     """
 
     def __init__(self, module: torch.nn.Module, zero_level: int) -> None:
-        super().__init__(module, use_checkpoint=False, zero_level=zero_level)
+        super().__init__(module, zero_level=zero_level)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

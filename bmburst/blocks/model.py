@@ -16,6 +16,7 @@ from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantize
 from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
+from bmburst.blocks.sharded import ShardedBlock
 from bmburst.blocks.stages import Stage, StageBlocks
 from bmburst.blocks.streamed import StreamedBlock
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
@@ -124,8 +125,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
                 return made
             if is_4bit:
                 return FourBitBlock(block, zero_level)
-            # bmburst.recompute replaces BMTrain's checkpointing, which would run the ring a second time.
-            return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
+            return ShardedBlock(block, zero_level=zero_level)
 
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)

@@ -15,10 +15,11 @@ from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
 from bmburst.blocks.layers import with_graph
+from bmburst.blocks.sharded import ShardedBlock
 from bmburst.comm.host_memory import HostShard, ShardCopies
 
 
-class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
+class StreamedBlock(ShardedBlock):
     """A ZeRO-3 block whose shards are in host memory. Put blocks into a `bmtrain.TransformerBlockList`.
 
     Train it with `bmburst.optim.AdamW(offload=True)`, which updates the shards in host memory: BMTrain's optimizers
@@ -31,7 +32,7 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     """
 
     def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int) -> None:
-        super().__init__(module, use_checkpoint=False, zero_level=3)
+        super().__init__(module, zero_level=3)
         self._copies, self._visible = copies, False
         self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
         self._point_to_shards()
@@ -73,15 +74,13 @@ class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         if not self._is_first_layer:
             self._pre_module.prefetch()
 
-    def release(self, flag: int) -> None:
-        """Release the weights. After a backward pass, also reduce the gradient and copy it to host memory."""
-        context = self._backward_block_ctx
-        if context is None or not context._need_release:
-            super().release(flag)
-            return
+    def begin_scatter(self) -> None:
+        """Copy the gradient of micro-batches before to the GPU."""
         self._copies.bring_gradients(self._shards)
-        super().release(flag)
-        self._copies.send_gradients(self._shards, bmt.config["load_stream"])
+
+    def end_scatter(self, writer: Any) -> None:
+        """Copy the gradient to host memory."""
+        self._copies.send_gradients(self._shards, writer)
         self._point_to_shards()
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Host memory that all ranks of a host map, into which they copy what a checkpoint will hold.
 
 Each rank of the first ZeRO group copies its own shards, without communication. A rank that writes a file reads the
-pieces of its tensors from the memory of all ranks. So copying and writing need no collective of BMTrain, and a thread
+pieces of its tensors from the memory of these ranks. So copying and writing need no collective of BMTrain, and a thread
 can do both while the next steps run. The memory is anonymous (`memfd_create`), so nothing of it remains when the ranks
 have ended.
 """

@@ -201,6 +201,7 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
         tensor_parallel=1,
         head_parallel=None,
         transport="auto",
+        zero_group="world",
     )
     runs = [
         _CheckRun(name="ranks", nproc=nproc, config=config),

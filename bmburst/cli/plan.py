@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
-    "stage. Print those that fit, the fastest first, and the command of the best one. --generate: predict the first "
-    "token, the time per token and the memory of generation. Needs no GPU."
+    "stage and group. Print those that fit, the fastest first, and the command of the best one. --generate: predict "
+    "the first token, the time per token and the memory of generation. Needs no GPU."
 )
 _USAGE = (
     "bmburst plan --preset NAME --sequence-length N --nproc N [--nodes N] [--hardware NAME|FILE] [--write FILE]\n"
@@ -64,9 +64,15 @@ _SETTINGS = MappingProxyType(
 )
 _OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
 _TREES = ("shared_prompt", "answers")
+_OF_TRAINING = ("nodes", "recompute", "zero", "group", "tensor", "pipe", "ways", "write", "output", "longest", *_TREES)
 _OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _DEGREES = MappingProxyType(
-    {"zero": "--parallel.zero_level", "tensor": "--tensor-parallel", "pipe": "--pipeline-parallel"}
+    {
+        "zero": "--parallel.zero_level",
+        "group": "--parallel.zero_group",
+        "tensor": "--tensor-parallel",
+        "pipe": "--pipeline-parallel",
+    }
 )
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
@@ -110,6 +116,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="zero",
         metavar="STAGE,...",
         help="ZeRO stages to try (default: 2,3)",
+    )
+    add(
+        "--parallel.zero_group",
+        "--parallel.zero-group",
+        dest="group",
+        metavar="RANKS,...",
+        help="ranks over which ZeRO may shard: world, all; node, those of each node (default: world,node)",
     )
     add(
         "--tensor-parallel",
@@ -176,13 +189,12 @@ def run(args: argparse.Namespace) -> int:
             (),
         )
         return calibrate_machine(args)
-    training = ("nodes", "recompute", "zero", "tensor", "pipe", "ways", "write", "output", "longest", *_TREES)
     if args.generate:
-        _refuse(args, settings, (*_SETTINGS, *training), "--generate", _OF_GENERATION)
+        _refuse(args, settings, (*_SETTINGS, *_OF_TRAINING), "--generate", _OF_GENERATION)
     elif args.max_new_tokens is not None:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} is an option of --generate\nfix: add --generate")
     if args.longest:
-        others = ("sequence_length", "output", "write", "ways", "zero", "pipe", "pack", *_TREES)
+        others = ("sequence_length", "output", "write", "ways", "zero", "group", "pipe", "pack", *_TREES)
         _refuse(args, settings, others, "--longest", ())
     if args.output is not None and args.output.suffix == ".png":
         require_file("--output", args.output, "a picture of bmburst", is_picture)
@@ -259,21 +271,8 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.plan.hybrid import hybrid_json, hybrid_report, hybrid_step
     from bmburst.schedule.hardware import load_hardware
 
-    others = (
-        "generate",
-        "max_new_tokens",
-        "longest",
-        "nodes",
-        "recompute",
-        "zero",
-        "tensor",
-        "pipe",
-        "ways",
-        "write",
-        "output",
-        *_TREES,
-    )
-    _refuse(args, settings, (*_SETTINGS, *others), "--model of a hybrid", _OF_HYBRIDS)
+    others = (*_SETTINGS, "generate", "max_new_tokens", *_OF_TRAINING)
+    _refuse(args, settings, others, "--model of a hybrid", _OF_HYBRIDS)
     if "sequence_length" not in settings:
         raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
     try:
@@ -327,7 +326,7 @@ def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.cli.files import require_recipe, write_recipe
-    from bmburst.plan.candidates import ZERO, Task
+    from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.remedies import remedy
     from bmburst.plan.search import best_of_each, search
@@ -372,6 +371,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "offload": _placements(settings),
         "recompute": _policies(args),
         "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
+        "groups": _words("--parallel.zero_group", args.group, ZERO_GROUPS),
         "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
         "pipe": (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe),
     }

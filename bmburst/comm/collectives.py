@@ -225,6 +225,11 @@ class BMTrainCommunicator(MessageMover):
         self.transport = "gloo" if on_host else "nccl"
         self._device = torch.device("cpu" if on_host else "cuda")
 
+    @property
+    def handle(self) -> Any:
+        """BMTrain's communicator."""
+        return self._handle
+
     def split(self, partition: Sequence[Sequence[int]]) -> "BMTrainCommunicator":
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition."""
         mine = next(part for part in partition if self.rank in part)

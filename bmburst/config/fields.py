@@ -432,6 +432,8 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ): "ulysses ulysses_degree ulysses_size ulysses_sequence_parallel_size",
         ("kernel", "parallel.kernel"): "attn_implementation attention_backend flash_attn attn attn_type",
         ("parallel.zero_level",): "zero zero_stage stage",
+        ("parallel.zero_group",): "hybrid_shard sharding_strategy zero_hpz_partition_size mics_shard_size "
+        "dp_replicate dp_replicate_size data_parallel_replicate_degree",
         ("max_new_tokens", "sample_tokens"): "max_tokens n_predict num_tokens new_tokens",
         ("num_samples",): "n num_return_sequences num_generations",
         ("wandb",): "report_to wandb_project",

@@ -1,9 +1,9 @@
 """The training task (`Task`), and the ways to train it (`Candidate`).
 
-A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage.
-Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the outermost,
-tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel ranks, and
-stages of a pipeline.
+A way is a mesh of pipe x data x sequence x tensor ranks, an attention strategy, a recompute policy, and a ZeRO stage
+and group. Ranks are placed as in `bmburst.schedule.parallelism`, node by node: from the innermost dimension to the
+outermost, tensor ranks, ranks that exchange heads (Ulysses), the ring or gather between such groups, data parallel
+ranks, and stages of a pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -175,6 +175,8 @@ class Offload(Enum):
 
 
 ZERO = (2, 3)
+ZERO_GROUPS = ("world", "node")
+"""Ranks over which ZeRO may shard, as in `--parallel.zero_group`."""
 _MOVED = {
     Offload.NOTHING: "",
     Offload.OPTIMIZER: ", optimizer in host",
@@ -196,6 +198,7 @@ class Candidate:
             them) or "gather"; "none" with a single group.
         recompute: Recompute policy (`bmburst.recompute.policy`).
         zero: ZeRO stage.
+        zero_ranks: Neighbouring ranks over which ZeRO shards; each such group holds everything. None: all ranks.
         transport: Transport inside a node.
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
         layer: If `recompute` differs by layer, the policy of the layers that are predicted.
@@ -210,6 +213,7 @@ class Candidate:
     outer: str = "none"
     recompute: str = "block-keep-attention"
     zero: int = 3
+    zero_ranks: int | None = None
     transport: str = "peer"
     ring_tensors: str = "auto"
     layer: Policy | None = None
@@ -300,6 +304,16 @@ class Candidate:
         return -(-self.sequence * self.tensor // self.task.gpus_per_node)
 
     @cached_property
+    def shards(self) -> int:
+        """Number of ranks over which ZeRO shards weights, gradients and optimizer states."""
+        return self.zero_ranks or self.task.gpus
+
+    @cached_property
+    def zero_nodes(self) -> int:
+        """Number of nodes that a ZeRO group spans."""
+        return -(-self.shards // self.task.gpus_per_node)
+
+    @cached_property
     def shapes(self) -> HeadShapes:
         """Sizes of one layer's attention for a micro-batch, after the exchange of heads."""
         size = self.sequence, self.tokens
@@ -365,7 +379,8 @@ class Candidate:
         pipe = f"pipe {self.pipe} x " if self.pipe > 1 else ""
         mesh = f"{pipe}data {self.data} x sequence {self.sequence}{tensor}"
         policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
-        return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
+        group = "" if self.shards == self.task.gpus else f" over {self.shards}"
+        return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{group}{_MOVED[self.offload]}"
 
 
 @bounded_cache(maxsize=256)

@@ -130,7 +130,7 @@ def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operato
 
 def host_state(candidate: Candidate) -> Lines:
     """Return the bytes of weights, gradients and optimizer states in a node's host memory."""
-    task, nodes = candidate.task, candidate.task.nodes
+    task, nodes = candidate.task, candidate.shards / candidate.task.gpus_per_node  # that share the bytes
     if candidate.offload is Offload.NOTHING:
         return {}
     if candidate.offload is Offload.OPTIMIZER:

@@ -94,11 +94,11 @@ class StepMoments:
     def states(self) -> Lines:
         """Tensors that are alive throughout the step."""
         task, model, candidate = self.task, self.model, self.candidate
-        share, trained = task.parameters / task.gpus, task.trained / task.gpus
+        share, trained = task.parameters / candidate.shards, task.trained / candidate.shards
         is_hosted = candidate.offload is Offload.WEIGHTS
-        blocks = block_parameters(model, task.lora) / task.gpus if is_hosted else 0.0
-        of_blocks = task.trained_in_blocks / task.gpus if is_hosted else 0.0  # those with gradients
-        saved = task.four_bit_saving / task.gpus
+        blocks = block_parameters(model, task.lora) / candidate.shards if is_hosted else 0.0
+        of_blocks = task.trained_in_blocks / candidate.shards if is_hosted else 0.0  # those with gradients
+        saved = task.four_bit_saving / candidate.shards
         visiting = _VISITING * (blocks * task.itemsize - saved) if is_hosted else 0.0
         return {
             "weights": (share - blocks) * task.itemsize - (0.0 if is_hosted else saved),
@@ -115,7 +115,7 @@ class StepMoments:
         if not self.task.second_model:
             return 0.0
         away = block_parameters(self.model) * (1 - _VISITING / self.model.num_layers) if is_hosted else 0.0
-        return (self.model.num_parameters - away) / self.task.gpus * self.task.itemsize
+        return (self.model.num_parameters - away) / self.candidate.shards * self.task.itemsize
 
     def moments(self) -> Moments:
         """The moments at which memory can peak."""

@@ -39,6 +39,8 @@ def options(candidate: Candidate) -> list[str]:
     strategy = name_of(candidate.ulysses_degree, candidate.sequence, candidate.outer)
     words += ["--strategy", strategy, "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
+    if candidate.shards < task.gpus:
+        words += ["--parallel.zero_group", "node" if candidate.shards == task.gpus_per_node else str(candidate.shards)]
     if candidate.offload is not Offload.NOTHING:
         words += ["--optimizer.offload"]
     if candidate.offload is Offload.WEIGHTS:
@@ -205,6 +207,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
         "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
+        "zero_ranks": way.shards,
         "offload": way.offload.value,
         "seconds": prediction.seconds,
         "parts": asdict(prediction.time),

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from bmburst.amounts import GIB
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.candidates import ZERO, Offload, Task
+from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Offload, Task
 from bmburst.plan.memory import HOST_SHARE
 from bmburst.plan.search import search
 from bmburst.recompute.policy import POLICIES
@@ -21,6 +22,7 @@ def remedy(
     *,
     recompute: Sequence[str] = POLICIES,
     zero: Sequence[int] = ZERO,
+    groups: Sequence[str] = ZERO_GROUPS,
     tensor: Sequence[int] | None = None,
     pipe: Sequence[int] = (1,),
     offload: Sequence[Offload] = tuple(Offload),
@@ -28,7 +30,8 @@ def remedy(
     """Return what a task that does not fit needs, for "it needs ...". The arguments are those of `search`."""
 
     def fitting(asked: Task, machine: Hardware) -> list[float]:
-        found = search(asked, machine, recompute=recompute, zero=zero, tensor=tensor, pipe=pipe, offload=offload)
+        tried: dict[str, Any] = {"recompute": recompute, "zero": zero, "groups": groups, "tensor": tensor, "pipe": pipe}
+        found = search(asked, machine, offload=offload, **tried)
         return [each.memory.in_host for each in found if each.memory.fits]
 
     words = []

@@ -1,12 +1,12 @@
 """Predicts and orders all ways to train, and chooses the recompute policy of `--recompute auto`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
+from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
@@ -20,6 +20,8 @@ ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""
 MLP_GAIN = 1e-2
 """Fraction of a step that outputs of MLPs in host memory must save over other ways, because formulas have errors."""
+GROUP_GAIN = 1e-2
+"""Fraction of a step that ZeRO within nodes must save over ZeRO over all ranks, which takes less memory."""
 MARGIN = 0.05
 """Fraction of the free memory that is reserved for fragmentation and errors of the formulas."""
 
@@ -74,6 +76,7 @@ def search(
     *,
     recompute: Sequence[str] = POLICIES,
     zero: Sequence[int] = ZERO,
+    groups: Sequence[str] = ZERO_GROUPS,
     tensor: Sequence[int] | None = None,
     pipe: Sequence[int] = (1,),
     offload: Sequence[Offload] = tuple(Offload),
@@ -87,6 +90,8 @@ def search(
         hardware: The machine.
         recompute: Recompute policies to try.
         zero: ZeRO stages to try.
+        groups: Ranks over which ZeRO may shard, of `ZERO_GROUPS`. Those of a node are tried only where ZeRO over all
+            ranks takes `GROUP_GAIN` of a step: they can save no more.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
         pipe: Numbers of stages to try.
         offload: Kinds of offload to try. Offload is tried only if attention of all layers cannot be kept otherwise.
@@ -95,26 +100,35 @@ def search(
         UserError: There is no way to train the task.
     """
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
-    ways: list[Candidate] = []
     enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
     spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)  # mesh, strategy and stage
-    for way in spreads:
+    require_possible(recompute, spreads)
+
+    def predictions(way: Candidate) -> Iterator[Prediction]:
         for moved in (each for each in offload if each is not Offload.WEIGHTS or (way.zero == 3 and way.pipe == 1)):
             placed = replace(way, offload=moved)
-            ways += with_policies(placed, room, recompute)
+            yield from (predict(each, hardware) for each in with_policies(placed, room, recompute))
             if moved is Offload.NOTHING and any(
                 memory_of(replace(placed, recompute=name), room).fits for name in enough
             ):
                 break
-    require_possible(recompute, spreads)
-    found = [predict(candidate, hardware) for candidate in ways]
+
+    found: list[Prediction] = []
+    for way in spreads:
+        over_all = list(predictions(way)) if "world" in groups or task.nodes == 1 or way.pipe > 1 else []
+        waits = any(each.memory.fits and each.time.zero > GROUP_GAIN * each.seconds for each in over_all)
+        if task.nodes > 1 and way.pipe == 1 and "node" in groups and (waits or "world" not in groups):
+            found += predictions(replace(way, zero_ranks=task.gpus_per_node))
+        found += over_all
     found.sort(key=lambda each: (each.memory.lacking, _ordered_by(each) if each.memory.fits else each.memory.total))
     return _own_choice_first(_frugal_first(found))
 
 
 def _ordered_by(found: Prediction) -> float:
     """Return the seconds by which a way that fits is ordered."""
-    return found.seconds * (1 + MLP_GAIN if found.candidate.policy.offloads_mlp else 1)
+    way = found.candidate
+    seconds = found.seconds * (1 + MLP_GAIN if way.policy.offloads_mlp else 1)
+    return seconds * (1 + GROUP_GAIN if way.shards < way.task.gpus else 1)
 
 
 def _own_choice_first(found: list[Prediction]) -> list[Prediction]:
@@ -165,6 +179,35 @@ def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:
     for each in found:
         shown.setdefault(_spread(each), each)
     return list(shown.values())[:most]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The ranks over which ZeRO shards.
+
+    Attributes:
+        ranks: Ranks of a ZeRO group; None: all ranks.
+        message: One line with the reason for the choice.
+    """
+
+    ranks: int | None
+    message: str
+
+
+def choose_zero_group(over_all: Prediction, over_nodes: Prediction) -> GroupChoice:
+    """Return the ZeRO group of `--parallel.zero_group auto`: that of nodes where it fits and saves `GROUP_GAIN`.
+
+    Args:
+        over_all: Prediction of a way that shards over all ranks.
+        over_nodes: Prediction of the same way, sharded within nodes.
+    """
+    ranks = over_nodes.candidate.shards
+    times = f"predicted {over_nodes.seconds:.3g} s a step, {over_all.seconds:.3g} s over all ranks"
+    if not over_nodes.memory.fits:
+        return GroupChoice(None, f"zero_group auto: world, because ZeRO over the {ranks} ranks of a node does not fit")
+    if over_nodes.seconds * (1 + GROUP_GAIN) < over_all.seconds or not over_all.memory.fits:
+        return GroupChoice(ranks, f"zero_group auto: node, ZeRO over {ranks} ranks: {times}")
+    return GroupChoice(None, f"zero_group auto: world; ZeRO over the {ranks} ranks of a node: {times}")
 
 
 def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:

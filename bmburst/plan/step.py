@@ -45,7 +45,7 @@ class StepTime:
         elementwise: Norms, activation, rotary embedding, cross entropy.
         recompute: Recomputation in backward.
         attention_communication: Exposed transfers of attention.
-        zero: Exposed transfers of weights and gradients.
+        zero: Exposed transfers of weights and gradients, also between ZeRO groups.
         tensor: Exposed transfers of tensor parallelism.
         offload: Exposed copies between GPU and host memory, and AdamW on the host that forward waits for.
         optimizer: AdamW and clipping.
@@ -124,7 +124,7 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
             parts[name] += count * seconds
         parts["host"] += count * attention.host
     parts = {name: passes * seconds for name, seconds in parts.items()}
-    parameters = candidate.task.trained / candidate.task.gpus
+    parameters = candidate.task.trained / candidate.shards
     if candidate.offload is Offload.NOTHING:
         parts["optimizer"] = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
     else:
@@ -174,11 +174,12 @@ def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> flo
 def collective(hardware: Hardware, candidate: Candidate, nbytes: float, ranks: int) -> float:
     """Return the seconds of an all-gather to, or a reduce-scatter of, `nbytes` bytes on each of `ranks` ranks.
 
-    The ranks are spread evenly over the nodes. Links inside a node and the NICs of a node are used at the same time.
+    The ranks are those of a ZeRO group, or some of them, spread evenly over its nodes. Links inside a node and the NICs
+    of a node are used at the same time.
     """
     if ranks == 1 or not nbytes:
         return 0.0
-    nodes = min(candidate.task.nodes, ranks)
+    nodes = min(candidate.zero_nodes, ranks)
     near = ranks / nodes
     home = nbytes * (ranks - 1) / ranks / hardware.collective_bandwidth if near > 1 else 0.0
     groups = candidate.task.gpus_per_node / near  # number of such groups that share the NICs
@@ -236,7 +237,7 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
 def _trained_of_blocks(candidate: Candidate) -> float:
     """Return the number of trained parameters of blocks in a rank's optimizer shard."""
     task = candidate.task
-    return task.trained_in_blocks / task.gpus
+    return task.trained_in_blocks / candidate.shards
 
 
 def _products(candidate: Candidate, hardware: Hardware) -> _Work:
@@ -317,14 +318,14 @@ def _reference(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
     task, seconds = candidate.task, behind.forward
     if candidate.tensor > 1:
         seconds += _tensor(replace(candidate, recompute="none"), hardware) / 2
-    if task.gpus > candidate.tensor:
+    if candidate.shards > candidate.tensor:
         plain = replace(candidate, task=replace(task, lora=None))
         gather = _gather(plain if task.second_model else candidate, hardware)
-        share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
+        share = hardware.nccl_exposed if candidate.zero_nodes == 1 else hardware.inter_exposed
         seconds += max(share * gather, gather - behind.forward)
     if candidate.offload is Offload.WEIGHTS:
         saved = 0.0 if task.second_model else task.four_bit_saving
-        shard = (block_parameters(task.model) * task.itemsize - saved) / task.model.num_layers / task.gpus
+        shard = (block_parameters(task.model) * task.itemsize - saved) / task.model.num_layers / candidate.shards
         seconds += max(0.0, shard / hardware.host_bandwidth - behind.forward)
     return seconds
 
@@ -340,24 +341,43 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """Exposed seconds of a layer's weight gather and gradient scatter, which overlap with neighbouring layers."""
-    task = candidate.task
-    if task.gpus == candidate.tensor:
-        return 0.0
+    """Exposed seconds of a layer's weight gather and gradient scatter, which overlap with neighbouring layers.
+
+    Sums of the gradient between ZeRO groups overlap with the last backward pass of a step.
+    """
+    task, layers = candidate.task, candidate.task.model.num_layers
+    sums = _sums(candidate, hardware, task.trained_in_blocks / layers)
+    exposed = max(hardware.inter_exposed * sums, sums - behind.backward) / candidate.micro_steps
+    if candidate.shards == candidate.tensor:
+        return exposed
     gather = _gather(candidate, hardware)
-    share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
+    share = hardware.nccl_exposed if candidate.zero_nodes == 1 else hardware.inter_exposed
     gradients = gather * candidate.task.trained / candidate.task.parameters if candidate.task.lora else gather
     backward = gradients + (gather if candidate.zero == 3 else 0.0)  # stage 3 gathers weights again
-    return max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
+    exposed += max(share * gather, gather - behind.forward)
+    return exposed + max(share * backward, backward - behind.backward)
 
 
 def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
     """Seconds of transfers of embedding, head, first block and last block, which do not overlap with anything."""
     task, model = candidate.task, candidate.task.model
-    if task.gpus == candidate.tensor:
+    seconds = _sums(candidate, hardware, task.trained - task.trained_in_blocks) / candidate.micro_steps
+    if candidate.shards == candidate.tensor:
+        return seconds
+    whole = collective(hardware, candidate, table(model) * task.itemsize, candidate.shards)
+    return seconds + 2 * _gather(candidate, hardware) + (1 if task.lora else 2) * vocabulary_matrices(model) * whole
+
+
+def _sums(candidate: Candidate, hardware: Hardware, parameters: float) -> float:
+    """Seconds of summing gradients between ZeRO groups: an all-reduce of each rank's shard, of all ranks at once."""
+    task = candidate.task
+    groups = task.gpus // candidate.shards
+    if groups == 1 or not parameters:
         return 0.0
-    whole = collective(hardware, candidate, table(model) * task.itemsize, task.gpus)
-    return 2 * _gather(candidate, hardware) + (1 if task.lora else 2) * vocabulary_matrices(model) * whole
+    moved = 2 * (groups - 1) / groups * parameters / candidate.shards * task.itemsize
+    if task.nodes == 1:
+        return moved / hardware.collective_bandwidth + hardware.nccl_latency
+    return moved / hardware.inter_bandwidth + (groups - 1) * hardware.inter_latency + hardware.nccl_latency
 
 
 def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
@@ -367,10 +387,10 @@ def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float
     task, passes = candidate.task, candidate.micro_steps
     layers = task.model.num_layers
     weights, trained = (
-        block_parameters(task.model, task.lora) / layers / task.gpus,
+        block_parameters(task.model, task.lora) / layers / candidate.shards,
         _trained_of_blocks(candidate) / layers,
     )
-    saved = task.four_bit_saving / layers / task.gpus
+    saved = task.four_bit_saving / layers / candidate.shards
     copy = (weights * task.itemsize - saved) / hardware.host_bandwidth
     back = trained * task.itemsize / hardware.host_bandwidth
     update = trained / hardware.host_adam
@@ -385,7 +405,7 @@ def _gather(candidate: Candidate, hardware: Hardware) -> float:
     task = candidate.task
     saved = four_bit_saving(task.model, task.lora, task.itemsize)
     block = held_block(task.model, candidate.tensor) * task.itemsize - saved
-    return collective(hardware, candidate, block, task.gpus // candidate.tensor)
+    return collective(hardware, candidate, block, candidate.shards // candidate.tensor)
 
 
 def _tensor(candidate: Candidate, hardware: Hardware) -> float:

@@ -171,6 +171,23 @@ class MeshShape:
         _require_part("tensor", self.tensor, width, f"{name} {width}")
         return width // self.tensor
 
+    def require_zero_group(self, ranks: int) -> None:
+        """Check that the ranks can be divided into ZeRO groups of neighbours, with whole tensor groups in each.
+
+        Args:
+            ranks: Ranks of a ZeRO group.
+
+        Raises:
+            UserError: They cannot; the message names all sizes that work.
+        """
+        allowed = [each for each in divisors(self.size) if each % self.tensor == 0]
+        if ranks not in allowed:
+            tensor = f" with tensor_parallel {self.tensor}" if self.tensor > 1 else ""
+            raise UserError(
+                f"parallel.zero_group of {ranks} ranks is not possible on {self.size} ranks{tensor}\n"
+                f"allowed: {', '.join(map(str, allowed))}\nfix: --parallel.zero_group world, or one of these"
+            )
+
     def _rank(self, pipe: int, data: int, sequence: int, tensor: int) -> int:
         return ((pipe * self.data + data) * self.sequence + sequence) * self.tensor + tensor
 

@@ -344,6 +344,8 @@ class TrainConfig:
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
+        if isinstance(self.parallel.zero_group, int):
+            shape.require_zero_group(self.parallel.zero_group)
         strategy, sequence = self.parallel.strategy, shape.sequence
         heads, kv_heads = shape.require_heads(self.model.num_heads, self.model.num_kv_heads)
         if STRATEGIES[strategy].exchange == "all" and not can_share(sequence, heads, kv_heads):

@@ -56,6 +56,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         pairs=config.dpo.is_on,
         second_model=config.reference is not None,
     )
+    group = {"node": ranks // nodes, "world": ranks, "auto": ranks}.get(str(parallel.zero_group), parallel.zero_group)
     way = Candidate(
         task=task,
         data=shape.data,
@@ -63,6 +64,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
+        zero_ranks=None if group == ranks else int(group),
         transport=_transport(parallel.transport, hardware),
         offload=_offload(config.optimizer),
     )

@@ -1,4 +1,4 @@
-"""Memory of a run: `recompute auto`, the check of host memory, and the message of an out-of-memory error."""
+"""Memory of a run: recompute and ZeRO group "auto", the check of host memory, messages of out-of-memory errors."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -18,9 +19,18 @@ from bmburst.errors import RunError, UserError
 from bmburst.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.memory import available_bytes, peak_bytes
 from bmburst.mesh import Mesh
+from bmburst.plan.candidates import Candidate
 from bmburst.plan.memory import KEPT, Memory, memory_of
+from bmburst.plan.rates import call_seconds
 from bmburst.plan.remedies import smaller_states
-from bmburst.plan.search import choose_recompute
+from bmburst.plan.search import (
+    Prediction,
+    RecomputeChoice,
+    choose_recompute,
+    choose_zero_group,
+    predict,
+    with_usable_memory,
+)
 from bmburst.plan.ways import first_layer_candidates
 from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
@@ -29,6 +39,118 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.machine import HostBudget, planned
 
 _gib = partial(bytes_text, digits=2, in_gib=True)
+_GPU_BYTES, _CPU_BYTES = 1 << 26, 1 << 20  # of a message that measures links
+
+
+def zero_group_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal["world"] | int:
+    """Return the ranks of a ZeRO group, the same on all ranks. Every rank calls it before the model is created.
+
+    For "auto" the links between nodes are measured, and rank 0 prints the choice, unless there is only one node.
+
+    Args:
+        config: The run.
+        mesh: Its ranks.
+        local_size: Ranks on this host.
+
+    Returns:
+        "world", or a smaller number of neighbouring ranks.
+
+    Raises:
+        UserError: The ranks cannot be divided into such groups.
+    """
+    from bmburst.zero_group import ranks_of_node  # imports BMTrain: only after `bmburst.start`
+
+    asked, size = config.parallel.zero_group, mesh.shape.size
+    if asked == "world" or mesh.shape.pipe > 1:  # in a pipeline, ZeRO shards over the ranks of a stage
+        return "world"
+    group = asked if isinstance(asked, int) else ranks_of_node(mesh.world)
+    if group == size or (asked == "auto" and group % mesh.shape.tensor):
+        return "world"
+    mesh.shape.require_zero_group(group)
+    if asked != "auto":
+        return group
+    room, rate = _Room.of(config, mesh, local_size), _rate_between(mesh, group)
+    room = replace(room, hardware=replace(room.hardware, inter_bandwidth=rate))
+    choice = choose_zero_group(*(room.predict(_sharded(config, each), size // group) for each in ("world", group)))
+    if mesh.rank == 0:
+        sys.stderr.write(f"{choice.message} ({bytes_text(rate)}/s a rank between nodes)\n")
+    return choice.ranks or "world"
+
+
+def _rate_between(mesh: Mesh, ranks: int) -> float:
+    """Return the bytes per second into each rank from another node, while all ranks receive, the same on all ranks.
+
+    Args:
+        mesh: All ranks.
+        ranks: Ranks of a node.
+    """
+    device = mesh.world.device
+    sent = torch.zeros(_GPU_BYTES if device.type == "cuda" else _CPU_BYTES, dtype=torch.uint8, device=device)
+    seconds = call_seconds(lambda: mesh.world.ring(sent, shift=ranks).wait(), device, budget=0)
+    slowest: float = max(gather_objects(mesh.world, seconds))
+    return sent.nbytes / slowest
+
+
+def _sharded(config: TrainConfig, group: Literal["world"] | int) -> TrainConfig:
+    return config.replace(parallel=replace(config.parallel, zero_group=group))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Room:
+    """What all ranks have for a run, the same on all ranks.
+
+    Attributes:
+        hardware: The machine of the first rank, with the host memory that the run may use.
+        memory: That host memory; None if unknown.
+        ranks: Number of ranks.
+        per_host: Ranks of a host.
+        free: Least free bytes of a GPU.
+        taken: Most bytes of a GPU that other programs use.
+    """
+
+    hardware: Hardware
+    memory: HostBudget | None
+    ranks: int
+    per_host: int
+    free: float
+    taken: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, mesh: Mesh, local_size: int) -> "_Room":
+        """Ask all ranks. Every rank must call it."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
+        mine = _free(local_size), available_bytes(), device, local_size, _taken()
+        free, in_host, devices, sizes, taken = zip(*gather_objects(mesh.world, mine), strict=True)
+        memory = HostBudget.of(config, in_host)
+        # Use those of the first rank: GPUs and hosts may differ, but all ranks must decide alike.
+        hardware = hardware_like(devices[0])
+        hardware = replace(hardware, host_memory=memory.has) if memory else hardware
+        return cls(
+            hardware=hardware,
+            memory=memory,
+            ranks=mesh.shape.size,
+            per_host=sizes[0],
+            free=min(free),
+            taken=max(taken),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts."""
+        return 1 if self.ranks % self.per_host else self.ranks // self.per_host
+
+    def recompute(self, way: Candidate, layout: str) -> RecomputeChoice:
+        """Return the choice of `--recompute auto`."""
+        on_gpu = torch.cuda.is_available()
+        policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
+        return choose_recompute(way, self.hardware, self.free, layout=layout, policies=policies, taken=self.taken)
+
+    def predict(self, config: TrainConfig, nodes: int) -> Prediction:
+        """Predict a step of a run on nodes of equally many ranks."""
+        way = planned(config, self.ranks, nodes, self.hardware)
+        if config.recompute == AUTO:
+            way = replace(way, recompute=self.recompute(way, config.parallel.layout).name)
+        return predict(way, with_usable_memory(self.hardware, self.free, way.task))
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -47,25 +169,15 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     is_auto = config.recompute == AUTO
     if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
         return config.recompute
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
-    mine = _free(local_size), available_bytes(), device, local_size, _taken()
-    free, in_host, devices, sizes, taken = zip(*gather_objects(mesh.world, mine), strict=True)
-    memory = HostBudget.of(config, in_host)
-    # Use those of the first rank: GPUs and hosts may differ, but all ranks must decide alike.
-    hardware, per_host = hardware_like(devices[0]), sizes[0]
-    hardware = replace(hardware, host_memory=memory.has) if memory else hardware
-    ranks = mesh.shape.size
-    way = planned(config, ranks, 1 if ranks % per_host else ranks // per_host, hardware)
+    room = _Room.of(config, mesh, local_size)
+    way = planned(config, room.ranks, room.nodes, room.hardware)
     if is_auto:
-        on_gpu = torch.cuda.is_available()
-        policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        layout = config.parallel.layout
-        choice = choose_recompute(way, hardware, min(free), layout=layout, policies=policies, taken=max(taken))
+        choice = room.recompute(way, config.parallel.layout)
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.message}\n")
         way = replace(way, recompute=choice.name)
-    if memory is not None:
-        memory.require(way, hardware)
+    if room.memory is not None:
+        room.memory.require(way, room.hardware)
     return way.recompute
 
 
@@ -262,6 +374,8 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         is_possible = not has_stages or Policy.parse(policy).allows_stages()
         if policy not in ("none", config.recompute) and is_possible:
             single.append((f"--recompute {policy}", config.replace(recompute=policy)))
+    if config.parallel.zero_group != "world":
+        single.append(("--parallel.zero_group world", _sharded(config, "world")))
     if config.parallel.zero_level == 2:
         three = replace(config.parallel, zero_level=3)
         single.append(("--parallel.zero-level 3", config.replace(parallel=three)))

@@ -195,6 +195,14 @@ class ParallelConfig:
     zero_level: Literal[2, 3] = field(
         "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
     )
+    zero_group: Literal["world", "node", "auto"] | int = field(
+        "Ranks over which ZeRO shards: world, all; node, those of each node, between which gradients are summed once a "
+        "step; or the number of neighbouring ranks of a group. auto: node if the planner predicts a faster step, "
+        "with the links between nodes that are measured at the start.",
+        default="world",
+        unit="ranks",
+        minimum=1,
+    )
     deterministic: bool = field("Bitwise reproducible runs, at the cost of speed.", default=False)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,9 @@ def require_pipeline(config: "TrainConfig") -> None:
     is_other = {
         f"dpo.beta {config.dpo.beta}, whose reference needs the whole model": config.dpo.is_on,
         "lora.base 4bit, whose blocks dequantize their own gathered bytes": config.lora.is_4bit,
+        f"parallel.zero_group {config.parallel.zero_group}: ZeRO shards over the ranks of a stage": (
+            config.parallel.zero_group not in ("world", "auto")
+        ),
         "optimizer.offload_weights, which streams the blocks of a whole model": config.optimizer.offload_weights,
         f"sample_tokens {config.sample_tokens}: a stage cannot generate text": bool(config.sample_tokens),
         "context_report true: a stage cannot generate the answers of pass keys": bool(config.context_report),

@@ -4,14 +4,10 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from bmburst import data
-from bmburst.blocks.kinds import apart
 from bmburst.checkpoint.training import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
@@ -29,8 +25,9 @@ from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
-from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
+from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for, zero_group_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics
+from bmburst.train.models import compile_kernels, model_maker
 from bmburst.train.monitor import StepMonitor
 from bmburst.train.objective import make_objective
 from bmburst.train.pipelined import run_stage
@@ -50,7 +47,7 @@ from bmburst.train.text import (
 )
 
 if TYPE_CHECKING:
-    from bmburst.blocks.model import Llama
+    pass
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -84,7 +81,7 @@ class Trainer:
         config: The run; `output` must be set.
 
     Attributes:
-        config: The same, with "auto" replaced by the chosen recompute policy.
+        config: The same, with "auto" replaced by what was chosen, and "node" by the ranks of a node.
         runtime: This rank.
         mesh: The ranks.
         corpus: The tokens.
@@ -111,14 +108,19 @@ class Trainer:
 
         from bmburst.optim.adamw import build_optimizer
         from bmburst.optim.norms import GradientNorms
+        from bmburst.optim.sums import GradientSums
+        from bmburst.zero_group import ZeroGroups
 
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
+        group = zero_group_for(config, self.mesh, bmt.config["local_size"])
+        self._groups = ZeroGroups.of(self.mesh, group)
+        config = config.replace(parallel=replace(parallel, zero_group=group))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         self.config = config = config.replace(recompute=recompute)
         # Pinned memory and compiled kernels take long, so both begin before the data are read.
-        memory, compiled = HostMemory(), _compile_ahead(config, self.mesh, on_host=self.runtime.on_host)
+        memory, compiled = HostMemory(), compile_kernels(config, self.mesh, on_host=self.runtime.on_host)
         if not self.runtime.on_host:
             memory.prepare(offloaded_pieces(config, self.runtime.world_size))
         self.corpus = open_text(config, self.folder, self.runtime)
@@ -142,12 +144,12 @@ class Trainer:
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
-        make_model = _model_maker(config, self.mesh, memory)
+        make_model = model_maker(config, self.mesh, memory, self._groups)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(
             self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio, seed=config.seed
         )
-        self._norms = GradientNorms(self.model)
+        self._norms, self._sums = GradientNorms(self.model), GradientSums(self.model, self._groups)
         self._objective = make_objective(config, self.model, make_model, self.mesh, cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
@@ -241,15 +243,15 @@ class Trainer:
             batch = replace(batch, dropout_seed=f"dropout {self.config.seed} {self.steps_done + 1}")
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
+        *parts, last = batch.micro_batches(self.config.micro_batch_size)
         with self._monitor.clock.work():
-            parts = batch.micro_batches(self.config.micro_batch_size)
             if self.mesh.shape.pipe > 1:
-                run_stage(self.model, tuple(parts), objective, self._manager, self.config.parallel.zero_level)
+                run_stage(self.model, (*parts, last), objective, self._manager, self.config.parallel.zero_level)
             else:
-                for part in parts:
+                for part in (*parts, last):
                     with traced("forward"):
                         result = objective.forward(part)
-                    with traced("backward"):
+                    with traced("backward"), self._sums.backward(is_last=part is last):
                         self._manager.backward(result)
         squares = self._norms.square_sums(self.runtime.device) / self._manager.loss_scale**2
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
@@ -284,6 +286,7 @@ class Trainer:
                 self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
             self._manager.zero_grad()
+            self._sums.clear()
         self._monitor.clock.settle()
         beat()
         return rate
@@ -393,6 +396,8 @@ class Trainer:
             for text in reports_of(self.config, self.corpus, self._validation):
                 report.note(text)
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
+            if (groups := self._groups).count > 1:
+                report.note(f"ZeRO over {groups.ranks} ranks; {groups.count} groups sum their gradients once a step")
         report.note(self._monitor.no_peak)
 
     def _after_first_step(self, report: RunReport) -> None:
@@ -448,52 +453,6 @@ class Trainer:
         if self.is_main:
             found.write(self.folder)
         report.note(found.sentence())
-
-
-def _attention(config: TrainConfig, mesh: Mesh) -> Callable[[], Any]:
-    from bmburst.attention.module import BurstAttention
-
-    parallel = config.parallel
-    return partial(
-        BurstAttention,
-        group=mesh.sequence,
-        layout=parallel.layout,
-        kernel=parallel.kernel,
-        strategy=parallel.strategy,
-        transport=parallel.transport,
-        deterministic=parallel.deterministic,
-    )
-
-
-def _compile_ahead(config: TrainConfig, mesh: Mesh, *, on_host: bool) -> Callable[[], object]:
-    """Start to compile kernels on a GPU; return the function that waits for them."""
-    from bmburst.blocks.transformer import compile_ahead
-
-    if on_host:
-        return lambda: None
-    dtype = getattr(torch, config.dtype)
-    return compile_ahead(config.model, dtype, _attention(config, mesh)(), packed=config.pack != "stream").join
-
-
-def _model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory) -> Callable[..., "Llama"]:
-    """Return the constructor of models of a run; without `seed` their weights are not set."""
-    from bmburst.blocks.model import Llama
-    from bmburst.blocks.stages import Stage
-
-    decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
-    return partial(
-        Llama,
-        config.model,
-        attention=_attention(config, mesh),
-        dtype=getattr(torch, config.dtype),
-        zero_level=config.parallel.zero_level,
-        loss_chunk=config.loss_chunk_tokens,
-        mlp_chunk=config.mlp_chunk_tokens,
-        offload_weights=config.optimizer.offload_weights,
-        host_memory=memory,
-        stage=Stage.of_bmtrain(config.model.num_layers),
-        kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
-    )
 
 
 def _is_due(interval: int | None, step: int) -> bool:

@@ -126,7 +126,7 @@ def test_commands_and_the_configuration_are_as_bmburst_takes_them(tmp_path: Path
     training.configure(parser)
     config = training.resolve_options(parser.read(["--config", str(tmp_path / "run.yaml")]))
     assert (config.sequence_length, config.model.num_layers) == (1 << 20, 32)
-    first, *starts = (block for block in BLOCKS if block.language == "bash" and block not in FILES.values())
+    first, *starts, _ = (block for block in BLOCKS if block.language == "bash" and block not in FILES.values())
     planned, doctor = first.commands()
     assert [block.commands()[-1].split()[0] for block in starts] == ["torchrun"] * 2
     assert main(planned.split()[1:]) == 0 and "2 nodes" in capsys.readouterr().out
@@ -135,7 +135,16 @@ def test_commands_and_the_configuration_are_as_bmburst_takes_them(tmp_path: Path
 
 def test_every_block_is_one_of_these_or_shown() -> None:
     assert {block.language for block in BLOCKS} == {"bash", "yaml", "text"}
-    assert [block.needs for block in BLOCKS if block.language == "bash"] == ["gpus"] * 4
+    *others, tried = (block for block in BLOCKS if block.language == "bash")
+    assert [block.needs for block in others] == ["gpus"] * 4 and tried.commands()[0].startswith("bmburst check ")
+
+
+@pytest.mark.long
+def test_groups_of_zero_are_compared_with_one_rank(capfd) -> None:
+    (command,) = next(block for block in BLOCKS if block.text.startswith("bmburst check ")).commands()
+    assert "--parallel.zero_group 1 " in f"{command} "
+    assert main(command.split()[1:]) == 0
+    assert "ok: 2 ranks train as one does" in capfd.readouterr().out
 
 
 def test_what_doctor_is_said_to_look_at_it_looks_at() -> None:

@@ -334,6 +334,7 @@ REFUSALS = {
         "'block+first-32' | 32 layers | fix: block"
     ),
     "--preset llama-3-8b --sequence-length 4096 --parallel.zero_level 1": "--parallel.zero_level | '1'",
+    "--preset llama-3-8b --sequence-length 4096 --parallel.zero_group 4": "--parallel.zero_group | '4' | world | node",
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel 3": "--tensor-parallel 3",
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel x": "whole numbers",
     "--preset llama-3-8b --sequence-length 4096 --batch-size 3 --micro-batch-size 2": "3 | 2",

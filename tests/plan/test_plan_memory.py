@@ -13,6 +13,7 @@ from bmburst.checkpoint.hugging_face import expected_shapes, is_matrix
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, four_bit_saving, held_block
+from bmburst.plan.memory import _peak as remembered
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
@@ -213,14 +214,26 @@ HEAD_CASES = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def group_rows(monkeypatch):
+    """Return a function that sets `GROUP_ROWS`, which nothing else changes while a process lives."""
+
+    def use(rows):
+        monkeypatch.setattr(block_config, "GROUP_ROWS", rows)
+        remembered.cache_clear()
+
+    yield use
+    remembered.cache_clear()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
+def test_heads_in_work_are_those_of_the_model(tmp_path, group_rows, size):
     """Over ranks the boxes of the head exchange are among them: none lies outside of torch's allocator here."""
     run_program(size, measure_heads, HEAD_CASES, tmp_path / "bytes", fresh=True)
     measured = json.loads((tmp_path / "bytes").read_text())
     for case, found in zip(HEAD_CASES, measured, strict=True):
-        monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
+        group_rows(case["group_rows"])
         one = predicted_way(case)
         task = replace(one.task, sequence=case["tokens"] * size, gpus=size)
         way = replace(one, task=task, ulysses_degree=size, transport="gloo")
@@ -231,14 +244,14 @@ def test_heads_in_work_are_those_of_the_model(tmp_path, monkeypatch, size):
     assert all(few < 0.8 * every for every, few in zip(peaks[::2], peaks[1::2], strict=True))
 
 
-def test_norms_of_heads_are_those_of_the_model(tmp_path, monkeypatch):
+def test_norms_of_heads_are_those_of_the_model(tmp_path, group_rows):
     cases = [
         case | {"model": HEADS | {"num_layers": 2, "qk_norm": True}, "mlp_chunk": 0, "tokens": 512}
         for case in HEAD_CASES[:2]
     ]
     run_program(1, measure_heads, cases, tmp_path / "bytes", fresh=True)
     for case, found in zip(cases, json.loads((tmp_path / "bytes").read_text()), strict=True):
-        monkeypatch.setattr(block_config, "GROUP_ROWS", case["group_rows"])
+        group_rows(case["group_rows"])
         memory = predicted(case)
         assert memory.moment == "head norms backward"
         assert activations(memory, case) == pytest.approx(found["peak"], rel=0.02)

@@ -165,6 +165,8 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
         ("parallel.kernel", "cuda"),
         ("parallel.transport", "mpi"),
         ("parallel.zero_level", "1"),
+        ("parallel.zero_group", "0"),
+        ("parallel.zero_group", "rack"),
         ("optimizer.lr", "0"),
         ("optimizer.lr", "inf"),
         ("optimizer.weight_decay", "nan"),
