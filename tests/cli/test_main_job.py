@@ -21,7 +21,8 @@ LIBRARIES = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 ENVIRONMENT = os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE}
 ALWAYS = {declared.name for declared in dataclasses.fields(StepMetrics)}
 KINDS = ("embeddings", "attention", "mlp", "head", "norms")
-METRICS = ALWAYS - {"reward_margin", "reward_accuracy", "loss_scale", "grad_norms"} | {f"grad_norm_{k}" for k in KINDS}
+SOMETIMES = {"reward_margin", "reward_accuracy", "loss_scale", "data_balance", "data_balance_drawn"}
+METRICS = ALWAYS - SOMETIMES - {"grad_norms"} | {f"grad_norm_{k}" for k in KINDS}
 
 
 def bmburst(*words, cwd=ROOT, fresh=False):
