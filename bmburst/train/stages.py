@@ -25,7 +25,6 @@ def require_pipeline(config: "TrainConfig") -> None:
         Policy.parse(config.recompute).require_stages(stages)
     is_other = {
         f"dpo.beta {config.dpo.beta}, whose reference needs the whole model": config.dpo.is_on,
-        "lora.base 4bit, whose blocks dequantize their own gathered bytes": config.lora.is_4bit,
         f"parallel.zero_group {config.parallel.zero_group}: ZeRO shards over the ranks of a stage": (
             config.parallel.zero_group not in ("world", "auto")
         ),

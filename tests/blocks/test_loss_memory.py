@@ -29,9 +29,9 @@ def embedding_lives(tied):
     llama = blocks.Llama(replace(MODEL, tie_embeddings=tied), attention=BurstAttention)
     run, loss_of, given, alive = llama.model.forward, blocks.token_loss_sum, [], []
 
-    def forward(tokens, positions, length, embedding, mask, keys):
+    def forward(tokens, positions, length, embedding, *more):
         given.append(weakref.ref(embedding))
-        return run(tokens, positions, length, embedding, mask, keys)
+        return run(tokens, positions, length, embedding, *more)
 
     def token_loss_sum(*args, **options):
         alive.append(given[0]() is not None)
