@@ -25,11 +25,13 @@ from bmburst.integrations.transformers_batch import (
     batch_of_tree,
     checked_count,
     ends_of,
+    nan_of_none,
+    number_of,
     shard_of,
     signature_of,
     whole_batch,
 )
-from bmburst.integrations.transformers_head import OfHead, computed_in_head, label_logps, label_logps_of
+from bmburst.integrations.transformers_head import Gathered, OfHead, computed_in_head, label_logps, label_logps_of
 from bmburst.integrations.transformers_models import (
     recompute,
     refuse_other_tables,
@@ -39,6 +41,7 @@ from bmburst.integrations.transformers_models import (
 )
 from bmburst.integrations.transformers_noise import noise_of_whole_sequences
 from bmburst.integrations.transformers_recurrent import require_layout
+from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss, router_loss, router_shares
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
@@ -46,7 +49,6 @@ from bmburst.sequence import SequenceShard, gathered
 from bmburst.sequence.packed_tree import PackedTree
 from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
-from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
@@ -82,6 +84,7 @@ class Part:
         largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
         tree: The rows of the batch, if they are packed as trees.
         counts: In how many rows of the tree each label counts.
+        real: Which tokens are no padding, bool.
         changing: Models that were found to change their logits after the head.
         weights: What was seen of the models' weights in the first steps.
     """
@@ -96,6 +99,7 @@ class Part:
     largest: int | None = None
     tree: PackedTree | None = None
     counts: Tensor | None = None
+    real: Tensor
     changing: "WeakSet[torch.nn.Module]" = field(default_factory=WeakSet)
     weights: EqualWeights = field(default_factory=EqualWeights)
 
@@ -123,7 +127,9 @@ class Part:
         over ranks, so they compute the gradient of that mean. Logits are computed for some thousand tokens at a time.
         All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
         the model changes its logits after the head. The last case costs one more call of the model the first time.
-        Without any label, the loss is NaN, and the gradient is zero.
+        Without any label, the loss is NaN, and the gradient is zero. With `output_router_logits`, the load balancing
+        loss of the model's router is added, times `router_aux_loss_coef`: of the tokens of each sequence group's part,
+        and weighted by the part's labels.
 
         Args:
             model: As in `logits`.
@@ -136,22 +142,30 @@ class Part:
                 labels.
         """
 
-        def decide() -> tuple[Tensor | int | None, str]:
+        def decide() -> tuple[tuple[Tensor | int | None, bool], str]:
             require_next_token_loss(model)
-            return checked_count(valid), "Part.loss"
+            if routed := asks_router_loss(model, inputs):
+                require_router_loss(model, is_tree=self.tree is not None)
+            return (checked_count(valid), routed), f"Part.loss\nrouter's loss {routed}"
 
-        counted = self.mesh.world.decided(decide)
-        if self.counts is None:
-            summed = self._of_head(
-                model,
-                inputs,
-                lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
-                lambda logits: -label_logps_of(logits, self.labels).sum(0, keepdim=True),
-            ).sum()
-        else:
-            summed = -(self._logps(model, inputs)[0] * self.counts).sum()
+        counted, routed = self.mesh.world.decided(decide)
+        with router_shares(model if routed else None, self.real, self.mesh.sequence) as shares:
+            if self.counts is None:
+                summed = self._of_head(
+                    model,
+                    inputs,
+                    lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
+                    lambda logits: -label_logps_of(logits, self.labels).sum(0, keepdim=True),
+                    routed=routed,
+                ).sum()
+            else:
+                summed = -(self._logps(model, inputs)[0] * self.counts).sum()
         total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(summed, total, self.mesh.world.size) + _nan_of_none(total)
+        loss = global_mean(summed, total, self.mesh.world.size) + nan_of_none(total)
+        if not routed:
+            return loss
+        (own,) = self.mesh.sequence.all_reduce(self.label_count).wait()
+        return loss + router_loss(model, shares, own, total, self.mesh.world.size)
 
     def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
         """Return on every rank the log-probabilities of the labels of each row of a packed tree.
@@ -247,7 +261,7 @@ class Part:
         Returns:
             `[batch, length, ...]`.
         """
-        joined: Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
+        joined: Tensor = Gathered.apply(x, self)  # type: ignore[no-untyped-call]
         return joined
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -270,6 +284,8 @@ class Part:
         inputs: dict[str, Any],
         compute: OfHead,
         otherwise: Callable[[Tensor], Tensor],
+        *,
+        routed: bool = False,
     ) -> Tensor:
         """Return what `compute` returns in the model's head, or `otherwise` of its logits where that is not possible.
 
@@ -278,24 +294,25 @@ class Part:
             inputs: As in `logits`.
             compute: See `computed_in_head`.
             otherwise: Computes the same from logits `[batch, local_tokens, vocabulary]`.
+            routed: Whether the router's loss is computed too.
         """
         found: Tensor | None = None
         logits: Tensor | None = None
         random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
             shape = self.input_ids.shape
-            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs))
+            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs, routed))
         if found is not None:
             return found
         if logits is None:
             self.changing.add(model)
             torch.set_rng_state(random)  # the second call draws what the first one drew
             set_device_states(*of_devices)
-            logits = self._call(model, inputs)
+            logits = self._call(model, inputs, routed)
         self._require_tokens(model, logits)
         return otherwise(logits)
 
-    def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _call(self, model: torch.nn.Module, inputs: dict[str, Any], routed: bool = False) -> Tensor:
         """Check the model, call it, and return its logits."""
 
         def decide() -> tuple[None, str]:
@@ -304,7 +321,12 @@ class Part:
                     f"{twice[0]} is already part of the split batch\n"
                     f"fix: pass the whole batch's {twice[0]} to split.part"
                 )
-            require_splittable(model, self.ends, of_rows=self.tree is not None)
+            if not routed and asks_router_loss(model, inputs):
+                raise UserError(
+                    "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
+                    "fix: config.output_router_logits = False"
+                )
+            require_splittable(model, self.ends, of_rows=self.tree is not None, routed=True)  # see above
             require_layout(model, self.cut.layout.name, is_tree=self.tree is not None)
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
@@ -426,7 +448,7 @@ class SplitSequences:
         Raises:
             UserError: A loss is not a tensor of one number. If the ranks compare calls, it is raised on every rank.
         """
-        mine = self.mesh.world.decided(lambda: (_number(loss), "SplitSequences.mean"))
+        mine = self.mesh.world.decided(lambda: (number_of(loss), "SplitSequences.mean"))
         return self.mesh.sum(mine) / self.mesh.world.size
 
     def _cut(self, whole: WholeBatch, cut: SequenceShard) -> Part:
@@ -449,21 +471,10 @@ class SplitSequences:
             largest=whole.largest,
             tree=whole.tree,
             counts=None if whole.tree is None else cut.take(whole.tree.counts[None]).to(device),
+            real=cut.take(whole.real).bool().to(device),
             changing=self._changing,
             weights=self._weights,
         )
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part) -> Tensor:
-        ctx.cut = part.cut
-        return part.whole(x)
-
-    @staticmethod
-    @first_order(UserError)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.take(grad), None
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
@@ -483,17 +494,3 @@ def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
 
     (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
     return total
-
-
-def _nan_of_none(labels: Tensor | int) -> Tensor | float:
-    """Return what is added to a mean over labels: 0, or NaN if there is none, as in transformers."""
-    if isinstance(labels, Tensor):
-        return torch.where(labels > 0, 0.0, math.nan)
-    return 0.0 if labels else math.nan
-
-
-def _number(loss: Tensor) -> float:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
-        raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
-    return float(loss.item())

@@ -35,6 +35,7 @@ _NOT_ASKED = frozenset(
         "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
+        "output_router_logits",
         "position_embeddings",
         "position_ids",
         "return_dict",

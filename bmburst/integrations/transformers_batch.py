@@ -4,6 +4,7 @@ A batch may say in several ways where documents begin: by position ids that rest
 number the documents, `seq_idx`, or `cu_seq_lens_q`. If there are several, they must agree.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -59,6 +60,8 @@ class WholeBatch:
     """One for all samples, one per sample, or empty if every sample is one document without padding."""
     largest: int | None
     """The largest id of tokens and labels; None on a GPU, to avoid a synchronization."""
+    real: Tensor
+    """1 for tokens, 0 for padding."""
     tree: PackedTree | None = None
     """The rows of the only sample, if it is a packed tree."""
 
@@ -78,7 +81,7 @@ def batch_of_tree(tree: PackedTree, others: Mapping[str, object]) -> WholeBatch:
         )
     largest = max(int(tree.tokens.max()), int(tree.labels.max()))
     ids, labels, positions = (each[None] for each in (tree.tokens, tree.labels, tree.positions))
-    return WholeBatch(ids, labels, positions, (tree.mask,), largest, tree)
+    return WholeBatch(ids, labels, positions, (tree.mask,), largest, torch.ones_like(ids), tree)
 
 
 def whole_batch(
@@ -127,7 +130,10 @@ def whole_batch(
         position_ids = _positions(input_ids, packed if documents is not None or marks else ())
     own = _labels(input_ids, packed) if labels is None else labels
     shifted = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return WholeBatch(input_ids, _counted(shifted, packed, numbers), position_ids, packed, largest)
+    real = torch.ones_like(input_ids) if numbers is None else (numbers > 0).long()
+    for row, mask in enumerate(packed if documents is not None else ()):
+        real[row if len(packed) > 1 else slice(None), mask.length :] = 0
+    return WholeBatch(input_ids, _counted(shifted, packed, numbers), position_ids, packed, largest, real)
 
 
 def _require_known(others: Mapping[str, object]) -> None:
@@ -461,3 +467,22 @@ def checked_count(valid: Tensor | int | None) -> Tensor | int | None:
         got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
         raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
     return valid
+
+
+def nan_of_none(labels: Tensor | int) -> Tensor | float:
+    """Return what is added to a mean over labels: 0, or NaN if there is none, as in transformers."""
+    if isinstance(labels, Tensor):
+        return torch.where(labels > 0, 0.0, math.nan)
+    return 0.0 if labels else math.nan
+
+
+def number_of(loss: Tensor) -> float:
+    """Return a loss as a number; blocks the host.
+
+    Raises:
+        UserError: It is not a tensor of one number.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
+    return float(loss.item())

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import num_chunks
 from bmburst_ops.linear_logprobs import linear_logprobs, logprobs
 
@@ -166,3 +168,20 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _contains(module: nn.Module, head: nn.Module) -> bool:
     return any(each is head for each in module.modules())
+
+
+class Gathered(torch.autograd.Function):
+    """The whole tensor of a `Part` on every rank; see `Part.gathered`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Any) -> Tensor:
+        """Gather the local tokens of all ranks."""
+        ctx.cut = part.cut
+        found: Tensor = part.whole(x)
+        return found
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Take this rank's part of the gradient."""
+        return ctx.cut.take(grad), None

@@ -26,13 +26,16 @@ _RELEASE = "transformers 5.23, or another model"
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
-def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], *, of_rows: bool = False) -> None:
+def require_splittable(
+    model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], *, of_rows: bool = False, routed: bool = False
+) -> None:
     """Check that a model mixes tokens only in bmburst's attention.
 
     Args:
         model: A model of transformers, also wrapped by DDP, FSDP2, PEFT or torch.compile.
         ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
         of_rows: Whether the ends are those of rows that a tree shares with others.
+        routed: Whether the caller adds up the router's loss.
 
     Raises:
         UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has losses or
@@ -44,7 +47,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
             f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
     for part in (part for part in parts if id(part) not in _other_media(parts[0])):
-        if (problem := _problem(part)) is not None:
+        if (problem := _problem(part, routed)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
     _require_one_frequency(model, ends, of_rows)
 
@@ -130,7 +133,7 @@ def _other_media(model: PreTrainedModel) -> set[int]:
     return {id(module) for part in inner for module in part.modules()}
 
 
-def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
+def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
     chosen, was_read = config._attn_implementation, is_read(model)
@@ -162,7 +165,7 @@ def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
     ]
     if mixing:
         return f"its convolution {mixing[0]} reads neighbouring tokens", another
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and not routed:
         return "its router's loss is no sum over tokens", "config.output_router_logits = False"
     return None
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from bmburst.errors import UserError
 from bmburst.integrations.trainer_arguments import require_loss, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.integrations.transformers_router import asks_router_loss
 from bmburst.mesh import Mesh
 
 __all__ = ["SplitBatches", "share_batches"]
@@ -124,6 +125,11 @@ class SplitBatches:
         In an evaluation it is the loss of the sequence group: its mean over the groups is the mean over the labels of
         their batches.
         """
+        if asks_router_loss(model, {}):
+            raise UserError(
+                "the router's loss is no sum over tokens, and Trainer adds it once for each micro-batch\n"
+                "allowed: a loop of your own with Part.loss, which adds it\nfix: config.output_router_logits = False"
+            )
         part = inputs.get(_PART)
         loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss

@@ -104,7 +104,7 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 | fix: "),
         ("doge", {}, "mask.dtype | fix: "),
         ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
-        ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router | loss | sum over tokens"),
+        ("doge", {"output_router_logits": True}, "router's loss of DogeForCausalLM | not read | output_router_logits"),
         ("bloom", {}, "attention | registry"),
         ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
     ],
