@@ -318,6 +318,10 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
         )
     if path.exists():
         files = tokenizer_files(name_or_path)
+        if TOKENIZER_FILE not in files:  # a pipe or a device
+            raise UserError(
+                f"tokenizer '{path}' is no file\nfix: give a {TOKENIZER_FILE}, or a directory that holds one"
+            )
         model = files[TOKENIZER_FILE].parent / MODEL_CONFIG
         return HuggingFaceTokenizer(
             name_or_path, read_folder(files | ({MODEL_CONFIG: model} if model.is_file() else {}))

@@ -42,8 +42,9 @@ def test_gradients_losses_and_weights_are_those_of_one_rank(folder, split, name)
         assert ours["finite"] == [step != SKIPPED for step in range(1, STEPS + 1)] and ours["skipped"] == 1
         assert ours["gradients"].keys() == one["gradients"].keys()
         for key in one["gradients"]:
-            # Adam divides by small gradients; a moment in bf16 may round the other way, by 2^-8 of it.
-            for kind, limit in (("gradients", 1e-5), ("parameters", 1e-3 if name == "offload" else 1e-4)):
+            # Adam divides by small gradients. Tensor ranks round moments in bf16 by other random numbers.
+            other = name == "offload" and split.tensor > 1
+            for kind, limit in (("gradients", 1e-5), ("parameters", 5e-3 if other else 1e-4)):
                 found, wanted = ours[kind][key], one[kind][key]
                 assert (found - wanted).norm() <= limit * wanted.norm(), (kind, key)
         assert ours["eval"] == one["eval"] | {"loss": pytest.approx(one["eval"]["loss"], rel=1e-5)} | {
