@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig, in_words
 from bmburst.checkpoint import hugging_face
-from bmburst.checkpoint.base_model import Base as Base
+from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.four_bit import Dequantized
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
@@ -129,7 +129,7 @@ class Adapter:
             raise UserError(f"{self.directory} {named}\nfix: {option}, the model it was trained on")
         return given or Path(self.base or "")
 
-    def require_base(self, base: "Base") -> None:
+    def require_base(self, base: Base) -> None:
         """Check that the adapter was trained on a model, by the sample of weights. PEFT's adapters have none and pass.
 
         Raises:

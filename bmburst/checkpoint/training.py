@@ -34,7 +34,7 @@ from bmburst.outputs import FULL, free_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-    from bmburst.checkpoint.adapter import Base
+    from bmburst.checkpoint.base_model import Base
     from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorSource
     from bmburst.optim.adamw import AdamW
 

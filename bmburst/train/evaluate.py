@@ -292,7 +292,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
         UserError: There is no complete checkpoint and no supported model, its weights do not fit its configuration or
             the adapter, or it does not support packed documents.
     """
-    from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.checkpoint import adapter, base_model, hugging_face
 
     places = [directory]
     if tuned is not None:
@@ -311,7 +311,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
     if tuned is not None:
         tuned.lora.require_model(shape)
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
-        tuned.require_base(adapter.Base.open(directory, shape))
+        tuned.require_base(base_model.Base.open(directory, shape))
     shape.require_packing(config.pack)
     return directory, tokenizer, shape
 

@@ -158,11 +158,11 @@ def check_paths(config: TrainConfig) -> None:
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from reads it from config.json"
             )
         # Imported here, because it imports torch, which --help does not need.
-        from bmburst.checkpoint import adapter, hugging_face
+        from bmburst.checkpoint import adapter, base_model, hugging_face
 
         hugging_face.check_weights(config.init_from, config.model)
         if config.resume is True and config.output is not None:
-            adapter.check_resumed(config.output, adapter.Base.open(config.init_from, config.model))
+            adapter.check_resumed(config.output, base_model.Base.open(config.init_from, config.model))
         elif config.lora.init_from is not None:
             _check_adapter(config, config.lora.init_from)
     if config.reference is not None:
@@ -172,14 +172,14 @@ def check_paths(config: TrainConfig) -> None:
 
 def _check_adapter(config: TrainConfig, folder: Path) -> None:
     """Check that the adapter that a run starts from has the configured settings, and is one of its model."""
-    from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.checkpoint import adapter, base_model, hugging_face
     from bmburst.checkpoint.files import verified, warn
 
     assert config.init_from is not None
     found = adapter.open_adapter(verified(folder, warn))
     found.require_like(config.lora)
     found.require_shapes(adapter.adapter_shapes(config.lora, hugging_face.expected_shapes(config.model)))
-    found.require_base(adapter.Base.open(config.init_from, config.model))
+    found.require_base(base_model.Base.open(config.init_from, config.model))
 
 
 def _different(there: LlamaConfig, model: LlamaConfig) -> str | None:

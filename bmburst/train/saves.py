@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from bmburst.amounts import GIB
 from bmburst.checkpoint import adapter, hugging_face
 from bmburst.checkpoint import training as checkpoint
-from bmburst.checkpoint.adapter import Base
 from bmburst.checkpoint.background import BackgroundSaves
+from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import newest_complete
 from bmburst.errors import UserError
 from bmburst.memory import available_bytes
