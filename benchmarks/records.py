@@ -25,13 +25,11 @@ from benchmarks import (
     lora_peers,
     mixed_lengths,
     predictions,
-    slow_links,
     sparse_cross,
 )
 from benchmarks.engine import KINDS, Results, load_kind
 from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
-from benchmarks.paper import perplexity
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -44,8 +42,6 @@ _TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
         "lora_peers": lora_peers.table,
         "mixed_lengths": mixed_lengths.table,
-        "perplexity": perplexity.table,
-        "slow_link": slow_links.backward_table,
         "strategies": lambda found: predictions.strategies_table(found["rows"]),
     }
 )

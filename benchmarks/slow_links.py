@@ -1,14 +1,8 @@
-"""Measures rings over slow links between nodes: `python -m benchmarks.slow_links WHAT`.
+"""Measures the double ring beside a flat ring over slow links: `python -m benchmarks.slow_links double-ring`.
 
 Each rank is a process on a CPU in its own network namespace, and the kernel limits its outgoing traffic
-(`benchmarks.netns`). Blocks move with gloo. The program needs root and iproute2. If namespaces cannot be created, it
-prints the reason and exits with status 1. WHAT is one of:
-
-double-ring: attention by the double ring, compared with a flat ring. By default a rank sends 200 Mbit/s to ranks of its
-node and 20 Mbit/s to other nodes.
-
-backward: the transfers of a ring's backward, without its kernels. Either K and V move with dK and dV ("kv"), or Q, dO
-and statistics move with dQ ("burst"). The setups are MHA (8 heads) and GQA (8 heads, 2 KV heads).
+(`benchmarks.netns`): by default, 200 Mbit/s to ranks of its node and 20 Mbit/s to other nodes. Blocks move with gloo.
+The program needs root and iproute2. If namespaces cannot be created, it prints the reason and exits with status 1.
 """
 
 import argparse
@@ -22,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,21 +23,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import netns
-from benchmarks.engine.machine import describe_run
-from benchmarks.engine.report import markdown_table
-from benchmarks.paper.measure import Counting, backward_transfers
 from bmburst.attention.api import burst_attention
-from bmburst.attention.call import decide
-from bmburst.attention.options import AttentionOptions
 from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
-from bmburst_ops.flash import BackwardInputs
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")
-SETUPS = {"mha": (8, 8), "gqa": (8, 2)}  # heads and KV heads of backward's transfers
-HEAD_DIM = 128  # of backward's transfers
 _MODULE = "benchmarks.slow_links"
 _PORT = 29517  # of the rendezvous of the ranks
 _TOLERANCE = 1e-4  # for fp32 sums in a different order
@@ -103,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     programs = parser.add_subparsers(required=True, metavar="WHAT")
     default = AttentionJob()
-    double, backward = programs.add_parser("double-ring"), programs.add_parser("backward")
+    double = programs.add_parser("double-ring")
     double.set_defaults(run=_double_ring, run_rank=_double_ring_rank)
     double.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
     double.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
@@ -122,16 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats", type=int, default=default.repeats, help="timed calls of each ring; calls alternate"
     )
     double.add_argument("--output", type=Path, help="write a record to this file")
-    backward.set_defaults(run=_backward, run_rank=_backward_rank)
-    backward.add_argument("--ranks", type=int, default=4, help="ranks, one per node (default: 4)")
-    backward.add_argument("--rate", type=float, default=100, help="Mbit/s of a rank's link (default: 100)")
-    backward.add_argument("--tokens", type=int, default=256, help="tokens of a rank (default: 256)")
-    backward.add_argument(
-        "--repeats", type=int, default=3, help="timed calls of each strategy; calls alternate (default: 3)"
-    )
-    backward.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    for each in (double, backward):
-        each.add_argument("--rank", help=argparse.SUPPRESS)
+    double.add_argument("--rank", help=argparse.SUPPRESS)
     return parser
 
 
@@ -276,73 +252,6 @@ of the double ring sends {shape.nodes - 1} block{"s" * (shape.nodes > 2)} over i
 Where ranks of a node share a port, theirs add up. Bytes are counted by the kernel at the port, headers included.
 
 {tables}"""
-
-
-def _backward(args: argparse.Namespace, words: Sequence[str]) -> None:
-    machine = describe_run(["python", "-m", _MODULE, *words], "cpu", args.ranks)
-    with netns.network(netns.Shape(nodes=args.ranks, places=1, fast=args.rate, slow=args.rate)) as network:
-        setting = {"ranks": args.ranks, "tokens": args.tokens, "repeats": args.repeats}
-        rows = netns.run_ranks(network, (_MODULE, "backward"), _PORT, **setting)
-    found = {"machine": machine, "rate": args.rate, "tokens": args.tokens, "rows": rows}
-    print(backward_table(found))
-    if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        text = f"# Backward over a slow link\n\n{backward_table(found)}\n"
-        args.output.with_suffix(".md").write_text(text, encoding="utf-8")
-
-
-def _backward_rank(rank: int, ranks: int, tokens: int, repeats: int, url: str) -> None:
-    """Time both strategies for each setup, alternating; rank 0 prints the rows as JSON."""
-    comm = _communicator(rank, ranks, url)
-    cases = list(product(SETUPS, ("kv", "burst")))
-    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-    received: dict[tuple[str, str], int] = {}
-    for repeat in range(1 + repeats):
-        for case in cases:
-            took, received[case] = move_once(comm, *case, tokens)
-            if repeat:  # the first call opens connections
-                seconds[case].append(took)
-    if rank == 0:
-        rows = [
-            {"heads": heads, "strategy": strategy, "seconds": statistics.median(times), "all_seconds": times}
-            | {"bytes": received[heads, strategy]}
-            for (heads, strategy), times in seconds.items()
-        ]
-        print(json.dumps(rows))
-    dist.destroy_process_group()
-
-
-def move_once(comm: CheckedCommunicator, setup: str, strategy: str, tokens: int) -> tuple[float, int]:
-    """Run backward's transfers once, in bfloat16.
-
-    Returns:
-        Seconds of the slowest rank, and bytes that this rank received.
-    """
-    heads, kv_heads = SETUPS[setup]
-    q, k = (torch.zeros(1, tokens, count, HEAD_DIM, dtype=torch.bfloat16) for count in (heads, kv_heads))
-    statistic = torch.zeros(1, heads, tokens)
-    given = BackwardInputs(q, q, k, k, statistic, statistic)
-    call = decide(comm, q, k, k, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
-    counted = Counting(call.comm)
-    gather_objects(comm, None)
-    begun = time.perf_counter()
-    backward_transfers(replace(call, comm=counted), given)
-    return max(gather_objects(comm, time.perf_counter() - begun)), counted.received
-
-
-def backward_table(found: dict[str, Any]) -> str:
-    """Return the record of backward's transfers as Markdown."""
-    ranks = found["machine"]["ranks"]
-    said = (
-        f"{ranks} ranks of {found['tokens']} tokens, head dim {HEAD_DIM}, bfloat16, links of {found['rate']:g} Mbit/s."
-    )
-    lines = []
-    for row in found["rows"]:
-        least = row["bytes"] * 8 / found["rate"] / 1e6
-        moved = f"{row['bytes'] / 1e6:.2f}"
-        lines.append([row["heads"], row["strategy"], moved, f"{row['seconds']:.2f}", f"{least:.2f}"])
-    columns = ["heads", "what moves", "MB received in backward", "seconds", "least, by the link"]
-    return "\n".join([said, "", *markdown_table(columns, lines)])
 
 
 if __name__ == "__main__":

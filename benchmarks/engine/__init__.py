@@ -201,7 +201,6 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "attention": "benchmarks.attention.kind",
         "train": "benchmarks.training.kind",
         "inference": "benchmarks.inference.kind",
-        "paper": "benchmarks.paper.kind",
     }
 )
 """Modules of the kinds by their names in `bmburst bench NAME`; each module defines `KIND`."""

@@ -17,18 +17,17 @@ from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 _USAGE = (
-    "bmburst bench attention|train|inference|paper [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
-    "                                              [--output FILE]\n"
-    "       bmburst bench attention|train|inference|paper --list [...]\n"
-    "       bmburst bench attention|train|inference|paper --table --plot --output FILE"
+    "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
+    "                                        [--output FILE]\n"
+    "       bmburst bench attention|train|inference --list [...]\n"
+    "       bmburst bench attention|train|inference --table --plot --output FILE"
 )
 _EPILOG = (
     "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
     "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
     "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
     "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
-    "batch/llama-3-8b/8x4096/causal/heads. A cell of paper is named SUITE/TOKENS/HEADS/METHOD, for example "
-    "backward/65536/gqa/burst. In --cells, * also matches slashes. If the file of --output exists, its cells are "
+    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. If the file of --output exists, its cells are "
     "skipped unless --again is given, and the others are added. Tables (.md) and pictures are written next to it."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -45,8 +45,7 @@ _BENCH_HELP = (
     "batch (1 to 8), block (with projections and rotary), documents (packed), window (4,096 tokens), accuracy (errors "
     "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. "
     "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text). inference: first "
-    "token, time of a token and memory, relative to their bounds. Suites: prompt (4K to 1M tokens), batch (8 and 32). "
-    "paper: the BurstAttention paper's ablations and README tables. Suites: backward, merge, tile, batch, sequence."
+    "token, time of a token and memory, relative to their bounds. Suites: prompt (4K to 1M tokens), batch (8 and 32)."
 )
 _BENCHMARKS = "benchmarks"
 _MARK = 'PROJECT = "bmburst"'  # a line of our engine, which other packages of this name do not have

@@ -95,11 +95,6 @@ def _copies(s: Shape) -> float:
     return max(1.0, s.ranks / s.kv_heads)
 
 
-def _tile_scores(s: Shape) -> float:
-    """Return the bytes of a rank's tiles without LAO: scores in the inputs' dtype and in fp32, and weights."""
-    return s.scores * (2 + s.rise)
-
-
 _HEADS = Method(
     forward=lambda s: (2 * s.q + 2 * s.k * _copies(s) + s.statistics) * _hops(s) / s.ranks,
     backward=lambda s: (3 * s.q + 4 * s.k * _copies(s) + 2 * s.statistics) * _hops(s) / s.ranks,
@@ -128,13 +123,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             forward=lambda s: 2 * s.k * _hops(s),
             backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
             kept=_ours,
-        ),
-        "burst without LAO": Method(
-            forward=lambda s: 2 * s.k * _hops(s),
-            backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
-            kept=_ours,
-            scores=_tile_scores,
-            at_work=lambda s: s.scores * (1 + s.rise) / s.ranks,
         ),
         "kv": Method(
             forward=lambda s: 2 * s.k * _hops(s),

@@ -1,7 +1,6 @@
 """The formulas of the paper's table 1 and of ours are what attention moves, keeps and writes when it runs."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,20 +11,18 @@ from benchmarks.attention import Cell
 from benchmarks.attention.method import LocalKernel, Setting, random_inputs
 from benchmarks.attention.methods import all_methods
 from benchmarks.engine.machine import RankGroup
-from benchmarks.paper.measure import Counting, WholeTile
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
-from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions
-from bmburst_ops.flash import FULL, BackwardInputs
+from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.merge import row_dots
+from tests.benchmarks.counting import Counting
 from tests.benchmarks.formulas import METHODS, Shape
 from tests.distributed.threads import run_ranks
-from tests.live_bytes import LiveBytes
 
 STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses) over NCCL"}
-PEER, NO_LAO = "heads (Ulysses) by peer copies, the default", "burst without LAO"
+PEER = "heads (Ulysses) by peer copies, the default"
 PEERS = {
     "ring-li-2021": "RingAttention (Li et al.)",
     "tensor-parallel-v1": "tensor parallel v1, attention's half",
@@ -48,11 +45,11 @@ class CountingPeers(Counting):
     transport = "peer"
 
 
-def received(comm, strategy, of, dtype, counter=Counting, **changes):
+def received(comm, strategy, of, dtype, counter=Counting):
     q, k, v = inputs(of, dtype)
     call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
     counting = counter(call.comm)
-    call = replace(call, comm=counting, **changes)
+    call = replace(call, comm=counting)
     executor = executor_of(call)
     out, lse = executor.forward(call, q, k, v)
     forward, counting.received = counting.received, 0
@@ -78,17 +75,6 @@ def test_copy_engines_move_what_nccl_would(ranks, kv_heads):
     of = shape(ranks, kv_heads=kv_heads)
     for found in run_ranks(ranks, received, "heads", of, torch.bfloat16, CountingPeers):
         assert found == (METHODS[PEER].forward(of), METHODS[PEER].backward(of))
-
-
-@pytest.mark.parametrize(("ranks", "kv_heads", "dtype"), [(2, 12, torch.bfloat16), (3, 4, torch.float32)])
-def test_without_lao_a_ring_receives_what_burst_does(ranks, kv_heads, dtype):
-    of = shape(ranks, kv_heads=kv_heads, itemsize=dtype.itemsize)
-    for found in run_ranks(ranks, without_lao, of, dtype):
-        assert found == (METHODS[NO_LAO].forward(of), METHODS[NO_LAO].backward(of))
-
-
-def without_lao(comm, of, dtype):
-    return received(comm, "burst", of, dtype, kernel=WholeTile())
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -163,19 +149,6 @@ def test_ours_keeps_what_the_formulas_say(strategy):
     assert set(run_ranks(3, kept)) == {METHODS[STRATEGIES[strategy]].kept(of)}
 
 
-@pytest.mark.parametrize("kv_heads", [12, 4])
-def test_without_lao_a_ring_keeps_what_the_formula_says(kv_heads):
-    of = shape(3, kv_heads=kv_heads, itemsize=4)
-
-    def kept(comm):
-        q, k, v = (t.requires_grad_() for t in inputs(of, torch.float32))
-        call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy="burst"))
-        call = replace(call, kernel=WholeTile())
-        return kept_by(partial(SequenceAttention.apply, executor_of(call), call), q, k, v)
-
-    assert set(run_ranks(3, kept)) == {METHODS[NO_LAO].kept(of)}
-
-
 class Written(TorchDispatchMode):
     """Counts the bytes of new tensors of a shape."""
 
@@ -192,16 +165,6 @@ class Written(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kv_heads", [12, 3])
-def test_without_lao_each_tile_writes_its_scores_to_memory(kv_heads):
-    of = shape(3, kv_heads=kv_heads)
-    q, k, v = inputs(of, torch.bfloat16)
-    with Written((5 * of.heads // kv_heads, 5)) as written:
-        WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
-    assert written.nbytes * of.ranks == METHODS["burst without LAO"].scores(of)  # a tile for every rank's keys
-    assert METHODS["burst"].scores(of) == 0
-
-
 @pytest.mark.parametrize("kv_heads", [12, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_li_et_al_write_whole_rows_of_scores_and_weights(kv_heads, dtype):
@@ -215,14 +178,3 @@ def test_li_et_al_write_whole_rows_of_scores_and_weights(kv_heads, dtype):
     with Written((rows, of.tokens)) as written:
         attend(q, k, v)
     assert written.nbytes == METHODS[PEERS[name]].scores(of) == METHODS[PEERS[name]].at_work(of)
-
-
-def test_without_lao_one_tile_of_scores_is_there_at_a_time():
-    """What is beside it is a fraction: outputs and statistics of as many tokens, with few features."""
-    of = Shape(ranks=3, tokens=3 * 101, heads=4, kv_heads=4, head_dim=8)
-    q, k, v = inputs(of, torch.bfloat16)
-    with LiveBytes() as live:
-        for _ in range(of.ranks):
-            WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
-    tile = METHODS[NO_LAO].at_work(of)
-    assert tile < live.peak < 1.25 * tile

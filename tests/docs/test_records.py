@@ -34,14 +34,14 @@ def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head
     source = records._RESULTS / "cross_2xh200_202611.json"
     monkeypatch.setattr(records, "_RESULTS", tmp_path)
     run = json.loads(source.read_text())["machine"]
-    cell = {"suite": "backward", "method": "kv", "ranks": 2, "device": "cuda", "dtype": "bfloat16", "tokens": 64}
-    row = {"cell": cell | {"batch": 1, "heads": 32, "kv_heads": 32}, "run": 0, "status": "refused", "reason": "no"}
-    content = {"format": load_kind("paper").format, "running": None, "runs": [run], "rows": {"k": row, "l": row}}
-    (tmp_path / "paper_x.json").write_text(json.dumps(content))
-    tables = markdown(Results.read(load_kind("paper"), tmp_path / "paper_x.json"))
-    (tmp_path / "paper_x.md").write_text(head + tables)
+    cell = {"suite": "sequence", "method": "ours", "ranks": 2, "device": "cuda", "tokens": 64, "heads": 32}
+    row = {"cell": cell | {"kv_heads": 32}, "run": 0, "status": "refused", "reason": "no"}
+    content = {"format": load_kind("attention").format, "running": None, "runs": [run], "rows": {"k": row, "l": row}}
+    (tmp_path / "attention_x.json").write_text(json.dumps(content))
+    tables = markdown(Results.read(load_kind("attention"), tmp_path / "attention_x.json"))
+    (tmp_path / "attention_x.md").write_text(head + tables)
     path, text = next(records.derived())
-    assert path == tmp_path / "paper_x.md" and text == head + tables.rstrip() + "\n"
+    assert path == tmp_path / "attention_x.md" and text == head + tables.rstrip() + "\n"
     assert tables.startswith("## ") and text.count("\n## ") + text.startswith("## ") == 3
 
 

@@ -1,0 +1,48 @@
+"""A `BlockMover` that counts the bytes that a rank receives."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bmburst.comm import BlockMover, Transfer
+from bmburst.schedule.exchange import Exchange
+
+
+class Counting:
+    """Passes every call on to another mover.
+
+    Args:
+        comm: The mover that it wraps.
+
+    Attributes:
+        received: Bytes received from other ranks so far.
+    """
+
+    def __init__(self, comm: BlockMover) -> None:
+        self._comm = comm
+        self.received = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`."""
+        if shift % self._comm.size:
+            self.received += sum(tensor.nbytes for tensor in tensors)
+        return self._comm.ring(*tensors, shift=shift)
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        self.received += _from_others(exchange)
+        return self._comm.pull(exchange, outbox, targets, lane)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        self.received += _from_others(exchange)
+        return self._comm.push(exchange, sources, inbox, lane)
+
+
+def _from_others(exchange: Exchange) -> int:
+    others = (moves for peer, moves in enumerate(exchange.receives) if peer != exchange.rank)
+    return sum(move.source.nbytes for moves in others for move in moves)
