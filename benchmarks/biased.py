@@ -17,17 +17,19 @@ feature in forward and 10 in backward. Memory is torch's peak, including inputs,
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engine.machine import require_gpu, write_record
+from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Row, RowBenchmark
 from benchmarks.engine.timing import median_seconds
 from bmburst.amounts import GIB
 from bmburst.attention.biased import BiasedSequence, biased_attention
+from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
@@ -42,37 +44,30 @@ Method = tuple[Callable[[], Attention], list[Tensor], int]
 """A function that returns attention for a new batch, the tensors it needs gradients of, and the visible pairs."""
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tokens", default="2048,4096,8192,32768,131072", help="tokens of the sample (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="calls per batch, besides one (default: 4)")
-    parser.add_argument(
-        "--most-layered", type=int, default=8192, help="longest sample with several layers, in tokens (default: 8192)"
-    )
-    parser.add_argument("--most-matrix", type=int, default=8192, help="longest sample for `matrix` (default: 8192)")
-    parser.add_argument("--repeats", type=int, default=5, help="measured calls (default: 5)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results")
-    options = parser.parse_args()
-    require_gpu("benchmarks.biased")
-    rows = []
-    print("| tokens | layers | attention | forward | TFLOP/s | with backward | TFLOP/s | host | memory |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for length, layers in _cells(options):
-        for name in ("kernel", "matrix", "flash"):
-            if name == "matrix" and length > options.most_matrix:
-                continue
-            rows.append(row := _measure(name, length, layers, options.repeats))
-            print(
-                f"| {length} | {layers} | {name} | {row['forward_ms']:.2f} ms | {row['forward_tflops']:.0f} "
-                f"| {row['both_ms']:.2f} ms | {row['both_tflops']:.0f} | {row['host_ms']:.2f} ms "
-                f"| {row['gib']:.2f} GiB |",
-                flush=True,
-            )
-    write_record(options.output, "benchmarks.biased", rows=rows)
-    return 0
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", default="2048,4096,8192,32768,131072", help="tokens of the sample (default: %(default)s)")
+    add("--layers", type=int, default=4, help="calls per batch, besides one (default: 4)")
+    add("--most-layered", type=int, default=8192, help="longest sample with several layers, in tokens (default: 8192)")
+    add("--most-matrix", type=int, default=8192, help="longest sample for `matrix` (default: 8192)")
+    add("--repeats", type=int, default=5, help="measured calls (default: 5)")
+
+
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    for (length, layers), name in itertools.product(_cells(options), _METHODS):
+        if name != "matrix" or length <= options.most_matrix:
+            yield _measure(name, length, layers, options.repeats)
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    columns = "tokens", "layers", "attention", "forward", "TFLOP/s", "with backward", "TFLOP/s", "host", "memory"
+    lines = []
+    for row in record["rows"]:
+        cells = [f"{row['forward_ms']:.2f} ms", f"{row['forward_tflops']:.0f}", f"{row['both_ms']:.2f} ms"]
+        cells += [f"{row['both_tflops']:.0f}", f"{row['host_ms']:.2f} ms", f"{row['gib']:.2f} GiB"]
+        lines.append([row["tokens"], row["layers"], row["name"], *cells])
+    return "\n".join(markdown_table(columns, lines))
 
 
 def _cells(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -86,7 +81,7 @@ def _cells(options: argparse.Namespace) -> list[tuple[int, int]]:
     ]
 
 
-def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str | float]:
+def _measure(name: str, length: int, layers: int, repeats: int) -> Row:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     *whole, grad = (torch.randn(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4))
@@ -107,7 +102,7 @@ def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str
 
     flops = 4 * pairs * HEADS * HEAD_DIM
     found = {"forward": (forward, flops), "both": (both, (1 + ATTENTION_BACKWARD) * flops)}
-    row: dict[str, str | float] = {"name": name, "tokens": length, "layers": layers, "pairs": pairs}
+    row: Row = {"name": name, "tokens": length, "layers": layers, "pairs": pairs}
     for direction, (call, work) in found.items():
         (spent,) = median_seconds([call], repeats=repeats, warm_up=_WARM_UP)
         seconds, host = (each / layers for each in spent)
@@ -175,5 +170,12 @@ def _pairs(tokens: Tokens) -> int:
     return given * tokens.shape[1] + predicted * (predicted + 1) // 2
 
 
+BENCHMARKS = (
+    RowBenchmark(
+        name="biased", about=__doc__, configure=_configure, measure=lambda options: ({}, _rows(options)), table=table,
+        needs_gpu=True,
+    ),
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "biased", *sys.argv[1:]]))

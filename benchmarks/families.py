@@ -1,4 +1,4 @@
-"""Tests which causal LMs of transformers are exact on a split sequence: `python -m benchmarks.families`.
+"""Tests which causal LMs of transformers are exact on a split sequence: `bmburst bench families`.
 
 Every model type of the installed transformers is created tiny (`benchmarks.tiny_families`), without dropout. One batch
 is computed whole, with transformers' attention, and split over the ranks. Logits, loss and all gradients must agree to
@@ -14,17 +14,15 @@ model cannot be created or run) are bugs.
 import argparse
 import contextlib
 import gc
-import json
 import sys
-import tempfile
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.engine.machine import publish
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Row, RowBenchmark
 from benchmarks.tiny_families import TOKENS, VOCABULARY, tiny_model
+from bmburst.cli import main
 from bmburst.errors import UserError, first_line
 
 TOLERANCE = 4e-5
@@ -43,29 +41,13 @@ OTHERS = {
 """Types that are no model of text by themselves, with the result and the reason."""
 
 
-def main() -> int:
-    """Run the command line and return the exit status: 1 if a result is in `BUGS`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the sequence (default: 2)")
+def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types (default: all)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        return _rank(options.rank, options.types)
-    from bmburst.launch.launcher import LaunchSpec, launch
-
-    with tempfile.TemporaryDirectory(prefix="bmburst-families-") as folder:
-        words = ["--rank", folder, *(["--types", *options.types] if options.types else [])]
-        status = launch(LaunchSpec(nproc=options.ranks), ["-m", "benchmarks.families", *words])
-        file = Path(folder) / "families.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    publish(options.output, "benchmarks.families", table(rows, options.ranks), options.ranks, rows=rows)
-    return status or int(any(row["result"] in BUGS for row in rows))
 
 
-def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Return the results as Markdown: the exact types in a line, the others with their reasons."""
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown: the exact types in a line, the others with their reasons."""
+    rows, ranks = record["rows"], record["machine"]["ranks"]
     version = rows[0]["transformers"] if rows else ""
     by_kind = {kind: [row for row in rows if row["result"] == kind] for kind in KINDS}
     counts = ", ".join(f"{len(found)} {kind}" for kind, found in by_kind.items() if found or kind != "failed")
@@ -75,8 +57,8 @@ def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     return "\n".join([*lines, *markdown_table(["type", "result", "reason"], others)])
 
 
-def _rank(folder: Path, types: Sequence[str] | None) -> int:
-    """Test every type on this rank; rank 0 writes a line for each."""
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Test every type on this rank; all ranks yield the same rows."""
     import torch
     import torch.distributed as dist
     import transformers
@@ -91,19 +73,12 @@ def _rank(folder: Path, types: Sequence[str] | None) -> int:
     dist.init_process_group("gloo")
     register()
     split = SplitSequences(Mesh.over_process_group())
-    for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        result, reason = _tried(name, split)
+    for name in options.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, (result, reason))
-        if dist.get_rank() == 0:
-            result, reason = max(reasons, key=lambda each: (each[0] in BUGS, KINDS.index(each[0])))
-            row = {"type": name, "result": result, "reason": reason, "transformers": transformers.__version__}
-            with (folder / "families.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            sys.stderr.write(f"{name}: {result}, {reason}\n")
+        dist.all_gather_object(reasons, _tried(name, split))
+        result, reason = max(reasons, key=lambda each: (each[0] in BUGS, KINDS.index(each[0])))
+        yield {"type": name, "result": result, "reason": reason, "transformers": transformers.__version__}
         gc.collect()
-    dist.destroy_process_group()
-    return 0
 
 
 def _tried(name: str, split: Any) -> tuple[str, str]:
@@ -174,5 +149,18 @@ def _cell_text(error: BaseException) -> str:
     return first_line(error).replace("|", "/")[:160]
 
 
+BENCHMARKS = (
+    RowBenchmark(
+        name="families",
+        about=__doc__,
+        configure=_configure,
+        measure=lambda options: ({}, _rows(options)),
+        table=table,
+        line=lambda row: f"{row['type']}: {row['result']}, {row['reason']}",
+        ranks=2,
+        is_wrong=lambda row: row["result"] in BUGS,
+    ),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "families", *sys.argv[1:]]))

@@ -1,6 +1,8 @@
-"""Measures time and memory of training a transformers model on split sequences with FSDP2; start it with torchrun.
+"""Measures time and memory of training a transformers model on split sequences with FSDP2.
 
-    torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
+    bmburst bench hugging-face --gpus 2 --tokens 32K,128K --compile --output found.json
+
+`torchrun --nproc-per-node 2 -m bmburst bench hugging-face` starts the same ranks.
 
 The step is that of docs/hugging_face.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around
 each decoder layer, gradient clipping and fused AdamW. Weights and optimizer states are fp32 and sharded, 16 bytes per
@@ -17,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,14 +31,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import bmburst
-from benchmarks.engine.machine import publish, start_ranks, write_record
+from benchmarks.engine.machine import start_ranks
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
-from bmburst.errors import UserError
+from bmburst.cli import main
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 
-MODULE = "benchmarks.hugging_face"
 TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
     {
         "bmburst train": MappingProxyType({32768: 6742.0, 131072: 3442.0}),
@@ -89,31 +90,26 @@ class Training:
         return self.split.mean(loss.detach())
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
-    )
-    parser.add_argument("--layers", type=int, help="number of layers (default: that of the preset)")
-    parser.add_argument("--tokens", default="32K,128K", help="lengths of the sequence (default: 32K,128K)")
-    parser.add_argument("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
-    parser.add_argument("--keep-gathered", action="store_true", help="pass reshard_after_forward=False to FSDP2")
-    parser.add_argument("--compile", action="store_true", help="also measure each length with compiled layers")
-    parser.add_argument("--only-compiled", action="store_true", help="measure with compiled layers only")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    options = parser.parse_args()
-    try:
-        lengths = numbers("--tokens", options.tokens, tokens)
-    except UserError as error:
-        parser.error(str(error))
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)")
+    add("--layers", type=int, help="number of layers (default: that of the preset)")
+    add("--tokens", default="32K,128K", help="lengths of the sequence (default: 32K,128K)")
+    add("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
+    add("--keep-gathered", action="store_true", help="pass reshard_after_forward=False to FSDP2")
+    add("--compile", action="store_true", help="also measure each length with compiled layers")
+    add("--only-compiled", action="store_true", help="measure with compiled layers only")
+    add("--steps", type=int, default=5, help="measured steps (default: 5)")
+    add("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
+
+
+def _measure(options: argparse.Namespace) -> Measured:
+    lengths = numbers("--tokens", options.tokens, tokens)
     device = start_ranks()
     register()
     began = time.perf_counter()
     training = Training(options, device)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "model": options.model,
         "layers": training.model.config.num_hidden_layers,
         "parameters": training.num_weights,
@@ -121,18 +117,9 @@ def main() -> int:
         "reshard_after_forward": not options.keep_gathered,
         "transformers": transformers.__version__,
         "seconds_to_start": time.perf_counter() - began,
-        "rows": [],
     }
     kinds = [True] if options.only_compiled else [False, True] if options.compile else [False]
-    for row in measured(training, [Cell(n, kind) for kind in kinds for n in lengths], options.steps, options.warmup):
-        found["rows"].append(row)
-        if dist.get_rank() == 0:
-            print(line_of(row), flush=True)
-            write_record(options.output, MODULE, dist.get_world_size(), **found)  # the next row may run out of memory
-    if dist.get_rank() == 0:
-        publish(options.output, MODULE, table(found, dist.get_world_size(), _device_name()), **_ranks(found))
-    dist.destroy_process_group()
-    return 0
+    return facts, measured(training, [Cell(n, kind) for kind in kinds for n in lengths], options.steps, options.warmup)
 
 
 def random_model(preset: str, layers: int | None, attention: str) -> PreTrainedModel:
@@ -192,13 +179,13 @@ def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> 
             training.compile()
             compiled = True
         try:
-            yield _measure(training, cell, steps, warmup)
+            yield _row(training, cell, steps, warmup)
         except torch.OutOfMemoryError as error:  # all ranks need the same memory, so all of them stop
             yield cell._asdict() | {"out_of_memory": str(error).splitlines()[0]}
             return
 
 
-def _measure(training: Training, cell: Cell, steps: int, warmup: int) -> dict[str, Any]:
+def _row(training: Training, cell: Cell, steps: int, warmup: int) -> dict[str, Any]:
     vocabulary, world = training.model.config.vocab_size, training.mesh.world
     ids = torch.randint(vocabulary, (1, cell.tokens), generator=torch.Generator().manual_seed(0))
     on_gpu = world.device.type == "cuda"
@@ -255,14 +242,9 @@ def line_of(row: Mapping[str, Any]) -> str:
     )
 
 
-def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
-    """Return the rows as Markdown, with speedups over `TRAINERS` for the setting in which those were measured.
-
-    Args:
-        found: The record.
-        ranks: Number of ranks that share a sequence.
-        device: Name of a rank's device.
-    """
+def table(found: Mapping[str, Any]) -> str:
+    """Return a record as Markdown, with speedups over `TRAINERS` for the setting in which those were measured."""
+    ranks, device = found["machine"]["ranks"], found["machine"]["device"]
     is_comparable = ranks == 2 and "H200" in device and found["model"] == "llama-3-8b" and found["layers"] == 32
     title = (
         f"{found['model']}, {found['layers']} layers, {found['parameters'] / 1e9:.2f}B parameters by transformers "
@@ -287,13 +269,17 @@ def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
     return "\n".join([title, "", *markdown_table(columns, lines)])
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU rank"
-
-
-def _ranks(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ranks": dist.get_world_size(), **found}
-
+BENCHMARKS = (
+    RowBenchmark(
+        name="hugging-face",
+        about=__doc__,
+        configure=_configure,
+        measure=_measure,
+        table=table,
+        line=line_of,
+        ranks=2,
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "hugging-face", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Measures recurrent layers over ranks beside one GPU's kernel: `bmburst launch --nproc 2 -- -m benchmarks.linear`.
+"""Measures recurrent layers over ranks beside one GPU's kernel: `bmburst bench linear --gpus 2`.
 
 Each rank has `--tokens` tokens of one sequence, in bfloat16, with 32 heads of 128; queries and keys of the delta kinds
 are normalized in the kernel. A row compares, in turns on the same GPUs:
@@ -11,17 +11,15 @@ are normalized in the kernel. A row compares, in turns on the same GPUs:
 The ratio is the time of one GPU divided by that of the ranks; 1 is ideal. Times are medians of the slowest rank, of the
 forward pass with autograd and of both passes. Decays are "usual" (`logsigmoid` of a normal number, as in fla's
 benchmarks), "slow" (uniform in -0.1 to 0) or "none" (0). `first` is the time of the first forward and backward of the
-process, with compilation and tuning. Each row is also written when it is measured. `--check` compares results of a
+process, with compilation and tuning. `--check` compares results of a
 short sequence with the definition in fp64 instead.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.engine.machine import RankGroup, publish, start_ranks
+from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, once, quotient
+from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
 from bmburst.sequence import shard, unshard
@@ -42,37 +42,28 @@ REPEATS, SECONDS = 10, 5.0
 NAMES = ("q", "k", "v", "g", "beta")
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: all")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens a rank")
-    parser.add_argument("--gates", nargs="+", default=["usual", "slow"], choices=GATES, help="default: usual slow")
-    parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"], help="default: contiguous zigzag")
-    parser.add_argument("--heads", type=int, default=HEADS, help=f"default: {HEADS}")
-    parser.add_argument("--dim", type=int, default=DIM, help=f"of keys and values (default: {DIM})")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"measured rounds (default: {REPEATS})")
-    parser.add_argument("--kernel", default="auto", help="ours (default: auto)")
-    parser.add_argument("--peers", action="store_true", help="fla's context parallelism too")
-    parser.add_argument("--check", action="store_true", help="compare with the definition in fp64")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    options = parser.parse_args()
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: all")
+    add("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens a rank")
+    add("--gates", nargs="+", default=["usual", "slow"], choices=GATES, help="default: usual slow")
+    add("--layouts", nargs="+", default=["contiguous", "zigzag"], help="default: contiguous zigzag")
+    add("--heads", type=int, default=HEADS, help=f"default: {HEADS}")
+    add("--dim", type=int, default=DIM, help=f"of keys and values (default: {DIM})")
+    add("--repeats", type=int, default=REPEATS, help=f"measured rounds (default: {REPEATS})")
+    add("--kernel", default="auto", help="ours (default: auto)")
+    add("--peers", action="store_true", help="fla's context parallelism too")
+    add("--check", action="store_true", help="compare with the definition in fp64")
+
+
+def _measure(options: argparse.Namespace) -> Measured:
     group = RankGroup.world(start_ranks())
-    rows = []
-    for row in (_checked if options.check else _measured)(options, group):
-        rows.append(row)
-        if group.rank == 0:
-            sys.stderr.write(f"{json.dumps(row)}\n")
-            sys.stderr.flush()
-    if group.rank == 0:
-        text = table(rows)
-        publish(options.output, "benchmarks.linear", text, group.size, rows=rows)
-    dist.destroy_process_group()
-    return int(any(not row.get("right", True) for row in rows))
+    return {}, (_checked if options.check else _measured)(options, group)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown."""
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    rows = record["rows"]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return "\n".join(markdown_table(columns, ([_text(row.get(name, "")) for name in columns] for row in rows)))
 
@@ -198,5 +189,12 @@ def _compared(
     return found
 
 
+BENCHMARKS = (
+    RowBenchmark(
+        name="linear", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2,
+        is_wrong=lambda row: not row.get("right", True),
+    ),
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "linear", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Measures time and memory of `token_logprobs`: `bmburst launch --nproc 2 -- -m benchmarks.logprobs`.
+"""Measures time and memory of `token_logprobs`: `bmburst bench logprobs --gpus 2`.
 
 The model is MiniCPM-2B with a larger vocabulary, in bfloat16 with random weights, and one sequence is split over all
 ranks. Three passes are measured: log-probabilities of all tokens without gradients, as for a reference model;
@@ -11,20 +11,20 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.machine import publish
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
 from bmburst.launch.start import start
 
 BASE, VOCABULARY, TOKENS = "minicpm-2b", 130_560, 131_072
@@ -32,25 +32,21 @@ POLICY = "block-keep-attention"
 WARM_UP, REPEATS = 2, 5
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of the sequence (default: {TOKENS})")
-    parser.add_argument("--recompute", default=POLICY, help=f"recompute policy (default: {POLICY})")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"measured passes (default: {REPEATS})")
-    parser.add_argument("--small", action="store_true", help="two layers and short sequences, for a quick test")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    options = parser.parse_args()
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", type=int, default=TOKENS, help=f"tokens of the sequence (default: {TOKENS})")
+    add("--recompute", default=POLICY, help=f"recompute policy (default: {POLICY})")
+    add("--repeats", type=int, default=REPEATS, help=f"measured passes (default: {REPEATS})")
+    add("--small", action="store_true", help="two layers and short sequences, for a quick test")
+
+
+def _measure(options: argparse.Namespace) -> Measured:
     runtime = start(seed=0)
     tokens = min(options.tokens, 512) if options.small else options.tokens
     model = _shape(tokens, small=options.small)
-    rows = list(_measured(model, tokens, options.recompute, options.repeats, runtime.device))
-    if runtime.rank == 0:
-        found: dict[str, Any] = {"tokens": tokens, "recompute": options.recompute, "parameters": model.num_parameters}
-        found |= {"vocabulary": model.vocab_size, "rows": rows}
-        text = table(found, runtime.world_size)
-        publish(options.output, "benchmarks.logprobs", text, runtime.world_size, **found)
-    return 0
+    facts = {"tokens": tokens, "recompute": options.recompute, "parameters": model.num_parameters}
+    rows = _measured(model, tokens, options.recompute, options.repeats, runtime.device)
+    return facts | {"vocabulary": model.vocab_size}, rows
 
 
 def _shape(tokens: int, *, small: bool) -> LlamaConfig:
@@ -125,8 +121,9 @@ def _measured(
         yield {"pass": name, "seconds": statistics.median(times), "peak_gib": memory / GIB}
 
 
-def table(found: dict[str, Any], ranks: int) -> str:
-    """Return the rows as Markdown."""
+def table(found: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    ranks = found["machine"]["ranks"]
     title = (
         f"{found['tokens']:,} tokens over {ranks} ranks, {found['parameters'] / 1e9:.2f}B parameters, a vocabulary of "
         f"{found['vocabulary']:,}, recompute {found['recompute']}:"
@@ -139,5 +136,9 @@ def table(found: dict[str, Any], ranks: int) -> str:
     return "\n".join([title, "", *markdown_table(["pass", "s", "tokens/s a rank", "GiB at most"], lines)])
 
 
+BENCHMARKS = (
+    RowBenchmark(name="logprobs", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "logprobs", *sys.argv[1:]]))

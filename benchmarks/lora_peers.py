@@ -1,4 +1,4 @@
-"""Compares LoRA of llama-3-8b on one GPU with PEFT and with `bmburst train`: `python -m benchmarks.lora_peers`.
+"""Compares LoRA of llama-3-8b on one GPU with PEFT and with `bmburst train`.
 
 Adapters have rank 16 on q_proj and v_proj. The input is one sequence of 64K random tokens; weights are random, in
 bfloat16; the optimizer is AdamW. Each method runs in a separate process. Out of memory is a result, with the requested
@@ -22,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,59 +33,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engine.machine import publish
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.hugging_face import fill, random_model, timed
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
+from bmburst.errors import first_line, require_known
 
-MODULE = "benchmarks.lora_peers"
 METHODS = ("peft", "peft-liger", "peft-liger-cudnn", "peft-bmburst", "bmburst")
 RANK, TARGETS = 16, ("q_proj", "v_proj")
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
-    )
-    parser.add_argument("--layers", type=int, help="number of layers (default: that of the preset)")
-    parser.add_argument("--tokens", type=tokens, default=65536, help="tokens of the sequence (default: 64K)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps (default: 4)")
-    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)  # measure in this process, and print the row
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(_row(options.one, options)))
-        return 0
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)")
+    add("--layers", type=int, help="number of layers (default: that of the preset)")
+    add("--tokens", type=tokens, default=65536, help="tokens of the sequence (default: 64K)")
+    add("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
+    add("--steps", type=int, default=4, help="measured steps (default: 4)")
+    add("--warmup", type=int, default=2, help="warm-up steps (default: 2)")
+
+
+def _measure(options: argparse.Namespace) -> Measured:
     methods = options.methods.split(",")
-    if unknown := sorted(set(methods) - set(METHODS)):
-        parser.error(f"--methods {unknown[0]}\nallowed: {', '.join(METHODS)}")
-    found: dict[str, Any] = {"model": options.model, "layers": options.layers, "tokens": options.tokens, "rows": []}
     for method in methods:
-        row = _in_a_process(method)
-        found["rows"].append(row)
-        print(line_of(row), flush=True)
-    publish(options.output, MODULE, table(found), **found)
-    return 0
+        require_known("method", method, METHODS)
+    facts = {name: getattr(options, name) for name in ("model", "layers", "tokens")}
+    return facts, (_in_a_process(method, options) for method in methods)
 
 
-def _in_a_process(method: str) -> dict[str, Any]:
+def _in_a_process(method: str, options: argparse.Namespace) -> Row:
     """Measure a method in a new process, so that all memory is free and patches of Liger-Kernel do not persist."""
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, *sys.argv[1:], "--one", method], stdout=subprocess.PIPE, text=True, check=False
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return {"method": method, "failed": f"exit status {done.returncode}, see above"}
-    row: dict[str, Any] = json.loads(lines[-1])
-    return row
+    kept = {name: getattr(options, name) for name in ("model", "layers", "tokens", "steps", "warmup")}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(_row, method, argparse.Namespace(**kept)).result()
+        except Exception as error:  # of the method, or of its process
+            return {"method": method, "failed": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def _row(method: str, options: argparse.Namespace) -> dict[str, Any]:
+def _row(method: str, options: argparse.Namespace) -> Row:
     if "liger" in method and (find_spec("liger_kernel") is None or not torch.cuda.is_available()):
         return {"method": method, "failed": "needs liger-kernel and a GPU"}
     if method == "bmburst":
@@ -232,5 +222,9 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join([title, "", *markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
 
 
+BENCHMARKS = (
+    RowBenchmark(name="lora-peers", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "lora-peers", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""What dealing samples to data groups by predicted cost saves, by the model: `python -m benchmarks.mixed_lengths`.
+"""What dealing samples to data groups by predicted cost saves, by the model: `bmburst bench mixed-lengths`.
 
 Documents of mixed lengths are packed into sequences as for fine-tuning, and each step's sequences are dealt to the data
 groups as `bmburst train` does. A sequence takes the time of its matrix products and of attention inside its documents,
@@ -10,23 +10,24 @@ Nothing is measured, and no GPU is needed.
 """
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.engine.machine import publish
+from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
+from bmburst.cli import main
 from bmburst.data.dealing import contiguous, deal_samples, slowest
 from bmburst.data.whole_documents import Ids, best_fit
 from bmburst.plan.counts import attention_flops, causal_pairs, multiplied
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops import ATTENTION_BACKWARD
 
-MODULE = "benchmarks.mixed_lengths"
 _MODEL = "llama-3-8b"
 _TOKENS = 512 * 1024  # of a step for each GPU, of documents before packing
 
@@ -47,18 +48,15 @@ CASES = [
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", default="h200", help="name of a hardware file (default: h200)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of a case (default: 20)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file of the results; its table is also .md")
-    options = parser.parse_args(arguments)
+
+
+def _measure(options: argparse.Namespace) -> Measured:
     hardware, config = load_hardware(options.hardware), preset(_MODEL)
-    rows = [row(case, config, hardware, options.steps) for case in CASES]
-    found = {"hardware": hardware.name, "model": _MODEL, "steps": options.steps, "rows": rows}
-    publish(options.output, MODULE, table(found), **found)
-    return 0
+    facts = {"hardware": hardware.name, "model": _MODEL, "steps": options.steps}
+    return facts, (row(case, config, hardware, options.steps) for case in CASES)
 
 
 def row(case: Case, model: LlamaConfig, hardware: Hardware, steps: int) -> dict[str, Any]:
@@ -109,25 +107,23 @@ def seconds(lengths: Ids, case: Case, model: LlamaConfig, hardware: Hardware) ->
     return float((attention + products) * case.groups / case.gpus)
 
 
-def table(found: Any) -> str:
-    """Return the results as Markdown."""
-    lines = [
+def table(found: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    title = (
         f"{found['model']} by the rates of {found['hardware']}, mean of {found['steps']} steps of about 512K tokens a "
-        "GPU; s:",
-        "",
-        "| documents | GPUs | sequence | data groups x ranks | as drawn | dealt | gain | gain, met once a step "
-        "| if none waited |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        "GPU; s:"
+    )
+    columns = ["documents", "GPUs", "sequence", "data groups x ranks", "as drawn", "dealt", "gain"]
+    lines = []
     for each in found["rows"]:
         ranks, once = each["gpus"] // each["groups"], each["drawn_once"] / each["dealt_once"]
-        lines.append(
-            f"| {each['lengths']} | {each['gpus']} | {short(each['sequence'])} | {each['groups']} x {ranks} "
-            f"| {each['drawn']:.1f} | {each['dealt']:.1f} | {each['drawn'] / each['dealt']:.2f} "
-            f"| {once:.2f} | {each['mean']:.1f} |"
-        )
-    return "\n".join(lines)
+        cells = [each["lengths"], each["gpus"], short(each["sequence"]), f"{each['groups']} x {ranks}"]
+        cells += [f"{each['drawn']:.1f}", f"{each['dealt']:.1f}", f"{each['drawn'] / each['dealt']:.2f}"]
+        lines.append([*cells, f"{once:.2f}", f"{each['mean']:.1f}"])
+    return "\n".join([title, "", *markdown_table([*columns, "gain, met once a step", "if none waited"], lines)])
 
+
+BENCHMARKS = (RowBenchmark(name="mixed-lengths", about=__doc__, configure=_configure, measure=_measure, table=table),)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(["bench", "mixed-lengths", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Measures operators of a training step on one GPU: `python -m benchmarks.operators WHAT`.
+"""Measures operators of a training step on one GPU: `bmburst bench WHAT`.
 
 Times are medians by CUDA events; caches are flushed between calls by writing 512 MiB, or 4 GiB for step-parts. WHAT is
 one of:
@@ -19,21 +19,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.machine import require_gpu, write_record
+from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import median_seconds
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
 from bmburst_ops import fused, rms_norm, rotary, swiglu
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from bmburst_ops.linears import add_product, linears
 
-_MODULE = "benchmarks.operators"
 _FLUSH = 1 << 29  # bytes, ten times the L2 of an H200
 Way = Callable[[], Sequence[Tensor]]
 RATES: Mapping[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -48,55 +48,65 @@ class Operator(NamedTuple):
     nbytes: int
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(required=True, dest="what", metavar="WHAT")
-    elementwise, step_parts = programs.add_parser("elementwise"), programs.add_parser("step-parts")
-    for each, tokens, repeats in ((elementwise, 131072, 20), (step_parts, 16384, 10)):
-        each.add_argument(
-            "--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)"
-        )
-        each.add_argument("--tokens", type=int, default=tokens, help=f"tokens of one rank (default: {tokens})")
-        each.add_argument("--repeats", type=int, default=repeats, help=f"measured calls (default: {repeats})")
-        each.add_argument("--output", type=Path, help="JSON file of the results")
-    elementwise.add_argument(
-        "--plain-tokens", type=int, default=16384, help="tokens for plain torch; 0 skips it (default: 16384)"
-    )
-    elementwise.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    step_parts.add_argument("--ranks", type=int, default=2, help="ranks that shard the weights (default: 2)")
-    options = parser.parse_args()
-    require_gpu(_MODULE)
-    found = _elementwise(options) if options.what == "elementwise" else _step_parts(options)
-    write_record(options.output, _MODULE, options=vars(options) | {"output": None}, results=found)
-    return 0
+def _configure(parser: argparse.ArgumentParser, tokens: int, repeats: int) -> None:
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=PRESETS, help="preset of the shape (default: llama-3-8b)")
+    add("--tokens", type=int, default=tokens, help=f"tokens of one rank (default: {tokens})")
+    add("--repeats", type=int, default=repeats, help=f"measured calls (default: {repeats})")
 
 
-def _elementwise(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the operators with kernels and in plain torch, print a table, and return its numbers."""
-    found = {"ours": _bandwidths(options, options.tokens)}
+def _configure_elementwise(parser: argparse.ArgumentParser) -> None:
+    _configure(parser, tokens=131072, repeats=20)
+    add = parser.add_argument
+    add("--plain-tokens", type=int, default=16384, help="tokens for plain torch; 0 skips it (default: 16384)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+
+
+def _configure_step_parts(parser: argparse.ArgumentParser) -> None:
+    _configure(parser, tokens=16384, repeats=10)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that shard the weights (default: 2)")
+
+
+def _elementwise(options: argparse.Namespace) -> Measured:
+    """Measure the operators with kernels and in plain torch."""
+    is_fused = fused.triton_twin("triton_elementwise", torch.empty(1, device="cuda")) is not None
+    names = ("model", "tokens", "plain_tokens", "dtype", "repeats")
+    facts = {name: getattr(options, name) for name in names} | {"ours": "Triton" if is_fused else "plain torch"}
+    return facts, _bandwidths_of_both(options)
+
+
+def _bandwidths_of_both(options: argparse.Namespace) -> Iterator[Row]:
+    yield from ({"who": "ours", **row} for row in _bandwidths(options, options.tokens))
     if options.plain_tokens:
         for module in (rms_norm, rotary, swiglu):
             module.triton_twin = lambda *_: None  # type: ignore[attr-defined]
-        found["plain"] = _bandwidths(options, options.plain_tokens)
-    _show(found)
-    return found
+        yield from ({"who": "plain", **row} for row in _bandwidths(options, options.plain_tokens))
 
 
-def _bandwidths(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, float]]:
+def _bandwidths(options: argparse.Namespace, tokens: int) -> Iterator[Row]:
     dtype = getattr(torch, options.dtype)
     scratch = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
-    found = {}
     for operator in _operators(PRESETS[options.model], tokens, dtype):
         ((seconds, _),) = median_seconds([operator.call], scratch, repeats=options.repeats, warm_up=3)
         source, target = (torch.empty(operator.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
         ((copied, _),) = median_seconds([partial(target.copy_, source)], scratch, repeats=options.repeats, warm_up=3)
-        found[operator.name] = {
+        yield {
+            "operator": operator.name,
             "milliseconds": 1e3 * seconds,
             "gigabytes_per_second": operator.nbytes / seconds / 1e9,
             "copy_gigabytes_per_second": operator.nbytes / copied / 1e9,
         }
-    return found
+
+
+def elementwise_table(record: Mapping[str, Any]) -> str:
+    """Return a record of elementwise operators as Markdown."""
+    lines = []
+    for row in record["rows"]:
+        speed, copy = row["gigabytes_per_second"], row["copy_gigabytes_per_second"]
+        cells = [f"{row['milliseconds']:.3f}", f"{speed:.0f}", f"{copy:.0f}", f"{speed / copy:.2f}"]
+        lines.append([f"{row['who']}: {row['operator']}", *cells])
+    table = markdown_table(["operator", "ms", "GB/s", "copy", "share"], lines)
+    return "\n".join([f"ours: {record['ours']}", "", *table])
 
 
 def _operators(model: Any, tokens: int, dtype: torch.dtype) -> Iterator[Operator]:
@@ -151,18 +161,6 @@ def _both(
     )
 
 
-def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:
-    kernels = "Triton" if fused.triton_twin("triton_elementwise", torch.empty(1, device="cuda")) else "plain torch"
-    print(f"ours: {kernels}")
-    print(f"| {'operator':44} | {'ms':>8} | {'GB/s':>6} | {'copy':>6} | share |")
-    print("|---|---|---|---|---|")
-    for who, rows in found.items():
-        for name, row in rows.items():
-            speed, copy = row["gigabytes_per_second"], row["copy_gigabytes_per_second"]
-            label = f"{who}: {name}"
-            print(f"| {label:44} | {row['milliseconds']:8.3f} | {speed:6.0f} | {copy:6.0f} | {speed / copy:5.2f} |")
-
-
 class StepPart(NamedTuple):
     """A part of a step, in several implementations.
 
@@ -181,13 +179,11 @@ class StepPart(NamedTuple):
     nbytes: float = 0.0
 
 
-def _step_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the implementations of each part, print a table, and return its numbers."""
-    found = {}
-    print("| part | way | ms | ms a step | TFLOP/s | GB/s |\n|---|---|---|---|---|---|")
-    for part in parts(PRESETS[options.model], options.tokens, options.ranks, torch.device("cuda")):
-        found[part.name] = {name: _row(part, name, each) for name, each in _measured(part, options.repeats).items()}
-    return found
+def _step_parts(options: argparse.Namespace) -> Measured:
+    """Measure the implementations of each part."""
+    facts = {name: getattr(options, name) for name in ("model", "tokens", "ranks", "repeats")}
+    found = parts(PRESETS[options.model], options.tokens, options.ranks, torch.device("cuda"))
+    return facts, (row for part in found for row in _measured(part, options.repeats))
 
 
 def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[StepPart]:
@@ -314,22 +310,51 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
     yield StepPart("AdamW", ways, 4, nbytes=28.0 * numbers)
 
 
-def _measured(part: StepPart, repeats: int) -> dict[str, float]:
-    """Return the median time of each implementation on the GPU, in seconds."""
+def _measured(part: StepPart, repeats: int) -> Iterator[Row]:
+    """Yield the median time of each implementation on the GPU."""
     # Filling 4 GiB takes a millisecond, which covers the time in which autograd launches its kernels.
     scratch = torch.empty(8 * _FLUSH, dtype=torch.uint8, device="cuda")
-    seconds = median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2)
-    return {name: on_gpu for name, (on_gpu, _) in zip(part.ways, seconds, strict=True)}
+    for way, (seconds, _) in zip(
+        part.ways, median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2), strict=True
+    ):
+        yield {
+            "part": part.name,
+            "way": way,
+            "milliseconds": 1e3 * seconds,
+            "milliseconds_a_step": 1e3 * seconds * part.times,
+            "teraflops": part.flops / seconds / 1e12,
+            "gigabytes_per_second": part.nbytes / seconds / 1e9,
+        }
 
 
-def _row(part: StepPart, way: str, seconds: float) -> dict[str, float]:
-    """Print a line of the table, and return its numbers."""
-    flops, speed = part.flops / seconds / 1e12, part.nbytes / seconds / 1e9
-    found = {"milliseconds": 1e3 * seconds, "milliseconds_a_step": 1e3 * seconds * part.times}
-    numbers = " | ".join(f"{value:8.2f}" for value in found.values())
-    print(f"| {part.name} | {way} | {numbers} | {flops or '':.5} | {speed or '':.6} |", flush=True)
-    return found | {"teraflops": flops, "gigabytes_per_second": speed}
+def step_parts_table(record: Mapping[str, Any]) -> str:
+    """Return a record of the parts of a step as Markdown."""
+    lines = []
+    for row in record["rows"]:
+        numbers = [f"{row[name]:.2f}" for name in ("milliseconds", "milliseconds_a_step")]
+        rates = [f"{row[name]:.1f}" if row[name] else "" for name in ("teraflops", "gigabytes_per_second")]
+        lines.append([row["part"], row["way"], *numbers, *rates])
+    return "\n".join(markdown_table(["part", "way", "ms", "ms a step", "TFLOP/s", "GB/s"], lines))
 
+
+BENCHMARKS = (
+    RowBenchmark(
+        name="elementwise",
+        about=__doc__,
+        configure=_configure_elementwise,
+        measure=_elementwise,
+        table=elementwise_table,
+        needs_gpu=True,
+    ),
+    RowBenchmark(
+        name="step-parts",
+        about=__doc__,
+        configure=_configure_step_parts,
+        measure=_step_parts,
+        table=step_parts_table,
+        needs_gpu=True,
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -1,44 +1,43 @@
-"""Compares predictions of the planner with measurements: `python -m benchmarks.predictions WHAT`.
+"""Compares predictions of the planner with measurements: `bmburst bench WHAT`.
 
 WHAT is one of:
 
 steps: time and memory of training steps, compared with `bmburst plan`. Each case trains some layers of a preset for a
 few steps. Measured and predicted are the median time of a step, the peak of torch's allocator, and the memory outside
-the allocator. `--output FILE` also writes them as JSON. No case starts after `--budget`.
+the allocator. No case starts after `--budget`.
 
-strategies: `strategy="auto"`, compared with all strategies: `bmburst launch --nproc 2 -- -m benchmarks.predictions
-strategies`. In the cases, the predicted times of the strategies on 2 GPUs are close: short sequences, windows and
-packed documents. A time is the median of forward and backward of one call, on the slowest rank; calls of the strategies
-alternate. Without GPUs the sequences are shorter, and the numbers only show that the program runs.
+strategies: `strategy="auto"`, compared with all strategies. In the cases, the predicted times of the strategies on 2
+GPUs are close: short sequences, windows and packed documents. A time is the median of forward and backward of one call,
+on the slowest rank; calls of the strategies alternate. Without GPUs the sequences are shorter, and the numbers only
+show that the program runs.
 """
 
 import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import bmburst
 from benchmarks.attention.method import both
-from benchmarks.engine.machine import RankGroup, beside_peak, publish, start_ranks, write_record
+from benchmarks.engine.machine import RankGroup, beside_peak, start_ranks
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Row, RowBenchmark
 from benchmarks.engine.timing import in_turns
 from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import preset
+from bmburst.cli import main
 from bmburst.comm import gather_objects
-from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.launch.start import start
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.search import predict
@@ -49,8 +48,6 @@ from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
-
-_MODULE = "benchmarks.predictions"
 
 
 class StepCase(NamedTuple):
@@ -95,42 +92,33 @@ _META: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
 WARM_UP, REPEATS, SECONDS = 5, 31, 2.0
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(required=True, metavar="WHAT")
-    steps, strategies = programs.add_parser("steps"), programs.add_parser("strategies")
-    steps.add_argument("--gpus", type=int, default=1, help="ranks that share each sequence (default: 1)")
-    steps.add_argument("--hardware", default="h200", help="machine of the predictions (default: h200)")
-    steps.add_argument("--steps", type=int, default=4, help="measured steps (default: 4)")
-    steps.add_argument("--budget", type=float, default=85.0, help="seconds after which no case starts (default: 85)")
-    steps.add_argument("--small", action="store_true", help="two tiny cases for a quick test, also on a CPU")
-    steps.add_argument("--output", type=Path, help="JSON file of the results")
-    steps.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    steps.set_defaults(run=_steps)
-    strategies.add_argument(
-        "--cases", type=int, default=len(STRATEGY_CASES), help="how many of the cases (default: all)"
-    )
-    strategies.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-    strategies.set_defaults(run=_strategies)
-    options = parser.parse_args()
-    return int(options.run(options))
+def _configure_steps(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--hardware", default="h200", help="machine of the predictions (default: h200)")
+    add("--steps", type=int, default=4, help="measured steps (default: 4)")
+    add("--budget", type=float, default=85.0, help="seconds after which no case starts (default: 85)")
+    add("--small", action="store_true", help="two tiny cases for a quick test, also on a CPU")
 
 
-def _steps(args: argparse.Namespace) -> int:
-    """Train the cases on launched ranks, print them with their predictions, and return the launcher's status."""
-    if args.rank is not None:
-        return _rank(args)
+def _configure_strategies(parser: argparse.ArgumentParser) -> None:
+    count = len(STRATEGY_CASES)
+    parser.add_argument("--cases", type=int, default=count, help="how many of the cases (default: all)")
+
+
+def _steps(options: argparse.Namespace) -> Iterator[Row]:
+    """Train the cases on this rank, and yield their measurements with the predictions. All ranks must call it."""
+    begun = time.monotonic()
+    start()
+    world = bmburst.Mesh.over_bmtrain().world
     with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
-        words = ["--rank", folder, "--steps", str(args.steps), "--budget", str(args.budget)]
-        words += ["--gpus", str(args.gpus), *(["--small"] if args.small else [])]
-        status = launch(LaunchSpec(nproc=args.gpus), ["-m", _MODULE, "steps", *words])
-        file = Path(folder) / "measured.jsonl"
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    rows = [row | predicted_step(StepCase(*row["case"]), args.gpus, args.hardware) for row in found]
-    write_record(args.output, _MODULE, args.gpus, rows=rows)
-    print(steps_table(rows, args.gpus))
-    return status
+        for case in SMALL_STEP_CASES if options.small else STEP_CASES:
+            # Rank 0 decides whether there is time for the case, and where its files are, for all ranks.
+            late, here = gather_objects(world, (time.monotonic() - begun > options.budget, folder))[0]
+            if late:
+                break
+            measured = _measured_steps(case, options.steps, world.size, Path(here))
+            yield {"case": list(case), **measured} | predicted_step(case, world.size, options.hardware)
+        gather_objects(world, None)  # the folder is in use until all ranks are here
 
 
 def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
@@ -149,8 +137,9 @@ def predicted_step(case: StepCase, gpus: int, hardware: str) -> dict[str, Any]:
     }
 
 
-def steps_table(rows: list[dict[str, Any]], gpus: int) -> str:
+def steps_table(record: Mapping[str, Any]) -> str:
     """Return measured and predicted values as Markdown."""
+    rows, gpus = record["rows"], record["machine"]["ranks"]
     columns = [f"{gpus} GPU{'s' if gpus > 1 else ''}", "s a step", "predicted", "error"]
     columns += ["GiB allocated", "predicted", "error", "GiB beside torch", "predicted"]
     lines = []
@@ -164,24 +153,7 @@ def steps_table(rows: list[dict[str, Any]], gpus: int) -> str:
     return "\n".join(markdown_table(columns, lines))
 
 
-def _rank(args: argparse.Namespace) -> int:
-    begun = time.monotonic()
-    runtime = start()
-    world = bmburst.Mesh.over_bmtrain().world
-    for case in SMALL_STEP_CASES if args.small else STEP_CASES:
-        # Rank 0 decides whether there is time for the case, so that all ranks run the same cases.
-        late = gather_objects(world, time.monotonic() - begun > args.budget)
-        if late[0]:
-            break
-        row = {"case": list(case), **_measured_steps(case, args, args.rank)}
-        if runtime.rank == 0:
-            with (args.rank / "measured.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{time.monotonic() - begun:5.0f} s  {case.name}: {row['seconds']:.3f} s a step", flush=True)
-    return 0
-
-
-def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _measured_steps(case: StepCase, steps: int, gpus: int, folder: Path) -> dict[str, Any]:
     from bmburst.train.trainer import Trainer  # it imports BMTrain, which `start` has made importable
 
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers, max_position_embeddings=1 << 20)
@@ -189,13 +161,13 @@ def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> d
         preset=None,
         model=model,
         sequence_length=case.tokens,
-        steps=args.steps + 2,
+        steps=steps + 2,
         dtype="bfloat16",
         recompute=case.recompute,
         output=folder / "run",
         data=DataConfig(source="stdlib", tokenizer="bytes"),
         parallel=ParallelConfig(
-            sequence_parallel=args.gpus,
+            sequence_parallel=gpus,
             strategy="auto",
             zero_level=case.zero,  # type: ignore[arg-type]  # check_fields validates it
         ),
@@ -204,12 +176,12 @@ def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> d
     trainer = Trainer(config)
     for _ in range(2):  # warm-up: compiles kernels, creates gradients and optimizer states
         trainer.step()
-    steps = [trainer.step() for _ in range(args.steps)]
-    seconds = [step.seconds for step in steps]
+    measured = [trainer.step() for _ in range(steps)]
+    seconds = [step.seconds for step in measured]
     found = {
         "seconds": statistics.median(seconds),
         "all_seconds": seconds,
-        "allocated_gib": max(step.memory_gib for step in steps) if on_gpu else 0.0,  # each step resets the peak
+        "allocated_gib": max(step.memory_gib for step in measured) if on_gpu else 0.0,  # each step resets the peak
         "outside_gib": 0.0,
     }
     if on_gpu:
@@ -220,20 +192,15 @@ def _measured_steps(case: StepCase, args: argparse.Namespace, folder: Path) -> d
     return found
 
 
-def _strategies(options: argparse.Namespace) -> int:
-    """Measure the strategies in each case, and print and record their times with the choice of "auto"."""
+def _strategies(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the times of the strategies in each case, with the choice of "auto". All ranks must call it."""
     device = start_ranks()
     is_cuda = device.type == "cuda"
-    rows = []
     for heads, tokens, mask in STRATEGY_CASES[: options.cases]:
-        rows.append(_measured_strategies(heads, tokens if is_cuda else tokens // 64, mask, device))
+        yield _measured_strategies(heads, tokens if is_cuda else tokens // 64, mask, device)
         if is_cuda:
             bmburst.empty_cache()
             torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        publish(options.output, _MODULE, strategies_table(rows), dist.get_world_size(), rows=rows)
-    dist.destroy_process_group()
-    return 0
 
 
 def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
@@ -291,11 +258,11 @@ def _name(strategy: Strategy, ranks: int) -> str:
     return "heads" if strategy.ulysses_degree == ranks else strategy.outer
 
 
-def strategies_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown. The last column is the time of "auto" divided by that of the best strategy."""
+def strategies_table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown. The last column is the time of "auto" divided by that of the best strategy."""
     names = (f"{name}, ms" for name in STRATEGIES)
     lines = []
-    for row in rows:
+    for row in record["rows"]:
         found = {name: row[name] for name in STRATEGIES if name in row}
         cells = (f"{found[name]:.3f}" if name in found else "-" for name in STRATEGIES)
         ratio = found[row["auto"]] / min(found.values())
@@ -304,5 +271,25 @@ def strategies_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(markdown_table(["query / KV heads", "tokens", "mask", *names, "auto takes", "auto / best"], lines))
 
 
+BENCHMARKS = (
+    RowBenchmark(
+        name="steps",
+        about=__doc__,
+        configure=_configure_steps,
+        measure=lambda options: ({}, _steps(options)),
+        table=steps_table,
+        line=lambda row: f"{StepCase(*row['case']).name}: {row['seconds']:.3f} s a step",
+        ranks=1,
+    ),
+    RowBenchmark(
+        name="strategies",
+        about=__doc__,
+        configure=_configure_strategies,
+        measure=lambda options: ({}, _strategies(options)),
+        table=strategies_table,
+        ranks=2,
+    ),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -9,57 +9,57 @@ It prints each file that changed. With `--check` it writes nothing, and exits wi
 
 import argparse
 import json
+import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import (
-    accuracy,
-    hugging_face,
-    logprobs,
-    lora_peers,
-    mixed_lengths,
-    predictions,
-    sparse_cross,
-)
+from benchmarks import accuracy
 from benchmarks.engine import KINDS, Results, load_kind
-from benchmarks.engine.machine import notes_above
 from benchmarks.engine.report import markdown
+from benchmarks.engine.rows import load_rows, notes_above
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+_ROWS: Mapping[str, str] = MappingProxyType(
     {
-        "block_sparse": sparse_cross.block_sparse_table,
-        "sparse_errors": sparse_cross.errors_table,
-        "cross": lambda found: sparse_cross.cross_table(found, found["machine"]["ranks"]),
-        "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
-        "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
-        "lora_peers": lora_peers.table,
-        "mixed_lengths": mixed_lengths.table,
-        "strategies": lambda found: predictions.strategies_table(found["rows"]),
+        "biased": "biased",
+        "block_sparse": "block-sparse",
+        "cross": "cross",
+        "families": "families",
+        "hugging_face": "hugging-face",
+        "logprobs": "logprobs",
+        "lora_peers": "lora-peers",
+        "mixed_lengths": "mixed-lengths",
+        "sparse_errors": "block-sparse-errors",
+        "strategies": "strategies",
     }
 )
-"""Tables of benchmarks that are not kinds of `bmburst bench`, by the prefix of their records' names."""
+"""Benchmarks of rows by the prefix of their records' names."""
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 
 
-def main() -> int:
-    """Update the files, or with `--check` print those that are out of date; return the exit status."""
+def main(arguments: Sequence[str] | None = None, files: Iterable[tuple[Path, str]] | None = None) -> int:
+    """Update the files, or with `--check` print those that are out of date; return the exit status.
+
+    Args:
+        arguments: The command line; None for `sys.argv[1:]`.
+        files: Derived files with their new content; None for `derived()`.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     is_old = False
-    for path, text in derived():
+    for path, text in derived() if files is None else files:
         if path.read_text(encoding="utf-8") == text:
             continue
         is_old = True
-        print(path.relative_to(_ROOT))
+        print(os.path.relpath(path))
         if not args.check:
             path.write_text(text, encoding="utf-8")
     return int(is_old and args.check)
@@ -67,20 +67,25 @@ def main() -> int:
 
 def derived() -> Iterator[tuple[Path, str]]:
     """Yield each derived file and its new content. The planner's rows come before its accuracy, which reads them."""
-    for name in KINDS:
-        for path in sorted(_RESULTS.glob(f"{name}_*.md")):
-            text = path.read_text(encoding="utf-8")
-            head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # no text was added by hand
-            text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
-            yield path, f"{head}{text.rstrip()}\n"
-    for name, table in _TABLES.items():
-        for path in sorted(_RESULTS.glob(f"{name}_*.md")):
-            text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-            yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
+    yield from tables(_RESULTS)
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
         yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
+
+
+def tables(results: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each table of the records in a folder, with its new content."""
+    for name in KINDS:
+        for path in sorted(results.glob(f"{name}_*.md")):
+            text = path.read_text(encoding="utf-8")
+            head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # no text was added by hand
+            text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
+            yield path, f"{head}{text.rstrip()}\n"
+    for prefix, name in _ROWS.items():
+        for path in sorted(results.glob(f"{prefix}_*.md")):
+            text = load_rows(name).table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+            yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
 
 
 def _with_rows(text: str) -> str:
@@ -116,7 +121,7 @@ def _run(row: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _rows(name: str) -> Any:
-    """Return the rows of a record: a mapping by cell, or the list of `benchmarks.predictions steps`."""
+    """Return the rows of a record: a mapping by cell, or the list of `bmburst bench steps`."""
     return json.loads((_RESULTS / name).read_text(encoding="utf-8"))["rows"]
 
 

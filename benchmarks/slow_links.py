@@ -1,32 +1,37 @@
-"""Measures the double ring beside a flat ring over slow links: `python -m benchmarks.slow_links double-ring`.
+"""Measures the double ring beside a flat ring over slow links: `bmburst bench double-ring`.
 
-Each rank is a process on a CPU in its own network namespace, and the kernel limits its outgoing traffic
-(`benchmarks.netns`): by default, 200 Mbit/s to ranks of its node and 20 Mbit/s to other nodes. Blocks move with gloo.
-The program needs root and iproute2. If namespaces cannot be created, it prints the reason and exits with status 1.
+Each rank is a process on a CPU in its own network namespace, and the kernel limits its outgoing traffic (HTB, and reno
+for TCP; `benchmarks.netns`): by default, 200 Mbit/s to ranks of its node and 20 Mbit/s to other nodes. Blocks move with
+gloo. It needs root and iproute2. Attention is in fp32, causal and zigzag, and backward moves queries in both rings.
+Calls of the two rings alternate, and their outputs and gradients are compared. A time is the median of the slowest
+rank, with the range. There is little to compute: this shows what moves, not how well it overlaps with attention.
+
+"Least" is what the slow links alone need for the bytes that cross them. Every hop of a flat ring uses each node's port
+once, so it waits for the slow link at every hop. A rank of the double ring sends a block per other node over it, and as
+many of gradients; where ranks of a node share a port, theirs add up. The kernel counts the bytes, headers included.
 """
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import netns
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.attention.api import burst_attention
+from bmburst.cli import main
 from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.errors import UserError
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")
@@ -69,46 +74,27 @@ class RepeatTimes(NamedTuple):
     sent: list[int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser().parse_args(words)
-    if args.rank is not None:
-        args.run_rank(**json.loads(args.rank))
-        return 0
-    problem = netns.refusal()
-    if problem is not None:
-        print(f"cannot measure here: {problem}")
-        return 1
-    args.run(args, words)
-    return 0
+def _configure(parser: argparse.ArgumentParser) -> None:
+    default, add = AttentionJob(), parser.add_argument
+    add("--nodes", type=int, default=2, help="nodes, default 2")
+    add("--places", type=int, default=2, help="ranks of a node, default 2")
+    add("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
+    add("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
+    whose = "whether each rank or each node has a port to other nodes"
+    add("--port", nargs="+", default=PORTS, choices=PORTS, help=whose)
+    add("--tokens", type=int, default=default.tokens, help="tokens a rank")
+    add("--batch", type=int, default=default.batch, help="sequences")
+    add("--repeats", type=int, default=default.repeats, help="timed calls of each ring; calls alternate")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(required=True, metavar="WHAT")
-    default = AttentionJob()
-    double = programs.add_parser("double-ring")
-    double.set_defaults(run=_double_ring, run_rank=_double_ring_rank)
-    double.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
-    double.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
-    double.add_argument("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
-    double.add_argument("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
-    double.add_argument(
-        "--port",
-        nargs="+",
-        default=PORTS,
-        choices=PORTS,
-        help="whether each rank or each node has a port to other nodes",
-    )
-    double.add_argument("--tokens", type=int, default=default.tokens, help="tokens a rank")
-    double.add_argument("--batch", type=int, default=default.batch, help="sequences")
-    double.add_argument(
-        "--repeats", type=int, default=default.repeats, help="timed calls of each ring; calls alternate"
-    )
-    double.add_argument("--output", type=Path, help="write a record to this file")
-    double.add_argument("--rank", help=argparse.SUPPRESS)
-    return parser
+def _measure(options: argparse.Namespace) -> Measured:
+    if (problem := netns.refusal()) is not None:
+        raise UserError(f"cannot measure here: {problem}\nfix: Linux with iproute2, as root")
+    shape = netns.Shape(options.nodes, options.places, options.fast, options.slow)
+    job = AttentionJob(batch=options.batch, tokens=options.tokens, repeats=options.repeats)
+    ports = (replace(shape, port=port) for port in options.port)
+    rows = ({"port": at.port, "times": time_on_network(at, job)} for at in ports)
+    return {"network": asdict(shape), "job": asdict(job)}, rows
 
 
 def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
@@ -123,18 +109,6 @@ def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
     return CheckedCommunicator(ProcessGroupCommunicator(world), torch.device("cpu"), always=False)
 
 
-def _double_ring(args: argparse.Namespace, words: Sequence[str]) -> None:
-    shape = netns.Shape(args.nodes, args.places, args.fast, args.slow)
-    job = AttentionJob(batch=args.batch, tokens=args.tokens, repeats=args.repeats)
-    results: dict[netns.Port, dict[str, RepeatTimes]] = {}
-    for port in args.port:
-        at = replace(shape, port=port)
-        results[port] = time_on_network(at, job)
-        print(double_ring_table(at, job, results[port]), flush=True)
-    if args.output is not None:
-        args.output.write_text(record(shape, job, results, words))
-
-
 def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
     """Run the job on every rank of a network.
 
@@ -143,13 +117,11 @@ def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTi
     """
     with netns.network(shape) as network:
         setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
-        found = netns.run_ranks(network, (_MODULE, "double-ring"), _PORT, **setting)
+        found = netns.run_ranks(network, (_MODULE,), _PORT, **setting)
     return {name: RepeatTimes(*times) for name, times in found.items()}
 
 
-def _double_ring_rank(
-    rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]
-) -> None:
+def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]) -> None:
     """Time both rings, alternating; rank 0 prints the times as JSON."""
     comm, what = _communicator(rank, netns.Shape(**shape).ranks, url), AttentionJob(**job)
     torch.manual_seed(rank)
@@ -198,8 +170,19 @@ def least(shape: netns.Shape, job: AttentionJob, name: str) -> tuple[float, floa
     return forward / rate, backward / rate, forward + backward
 
 
-def double_ring_table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
-    """Return one network's results in Markdown."""
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    shape, job = netns.Shape(**record["network"]), AttentionJob(**record["job"])
+    tables = [
+        f"Batch {job.batch}, {job.tokens} tokens a rank, {job.heads} heads of {job.head_dim}; {job.repeats} calls.\n"
+    ]
+    for row in record["rows"]:
+        times = {name: RepeatTimes(*series) for name, series in row["times"].items()}
+        tables.append(_table(replace(shape, port=row["port"]), job, times))
+    return "\n".join(tables).rstrip()
+
+
+def _table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
     whose = {"rank": "each rank has a port to the other nodes", "node": "the ranks of a node share one port"}
     lines = [
         f"{shape.nodes} nodes x {shape.places} ranks, {shape.fast:g} Mbit/s inside a node, {shape.slow:g} Mbit/s "
@@ -225,34 +208,10 @@ def double_ring_table(shape: netns.Shape, job: AttentionJob, results: dict[str, 
     return "\n".join(lines)
 
 
-def record(
-    shape: netns.Shape, job: AttentionJob, results: dict[netns.Port, dict[str, RepeatTimes]], words: Sequence[str]
-) -> str:
-    """Return the whole record in Markdown."""
-    cores = os.cpu_count()
-    software = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    tables = "\n".join(double_ring_table(replace(shape, port=port), job, found) for port, found in results.items())
-    return f"""# Double ring over slow links
-
-{time.strftime("%Y-%m-%d")}, a {cores}-core CPU machine, gloo; {software}.
-
-```
-$ {shlex.join(["python", "-m", _MODULE, *words])}
-```
-
-{shape.ranks} ranks, each a process in a network namespace of its own on one machine; the kernel limits what leaves it
-(HTB, and reno for TCP). Attention in fp32: batch {job.batch}, {job.tokens} tokens a rank, {job.heads} heads of
-{job.head_dim}, causal, zigzag; backward moves queries in both rings. Median (least to most) over {job.repeats} calls of
-each, taken in turns; the slowest rank's time. There is little to compute: this shows what moves, not how well it hides
-behind attention. Outputs and gradients of the two rings are compared in each turn.
-
-"Least" is what the slow links alone need for the bytes that go over them. Every hop of a flat ring goes over each
-node's port once, so it waits for the slow link {shape.ranks - 1} times forward and {shape.ranks} times backward; a rank
-of the double ring sends {shape.nodes - 1} block{"s" * (shape.nodes > 2)} over it, and {shape.nodes - 1} of gradients.
-Where ranks of a node share a port, theirs add up. Bytes are counted by the kernel at the port, headers included.
-
-{tables}"""
-
+BENCHMARKS = (RowBenchmark(name="double-ring", about=__doc__, configure=_configure, measure=_measure, table=table),)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1] == "--rank":  # a rank of `netns.run_ranks`
+        run_rank(**json.loads(sys.argv[2]))
+    else:
+        sys.exit(main(["bench", *sys.argv[1:]]))

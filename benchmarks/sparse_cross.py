@@ -1,4 +1,4 @@
-"""Measures block-sparse attention and cross-attention: `bmburst launch --nproc N -- -m benchmarks.sparse_cross WHAT`.
+"""Measures block-sparse attention and cross-attention: `bmburst bench WHAT --gpus N`.
 
 Heads are those of LLaMA-3-8B, and tensors are bfloat16 (float32 on CPUs). Calls alternate with those that they are
 compared with; a time is the median on the slowest rank. If a method does not support a case, its row gives the reason.
@@ -6,7 +6,7 @@ compared with; a time is the median on the slowest rank. If a method does not su
 
 block-sparse: 128K causal tokens in random blocks of 128 tokens; diagonal blocks are always visible. The density is the
 fraction of causal pairs that is visible. On one rank, calls of each kernel alternate with calls of the fastest kernel
-for dense causal attention, and a ratio of 1 means that the time is proportional to the density. With `--nproc N` the
+for dense causal attention, and a ratio of 1 means that the time is proportional to the density. With `--gpus N` the
 sequence is split over N ranks, and calls alternate with calls of one GPU's kernel on all tokens and the same blocks. A
 ratio of 1 then means that N ranks are N times as fast. The queries of one rank and the keys of one rank are a
 partition. Partitions without a visible pair are skipped, and the row contains their fraction.
@@ -23,21 +23,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.attention.measure import relative_errors
 from benchmarks.attention.method import both, forward_without_grad
-from benchmarks.engine.machine import RankGroup, publish, start_ranks, write_record
+from benchmarks.engine.machine import RankGroup, start_ranks
+from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, beside_one_gpu, in_turns, quotient
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
+from bmburst.cli import main
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.layout import padded_layout
@@ -58,7 +59,6 @@ METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "a
 NAMES = ("mask", "layout", "key_layout")
 CASES = (("causal", "zigzag", "zigzag"), ("causal", "striped", "striped"), ("full", "zigzag", "zigzag"))
 """Values of `NAMES`. Without a mask, one layout is enough: every layout balances the work."""
-_MODULE = "benchmarks.sparse_cross"
 _COMPARED = ("dense_milliseconds", "one_gpu_milliseconds")  # key of the time compared with, on one rank and on several
 _SEED = 0
 Calls = dict[str, Callable[[], object]]
@@ -106,22 +106,21 @@ class Effort(NamedTuple):
     seconds: float
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(required=True, metavar="WHAT")
-    sparse, cross = programs.add_parser("block-sparse"), programs.add_parser("cross")
-    errors = programs.add_parser("block-sparse-errors")
-    for each, run in ((sparse, _block_sparse), (errors, _block_sparse_errors), (cross, _cross)):
-        each.add_argument("--small", action="store_true", help="short sequences, for a quick test")
-        each.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
-        each.set_defaults(run=run)
-    for each in (sparse, errors):
-        each.add_argument("--kernels", default="triton,fa4", help="names of kernels (default: %(default)s)")
-    sparse.add_argument(
+def _configure_sparse(parser: argparse.ArgumentParser) -> None:
+    _configure_errors(parser)
+    parser.add_argument(
         "--layout", choices=LAYOUTS, default="zigzag", help="layout of tokens on several ranks (default: %(default)s)"
     )
-    cross.add_argument(
+
+
+def _configure_errors(parser: argparse.ArgumentParser) -> None:
+    _configure(parser)
+    parser.add_argument("--kernels", default="triton,fa4", help="names of kernels (default: %(default)s)")
+
+
+def _configure_cross(parser: argparse.ArgumentParser) -> None:
+    _configure(parser)
+    parser.add_argument(
         "--case",
         action="append",
         type=_case,
@@ -129,11 +128,15 @@ def main() -> int:
         metavar="MASK/LAYOUT/KEY_LAYOUT",
         help=f"a case to measure; can be repeated (default: {', '.join(map('/'.join, CASES))})",
     )
-    options = parser.parse_args()
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--small", action="store_true", help="short sequences, for a quick test")
+
+
+def _effort(options: argparse.Namespace) -> Effort:
     group = RankGroup.world(start_ranks())
-    options.run(options, Effort(group, 2, 0.0) if options.small else Effort(group, 5, 3.0))
-    dist.destroy_process_group()
-    return 0
+    return Effort(group, 2, 0.0) if options.small else Effort(group, 5, 3.0)
 
 
 def _case(text: str) -> tuple[str, str, str]:
@@ -141,50 +144,27 @@ def _case(text: str) -> tuple[str, str, str]:
     return mask, layout, key_layout
 
 
-def _record(
-    options: argparse.Namespace,
-    group: RankGroup,
-    found: dict[str, Any],
-    measured: Iterator[dict[str, Any]],
-    line: Callable[[dict[str, Any]], str],
-    table: Callable[[dict[str, Any]], str],
-) -> None:
-    """Collect the rows in `found`; rank 0 writes the record after each row, and its table at the end."""
-    rows = found["rows"] = []
-    for row in measured:
-        rows.append(row)
-        if group.rank == 0:
-            write_record(options.output, _MODULE, group.size, **found)
-            print(f"measured: {line(row)}", flush=True)
-    if group.rank == 0:
-        publish(options.output, _MODULE, table(found), group.size, **found)
+def _block_sparse(options: argparse.Namespace) -> Measured:
+    effort, tokens = _effort(options), SMALL_TOKENS if options.small else TOKENS
+    ranks, kernels = effort.group.size, options.kernels.split(",")
+    facts: dict[str, Any] = {"tokens": tokens, "block_size": BLOCK, "head_dim": HEAD_DIM}
+    facts |= {"heads": HEADS, "kv_heads": KV_HEADS}
+    if ranks == 1:
+        return facts, _on_one_rank(tokens, kernels, effort)
+    facts |= {"sequence_ranks": ranks, "layout": options.layout}
+    return facts, _over_ranks(tokens, kernels, options.layout, effort)
 
 
-def _block_sparse(options: argparse.Namespace, effort: Effort) -> None:
-    group, tokens = effort.group, SMALL_TOKENS if options.small else TOKENS
-    found: dict[str, Any] = {"tokens": tokens, "block_size": BLOCK, "head_dim": HEAD_DIM}
-    found |= {"heads": HEADS, "kv_heads": KV_HEADS}
-    found |= {"sequence_ranks": group.size, "layout": options.layout} if group.size > 1 else {}
-    kernels = options.kernels.split(",")
-    if group.size > 1:
-        rows = _over_ranks(tokens, kernels, options.layout, effort)
-    else:
-        rows = _on_one_rank(tokens, kernels, effort)
-    _record(options, group, found, rows, partial(_sparse_line, over_ranks=group.size > 1), block_sparse_table)
-
-
-def _block_sparse_errors(options: argparse.Namespace, effort: Effort) -> None:
+def _block_sparse_errors(options: argparse.Namespace) -> Measured:
     tokens = SMALL_TOKENS if options.small else ERROR_TOKENS
-    found = {"tokens": tokens, "block_size": BLOCK, "heads": HEADS, "kv_heads": KV_HEADS}
-    rows = _errors(tokens, options.kernels.split(","), effort.group)
-    _record(options, effort.group, found, rows, _errors_line, errors_table)
+    facts = {"tokens": tokens, "block_size": BLOCK, "heads": HEADS, "kv_heads": KV_HEADS}
+    return facts, _errors(tokens, options.kernels.split(","), _effort(options).group)
 
 
-def _cross(options: argparse.Namespace, effort: Effort) -> None:
-    ranks, (queries, keys) = effort.group.size, SMALL_LENGTHS if options.small else LENGTHS
-    found = {"queries": queries, "keys": keys, "heads": HEADS, "kv_heads": KV_HEADS}
-    rows = _over_cases(options.cases or CASES, queries, keys, effort)
-    _record(options, effort.group, found, rows, _cross_name, partial(cross_table, ranks=ranks))
+def _cross(options: argparse.Namespace) -> Measured:
+    queries, keys = SMALL_LENGTHS if options.small else LENGTHS
+    facts = {"queries": queries, "keys": keys, "heads": HEADS, "kv_heads": KV_HEADS}
+    return facts, _over_cases(options.cases or CASES, queries, keys, _effort(options))
 
 
 def sparse_mask(tokens: int, density: float) -> tuple[BlockSparse, float]:
@@ -290,73 +270,76 @@ def _compare(row: dict[str, Any], ours: Calls, one: Calls, effort: Effort) -> No
 def block_sparse_table(found: Mapping[str, Any]) -> str:
     """Return the results of block-sparse attention as Markdown."""
     ranks = found.get("sequence_ranks", 1)
-    shape = (
+    title = (
         f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
         f"{found['kv_heads']} KV heads of {found['head_dim']}"
     )
     if ranks > 1:
-        title = f"{shape}, {found['layout']} over {ranks} ranks; ms, one GPU's ms, ratio to {ranks} times its speed:"
-        columns = ["density", "kernel", "partitions skipped", *DIRECTIONS]
+        title += f", {found['layout']} over {ranks} ranks; ms, one GPU's ms, ratio to {ranks} times its speed:"
     else:
-        title = f"{shape}; ms, dense ms, ms over density x dense ms:"
-        columns = ["density", "kernel", *DIRECTIONS]
-    lines = [title, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return "\n".join([*lines, *(_sparse_line(row, over_ranks=ranks > 1) for row in found["rows"])])
+        title += "; ms, dense ms, ms over density x dense ms:"
+    lines = []
+    for row in found["rows"]:
+        cells = [f"{row['density']:.1%}", row["kernel"]]
+        cells += [f"{row['skipped']:.0%}" if "skipped" in row else "-"] if ranks > 1 else []
+        lines.append([*cells, *_times(row, _COMPARED[ranks > 1], "{:.1f}, {:.1f}, {:.2f}")])
+    skipped = ["partitions skipped"] if ranks > 1 else []
+    return "\n".join([title, "", *markdown_table(["density", "kernel", *skipped, *DIRECTIONS], lines)])
 
 
-def _sparse_line(row: Mapping[str, Any], *, over_ranks: bool) -> str:
-    parts = [f"{row['density']:.1%}", row["kernel"]]
-    if over_ranks:
-        parts.append(f"{row['skipped']:.0%}" if "skipped" in row else "-")
-    for direction in DIRECTIONS:
-        times = row.get(direction)
-        numbers = times and (times["milliseconds"], times[_COMPARED[over_ranks]], times["ratio"])
-        parts.append("{:.1f}, {:.1f}, {:.2f}".format(*numbers) if numbers else row["refused"])
-    return f"| {' | '.join(parts)} |"
+def _times(row: Mapping[str, Any], compared: str, text: str) -> list[str]:
+    """Return the cells of a row's directions: its time, the time compared with and their ratio, or its refusal."""
+    found = (row.get(direction) for direction in DIRECTIONS)
+    return [
+        text.format(each["milliseconds"], each[compared], each["ratio"]) if each else row["refused"] for each in found
+    ]
 
 
 def errors_table(found: Mapping[str, Any]) -> str:
     """Return the errors of block-sparse kernels as Markdown."""
-    columns = ["head dim", "density", "kernel", *RESULTS]
     title = (
         f"{found['tokens']:,} causal tokens in blocks of {found['block_size']}, {found['heads']} query and "
         f"{found['kv_heads']} KV heads; relative errors (L2), compared with float64:"
     )
-    lines = [title, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return "\n".join([*lines, *map(_errors_line, found["rows"])])
-
-
-def _errors_line(row: Mapping[str, Any]) -> str:
-    cells = [str(row["head_dim"]), f"{row['density']:.1%}", row["kernel"]]
-    cells += [format(row[name], ".4f") if name in row else row["refused"] for name in RESULTS]
-    return f"| {' | '.join(cells)} |"
-
-
-def _cross_name(row: Mapping[str, Any]) -> str:
-    return f"{'/'.join(row[name] for name in NAMES)}, {row['strategy']} over {row['transport']}"
-
-
-def cross_table(found: Mapping[str, Any], ranks: int) -> str:
-    """Return the results of cross-attention as Markdown."""
     lines = [
-        f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
-        f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
-        "",
-        "| mask | layout of queries | of keys | strategy | transport | forward | forward and backward |",
-        "|---|---|---|---|---|---|---|",
+        [row["head_dim"], f"{row['density']:.1%}", row["kernel"]]
+        + [format(row[name], ".4f") if name in row else row["refused"] for name in RESULTS]
+        for row in found["rows"]
     ]
-    for row in found["rows"]:
-        cells = [row[name] for name in (*NAMES, "strategy", "transport")]
-        for direction in DIRECTIONS:
-            times = row.get(direction)
-            cells.append(
-                f"{times['milliseconds']:.1f}, {times['one_gpu_milliseconds']:.1f}, {times['ratio']:.3f}"
-                if times
-                else row["refused"]
-            )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([title, "", *markdown_table(["head dim", "density", "kernel", *RESULTS], lines)])
 
+
+def cross_table(found: Mapping[str, Any]) -> str:
+    """Return the results of cross-attention as Markdown."""
+    ranks = found["machine"]["ranks"]
+    title = (
+        f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:"
+    )
+    lines = [
+        [
+            *(row[name] for name in (*NAMES, "strategy", "transport")),
+            *_times(row, _COMPARED[True], "{:.1f}, {:.1f}, {:.3f}"),
+        ]
+        for row in found["rows"]
+    ]
+    columns = ["mask", "layout of queries", "of keys", "strategy", "transport", *DIRECTIONS]
+    return "\n".join([title, "", *markdown_table(columns, lines)])
+
+
+BENCHMARKS = (
+    RowBenchmark(
+        name="block-sparse", about=__doc__, configure=_configure_sparse, measure=_block_sparse,
+        table=block_sparse_table, ranks=1,
+    ),
+    RowBenchmark(
+        name="block-sparse-errors", about=__doc__, configure=_configure_errors, measure=_block_sparse_errors,
+        table=errors_table, ranks=1,
+    ),
+    RowBenchmark(
+        name="cross", about=__doc__, configure=_configure_cross, measure=_cross, table=cross_table, ranks=2
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

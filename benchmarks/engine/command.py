@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import KINDS, Kind, Results, load_kind
+from benchmarks.engine.rows import ROWS, configure_rows, run_rows
 from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
@@ -20,24 +21,32 @@ _USAGE = (
     "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
     "                                        [--output FILE]\n"
     "       bmburst bench attention|train|inference --list [...]\n"
-    "       bmburst bench attention|train|inference --table --plot --output FILE"
+    "       bmburst bench attention|train|inference --table --plot --output FILE\n"
+    "       bmburst bench NAME --help"
 )
 _EPILOG = (
-    "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
-    "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
+    f"NAME is a benchmark of rows with options of its own: {', '.join(ROWS)}. A cell of attention is named "
+    "SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The suites documents and window "
+    "have no MASK: documents/131072/gqa/ours. A cell of train is named "
     "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
     "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
-    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. If the file of --output exists, its cells are "
-    "skipped unless --again is given, and the others are added. Tables (.md) and pictures are written next to it."
+    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. If the file of --output exists, its "
+    "cells are skipped unless --again is given, and the others are added. Tables (.md) and pictures are written next "
+    "to it."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of all benchmarks of cells, or of the benchmark of rows that the command names."""
+    words = getattr(parser, "words", ())
+    parser.set_defaults(words=words)
+    if words and words[0] in ROWS:
+        configure_rows(parser, words[0])
+        return
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
-    add("what", choices=tuple(KINDS), help="what to measure")
+    add("what", choices=(*KINDS, *ROWS), help="what to measure")
     add(
         "--gpus",
         metavar="N",
@@ -97,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option is invalid, or options exclude each other.
     """
+    if args.what in ROWS:
+        return run_rows(args, args.words)
     kind = load_kind(args.what)
     if args.table or args.plot:
         return _redraw(args, kind)

@@ -1,13 +1,11 @@
 """The machine of a run: collectives between its ranks, GPU memory, and versions, hardware and commit for records."""
 
 import gc
-import json
 import os
 import platform
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +20,8 @@ from torch import Tensor
 from bmburst import __version__
 from bmburst.comm.collectives import ALL_GATHER, REDUCE_SCATTER, named_verb
 from bmburst.comm.memory import bytes_of
-from bmburst.outputs import replacing
 
 _USABLE = 0.92  # fraction of a device; the rest is for context, communicators and fragmentation
-_BEGINNING = 5  # characters of a table's first line that `notes_above` searches for
 _PACKAGES = (
     "triton",
     "flash-attn-4",
@@ -67,52 +63,6 @@ def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, A
         }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYTORCH_"))}
     return facts | {"packages": {n: v for n in _PACKAGES if (v := _version(n)) is not None}, "environment": settings}
-
-
-def require_gpu(module: str) -> None:
-    """Exit with a message if there is no GPU.
-
-    Args:
-        module: Name of the module that needs it, for example "benchmarks.biased".
-    """
-    if not torch.cuda.is_available():
-        sys.exit(f"{module} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
-
-
-def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -> None:
-    """Write the results of a module of `benchmarks`, and its machine, as JSON; do nothing without a path."""
-    if path is not None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        machine = describe_run(["python", "-m", module, *sys.argv[1:]], device, ranks)
-        with replacing(path) as partial:
-            partial.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
-
-
-def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
-    """Print the table of a module's results. With a path, also call `write_record`, and write the table as .md.
-
-    Text that was written by hand above the table of an earlier run is kept.
-    """
-    write_record(path, module, ranks, **found)
-    print(text)
-    if path is not None:
-        page = path.with_suffix(".md")
-        notes = notes_above(page.read_text(encoding="utf-8"), text) if page.exists() else ""
-        page.write_text(f"{notes}{text}\n", encoding="utf-8")
-
-
-def notes_above(text: str, table: str) -> str:
-    """Return the text above the table of a record; empty if the file contains only the table.
-
-    The old table begins with the first line of the new one, or with its first row if it has no title.
-
-    Args:
-        text: The record.
-        table: The new table.
-    """
-    begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
-    head = (text if begins is None else text[: begins.start()]).rstrip()
-    return f"{head}\n\n" if head else ""
 
 
 def commit() -> str | None:

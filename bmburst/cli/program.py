@@ -79,13 +79,18 @@ class Command(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser without abbreviations, whose errors are UserErrors that name the nearest option."""
+    """An argument parser without abbreviations, whose errors are UserErrors that name the nearest option.
 
-    def __init__(self, *, prog: str, description: str) -> None:
+    Attributes:
+        words: The words that it is to read, for commands whose options depend on them.
+    """
+
+    def __init__(self, *, prog: str, description: str, words: Sequence[str] = ()) -> None:
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=False
         )
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", help="show this help and exit")
+        self.words = words
         self.register("type", int, whole)
         self.register("type", float, _number)
 
@@ -191,7 +196,7 @@ def _note_command(words: Sequence[str], started: float) -> None:
     with contextlib.suppress(Exception):  # the command has failed already, and that is what the user must see
         from bmburst.cli.report import shown_options
 
-        parser = _parser(words[0])
+        parser = _parser(words[0], words[1:])
         last_error.add_command(words[0], shown_options(parser, words[1:]), started)
 
 
@@ -278,7 +283,7 @@ def find_command(name: str) -> Any:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    command, parser = find_command(name), _parser(name)
+    command, parser = find_command(name), _parser(name, words)
     try:
         args = parser.read(words)
     except SystemExit as stop:  # --help has printed
@@ -289,9 +294,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     return int(status)
 
 
-def _parser(name: str) -> CommandParser:
+def _parser(name: str, words: Sequence[str]) -> CommandParser:
     command = find_command(name)
-    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP)
+    parser = CommandParser(prog=f"bmburst {name}", description=command.HELP, words=words)
     command.configure(parser)
     return parser
 

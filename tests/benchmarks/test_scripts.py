@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from benchmarks import families, hugging_face, lora_peers, sparse_cross, train_jobs
-from benchmarks.engine.machine import publish, write_record
+from benchmarks.engine.rows import ROWS, load_rows, publish, write_record
+from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
 from tests.docs.scripts import run_script
 from tests.mask_oracle import visible
 from tests.pairs import long
+from tests.refusals import says
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
-)
-BLOCK_SPARSE = ("-m", "benchmarks.sparse_cross", "block-sparse")
+BENCH = ("-m", "bmburst", "bench")
+SCRIPTS = ("accuracy", "bmtrain_tests", "records", "train_jobs")  # programs that measure no rows
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -35,42 +35,53 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
-def test_there_are_scripts():
-    known = {
-        "biased",
-        "families",
-        "logprobs",
-        "operators",
-        "predictions",
-        "records",
-        "slow_links",
-        "sparse_cross",
-        "train_jobs",
-    }
-    assert known | {"hugging_face", "lora_peers", "records"} <= {*SCRIPTS}
+def test_a_benchmark_of_rows_says_how_it_is_used(capsys):
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nBENCHMARKS = " in path.read_text()}
+    assert {module.removeprefix("benchmarks.") for module in ROWS.values()} == modules
+    for name in ROWS:
+        assert main(["bench", name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: bmburst bench {name} ") and "--output" in text
+        assert ("--gpus" in text) == bool(load_rows(name).ranks)
+    assert main(["bench", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"rows with options of its own: {', '.join(ROWS)}." in text
+    assert main(["bench", "linear", "--gates", "none", "--cells", "*"]) == 2
+    assert says(capsys.readouterr().err, "--cells", "bmburst bench linear --help")
 
 
-def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["operators", "elementwise", "--tokens", "8"])
-    write_record(tmp_path / "r.json", "benchmarks.operators", rows=[1, 2])
-    content = json.loads((tmp_path / "r.json").read_text())
-    assert content["rows"] == [1, 2]
-    assert content["machine"]["command"] == "python -m benchmarks.operators elementwise --tokens 8"
+def test_a_benchmark_of_rows_records_what_was_run_and_where(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    words = ["bench", "mixed-lengths", "--steps", "1", "--output", str(path)]
+    assert main(words) == 0
+    content, printed = json.loads(path.read_text()), capsys.readouterr()
+    assert (content["model"], content["steps"], len(content["rows"])) == ("llama-3-8b", 1, 8)
+    assert content["machine"]["command"] == f"bmburst {' '.join(words)}" and content["machine"]["ranks"] == 1
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
-    write_record(None, "benchmarks.operators")
+    assert printed.out == path.with_suffix(".md").read_text() == load_rows("mixed-lengths").table(content) + "\n"
+    assert [json.loads(line) for line in printed.err.splitlines()] == content["rows"]
+
+
+def test_a_row_that_shows_a_fault_is_the_exit_status():
+    for name, fault, fine in (
+        ("linear", {"right": False}, {"first s": 1.0}),
+        ("families", {"result": "failed"}, {"result": "exact"}),
+    ):
+        assert load_rows(name).is_wrong(fault) and not load_rows(name).is_wrong(fine)
 
 
 def test_what_is_written_by_hand_above_a_table_stays_when_it_is_measured_again(tmp_path):
     path, page = tmp_path / "r.json", tmp_path / "r.md"
-    publish(path, "benchmarks.operators", "65 tokens; ms:\n\n| a |")
+    publish(path, {}, "65 tokens; ms:\n\n| a |")
     assert page.read_text() == "65 tokens; ms:\n\n| a |\n"
     page.write_text("# By hand\n\nA note.\n\n" + page.read_text())
-    publish(path, "benchmarks.operators", "65 tokens; ms:\n\n| b |")
+    publish(path, {}, "65 tokens; ms:\n\n| b |")
     assert page.read_text() == "# By hand\n\nA note.\n\n65 tokens; ms:\n\n| b |\n"
+    write_record(None, {})
 
 
 def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
-    words = ["-m", "benchmarks.logprobs", "--small", "--tokens", "65", "--repeats", "1", "--output", "found.json"]
+    words = [*BENCH, "logprobs", "--small", "--tokens", "65", "--repeats", "1", "--output", "found.json"]
     run_script(tmp_path, 2, words)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["tokens"] == 65
@@ -83,7 +94,7 @@ def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
 
 @pytest.mark.parametrize(("words", "cases"), [(["--case", "causal/striped/striped"], 1), *long(([], 3))])
 def test_cross_attention_is_measured_beside_one_rank(tmp_path, words, cases):
-    words = ["-m", "benchmarks.sparse_cross", "cross", "--small", *words, "--output", "found.json"]
+    words = [*BENCH, "cross", "--small", *words, "--output", "found.json"]
     run_script(tmp_path, 2, words)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert len(rows) == 5 * cases
@@ -99,8 +110,7 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path, words, cases):
 
 def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
     words = [
-        "-m",
-        "benchmarks.sparse_cross",
+        *BENCH,
         "block-sparse",
         "--small",
         "--kernels",
@@ -126,8 +136,7 @@ def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
 def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, layout, skipped):
     """Two blocks, a rank each under "contiguous": the first sees nothing of the second."""
     words = [
-        "-m",
-        "benchmarks.sparse_cross",
+        *BENCH,
         "block-sparse",
         "--small",
         "--kernels",
@@ -151,7 +160,7 @@ def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, 
 @pytest.mark.long
 def test_errors_of_block_sparse_kernels_are_measured(tmp_path):
     """On a CPU the reference kernel computes in float32: errors of its rounding, none of them zero."""
-    words = ["-m", "benchmarks.sparse_cross", "block-sparse-errors", "--small", "--kernels", "reference,fa4"]
+    words = [*BENCH, "block-sparse-errors", "--small", "--kernels", "reference,fa4"]
     run_script(tmp_path, 1, [*words, "--output", "found.json"])
     found = json.loads((tmp_path / "found.json").read_text())
     ours, theirs = found["rows"][::2], found["rows"][1::2]
@@ -177,12 +186,12 @@ def test_families_are_tried_on_two_ranks(tmp_path):
     other sizes are too large to try.
     """
     types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gptj", "xlm-roberta-xl"]
-    run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
-    rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
+    run_script(tmp_path, 2, [*BENCH, "families", "--types", *types, "--output", "found.json"])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["type"] for row in rows] == types
     assert [row["result"] for row in rows] == ["exact"] * 4 + ["refused"] * 2
     assert "GPTJ_ATTENTION_CLASSES" in rows[4]["reason"]
-    text = families.table(rows, 2)
+    text = (tmp_path / "found.md").read_text()
     assert "4 exact" in text and "\nmistral, qwen2_moe, gpt_oss, gemma2.\n" in text
     assert re.search(r"^\| gptj \| refused \| .*GPTJ", text, re.M) and "failed" not in text
 
@@ -198,12 +207,12 @@ def test_an_error_that_is_no_refusal_counts_as_failed():
     assert raises(UserError("no\nfix: another")) == ("refused", "no")
     assert raises(KeyError("bmburst")) == ("failed", "KeyError: 'bmburst'")
     rows = [{"type": "gpt2", "result": "failed", "reason": "KeyError", "transformers": "5"}]
-    assert "1 failed" in families.table(rows, 2) and "failed" in families.BUGS
+    assert "1 failed" in families.table({"rows": rows, "machine": {"ranks": 2}}) and "failed" in families.BUGS
 
 
 @pytest.mark.long
 def test_a_step_of_transformers_is_measured_on_two_ranks(tmp_path):
-    words = ["-m", "benchmarks.hugging_face", "--model", "llama-tiny", "--layers", "1", "--tokens", "128,65"]
+    words = [*BENCH, "hugging-face", "--model", "llama-tiny", "--layers", "1", "--tokens", "128,65"]
     run_script(tmp_path, 2, [*words, "--steps", "2", "--warmup", "1", "--output", "found.json"])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["layers"], found["reshard_after_forward"]) == (1, True)
@@ -213,23 +222,27 @@ def test_a_step_of_transformers_is_measured_on_two_ranks(tmp_path):
     assert (tmp_path / "found.md").read_text().count("| eager |") == 2
 
 
+def machine(ranks, device):
+    return {"machine": {"ranks": ranks, "device": device}}
+
+
 def test_a_step_of_transformers_is_compared_where_the_trainers_ran():
     row = {"tokens": 32768, "compiled": False, "seconds": 2.5, "tokens_per_second_a_rank": 6742.0, "losses": [11.9]}
     row |= {"peak_allocated_gib": 90.1, "peak_reserved_gib": 95.0}
     full = {"tokens": 131072, "compiled": True, "out_of_memory": "CUDA out of memory. Tried to allocate 31 GiB."}
     found = {"model": "llama-3-8b", "layers": 32, "parameters": 8.03e9, "transformers": "5", "recompute": "block"}
     found["rows"] = [row, full]
-    text = hugging_face.table(found, 2, "NVIDIA H200")
+    text = hugging_face.table(found | machine(2, "NVIDIA H200"))
     assert "| 32K | eager | 2.500 | 6,742 | 90.1 | 95.0 | 11.9000 | 1.00 | 1.46 |" in text
     assert re.search(r"^\| 128K \| compiled \| out of memory( \| -){6} \|$", text, re.M)
     assert "31 GiB" in hugging_face.line_of(full)
     for ranks, device, layers in ((4, "NVIDIA H200", 32), (2, "NVIDIA H100", 32), (2, "NVIDIA H200", 2)):
-        assert "| 11.9000 | - | - |" in hugging_face.table(found | {"layers": layers}, ranks, device)
+        assert "| 11.9000 | - | - |" in hugging_face.table(found | {"layers": layers} | machine(ranks, device))
 
 
 @pytest.mark.long
 def test_lora_of_peers_is_measured_and_what_cannot_run_is_named(tmp_path):
-    words = ["-m", "benchmarks.lora_peers", "--model", "llama-tiny", "--layers", "1", "--tokens", "64"]
+    words = [*BENCH, "lora-peers", "--model", "llama-tiny", "--layers", "1", "--tokens", "64"]
     words += ["--methods", "peft,peft-liger,peft-bmburst", "--steps", "1", "--warmup", "1"]
     command = [sys.executable, *words, "--output", str(tmp_path / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)

@@ -29,8 +29,7 @@ MASKED = {
 @pytest.mark.long
 def test_two_ranks_measure_each_strategy(tmp_path):
     path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "bmburst", "launch", "--nproc", "2"]
-    command += ["--", "-m", "benchmarks.predictions", "strategies"]
+    command = [sys.executable, "-m", "bmburst", "bench", "strategies", "--gpus", "2"]
     done = subprocess.run(
         [*command, "--cases", "3", "--output", str(path)], capture_output=True, text=True, timeout=300
     )

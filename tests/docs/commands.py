@@ -43,7 +43,7 @@ def exists(words: list[str]) -> bool:
         return main(["launch", "--dry-run", *rest[1:]]) == 0
     if program == "bmburst":
         command = find_command(rest[0])
-        parser = CommandParser(prog=rest[0], description=command.HELP)
+        parser = CommandParser(prog=rest[0], description=command.HELP, words=rest[1:])
         command.configure(parser)
         parser.read(rest[1:])
         return True

@@ -61,7 +61,7 @@ def test_the_exact_models_of_transformers_are_those_of_the_record() -> None:
     assert listed.replace("\n", " ").rstrip(".").split(", ") == exact
     assert f"{len(exact)} of {len(rows)} " in section
     assert {"qwen2_moe", *FAMILIES} - {"minicpm"} <= {*exact}
-    assert families.table(rows, 2) in path.with_suffix(".md").read_text()
+    assert families.table({"rows": rows, "machine": {"ranks": 2}}) in path.with_suffix(".md").read_text()
 
 
 def test_training_commands_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 
@@ -29,10 +28,9 @@ def test_the_planners_rows_get_the_numbers_of_the_records():
 
 
 @pytest.mark.parametrize("head", ["", "# A title\n\nBy hand.\n\n"])
-def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head):
+def test_a_record_keeps_what_stands_above_its_tables(tmp_path, head):
     """A run writes no title; where one was added by hand, it stays."""
     source = records._RESULTS / "cross_2xh200_202611.json"
-    monkeypatch.setattr(records, "_RESULTS", tmp_path)
     run = json.loads(source.read_text())["machine"]
     cell = {"suite": "sequence", "method": "ours", "ranks": 2, "device": "cuda", "tokens": 64, "heads": 32}
     row = {"cell": cell | {"kv_heads": 32}, "run": 0, "status": "refused", "reason": "no"}
@@ -40,7 +38,7 @@ def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head
     (tmp_path / "attention_x.json").write_text(json.dumps(content))
     tables = markdown(Results.read(load_kind("attention"), tmp_path / "attention_x.json"))
     (tmp_path / "attention_x.md").write_text(head + tables)
-    path, text = next(records.derived())
+    path, text = next(records.tables(tmp_path))
     assert path == tmp_path / "attention_x.md" and text == head + tables.rstrip() + "\n"
     assert tables.startswith("## ") and text.count("\n## ") + text.startswith("## ") == 3
 
@@ -55,27 +53,24 @@ def test_nothing_of_an_old_table_stays(head, old):
 def test_records_name_the_commit_and_the_program_of_their_runs():
     """What is written by hand above a table follows the JSON beside it."""
     seen = 0
-    for name in records._TABLES:
+    for name in records._ROWS:
         for path in records._RESULTS.glob(f"{name}_*.md"):
             run = json.loads(path.with_suffix(".json").read_text())["machine"]
             said = re.search(r"Python [^`]*?commit (\w{7}\+?)", path.read_text())
             if said and run["commit"]:
                 whole = run["commit"]
                 assert said[1] == whole[:7] + whole[40:], path.name
-                (module,) = set(re.findall(r"benchmarks\.[\w.]+", run["command"]))
-                assert f"-m {module} " in " ".join(path.read_text().split()), path.name
+                (program,) = re.findall(r"-m benchmarks\.[\w.]+ |bmburst bench [\w-]+ ", run["command"])
+                assert program in " ".join(path.read_text().split()), path.name
                 seen += 1
     assert seen >= 4
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_what_is_old_is_said_and_written_unless_asked_not_to(tmp_path, monkeypatch, capsys, check):
+def test_what_is_old_is_said_and_written_unless_asked_not_to(tmp_path, capsys, check):
     file = tmp_path / "table.md"
     file.write_text("old")
-    monkeypatch.setattr(records, "_ROOT", tmp_path)
-    monkeypatch.setattr(records, "derived", lambda: iter([(file, "new")]))
-    monkeypatch.setattr(sys, "argv", ["records", *(["--check"] if check else [])])
-    assert records.main() == check
-    assert capsys.readouterr().out == "table.md\n" and file.read_text() == ("old" if check else "new")
-    monkeypatch.setattr(records, "derived", lambda: iter([(file, file.read_text())]))
-    assert records.main() == 0 and not capsys.readouterr().out
+    words = ["--check"] if check else []
+    assert records.main(words, [(file, "new")]) == check
+    assert capsys.readouterr().out.endswith("table.md\n") and file.read_text() == ("old" if check else "new")
+    assert records.main(words, [(file, file.read_text())]) == 0 and not capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""Benchmarks that measure rows: those of `bmburst bench` whose measurements are not cells of methods and shapes.
+
+A `RowBenchmark` yields rows. This module starts its ranks, prints a line for each row and the table at the end, and
+writes the record: machine, command, facts and rows as JSON, and the table beside it. The record is written after each
+row, since the next one may run out of memory.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from bmburst.errors import UserError
+from bmburst.outputs import replacing
+
+Row = dict[str, Any]
+Measured = tuple[dict[str, Any], Iterator[Row]]
+_BEGINNING = 5  # characters of a table's first line that `notes_above` searches for
+ROWS: Mapping[str, str] = MappingProxyType(
+    {
+        "biased": "benchmarks.biased",
+        "block-sparse": "benchmarks.sparse_cross",
+        "block-sparse-errors": "benchmarks.sparse_cross",
+        "cross": "benchmarks.sparse_cross",
+        "double-ring": "benchmarks.slow_links",
+        "elementwise": "benchmarks.operators",
+        "families": "benchmarks.families",
+        "hugging-face": "benchmarks.hugging_face",
+        "linear": "benchmarks.linear",
+        "logprobs": "benchmarks.logprobs",
+        "lora-peers": "benchmarks.lora_peers",
+        "mixed-lengths": "benchmarks.mixed_lengths",
+        "step-parts": "benchmarks.operators",
+        "steps": "benchmarks.predictions",
+        "strategies": "benchmarks.predictions",
+    }
+)
+"""Modules of the benchmarks by their names in `bmburst bench NAME`; each module defines `BENCHMARKS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBenchmark:
+    """One benchmark of rows.
+
+    Attributes:
+        name: A name of `ROWS`.
+        about: Its description in help.
+        configure: Adds its options. `--output` and, with `ranks`, `--gpus` are added to them.
+        measure: Returns the facts of the record beside its rows, and the rows. All ranks call it; it starts the rank.
+        table: Returns a record as Markdown.
+        line: Returns a row in one line, printed when it is measured.
+        ranks: Default number of ranks. 0: there are none, and the command itself measures.
+        needs_gpu: Whether it cannot run without a GPU.
+        is_wrong: Returns whether a row shows a fault: the exit status is then 1.
+    """
+
+    name: str
+    about: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    measure: Callable[[argparse.Namespace], Measured]
+    table: Callable[[Mapping[str, Any]], str]
+    line: Callable[[Row], str] = json.dumps
+    ranks: int = 0
+    needs_gpu: bool = False
+    is_wrong: Callable[[Row], bool] = lambda _: False
+
+
+def load_rows(name: str) -> RowBenchmark:
+    """Return a benchmark by its name in `ROWS`."""
+    found: dict[str, RowBenchmark] = {each.name: each for each in importlib.import_module(ROWS[name]).BENCHMARKS}
+    return found[name]
+
+
+def configure_rows(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a benchmark of rows, after its name."""
+    benchmark = load_rows(name)
+    parser.description, parser.formatter_class = benchmark.about, argparse.RawDescriptionHelpFormatter
+    parser.prog = f"{parser.prog} {name}"
+    parser.add_argument("what", choices=(name,), help=argparse.SUPPRESS)
+    benchmark.configure(parser)
+    if benchmark.ranks:
+        text = f"GPUs, or ranks on the CPU without GPUs (default: {benchmark.ranks})"
+        parser.add_argument("--gpus", type=int, default=benchmark.ranks, metavar="N", help=text)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file of the record; its table is also .md")
+
+
+def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure in this process, as one of the ranks or starting them, and return the exit status.
+
+    Args:
+        args: The options.
+        words: The command line that they are from, beginning with the name.
+
+    Raises:
+        UserError: An option is invalid, or there is no GPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.engine.machine import describe_run
+
+    benchmark = load_rows(args.what)
+    if benchmark.needs_gpu and not torch.cuda.is_available():
+        raise UserError(f"bench {args.what} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
+    if benchmark.ranks and "RANK" not in os.environ:
+        from bmburst.launch.launcher import LaunchSpec, launch
+
+        return launch(LaunchSpec(nproc=args.gpus, host_runtime=True), ["-m", "bmburst", "bench", *words])
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = describe_run(["bmburst", "bench", *words], device, ranks)
+    facts, measured = benchmark.measure(args)
+    record: dict[str, Any] = {"machine": machine, **facts, "rows": []}
+    for row in measured:
+        record["rows"].append(row)
+        if rank == 0:
+            print(benchmark.line(row), file=sys.stderr, flush=True)
+            write_record(args.output, record)
+    if rank == 0:
+        publish(args.output, record, benchmark.table(record))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(map(benchmark.is_wrong, record["rows"])))
+
+
+def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Replace a record; do nothing without a path."""
+    if path is not None:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def publish(path: Path | None, record: Mapping[str, Any], table: str) -> None:
+    """Print the table of a record. With a path, also write the record, and the table as .md.
+
+    Text that was written by hand above the table of an earlier run is kept.
+    """
+    write_record(path, record)
+    print(table)
+    if path is not None:
+        page = path.with_suffix(".md")
+        notes = notes_above(page.read_text(encoding="utf-8"), table) if page.exists() else ""
+        page.write_text(f"{notes}{table}\n", encoding="utf-8")
+
+
+def notes_above(text: str, table: str) -> str:
+    """Return the text above the table of a record; empty if the file contains only the table.
+
+    The old table begins with the first line of the new one, or with its first row if it has no title.
+
+    Args:
+        text: The record.
+        table: The new table.
+    """
+    begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
+    head = (text if begins is None else text[: begins.start()]).rstrip()
+    return f"{head}\n\n" if head else ""
