@@ -23,6 +23,7 @@ from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.config.fields import shown
 from bmburst.config.foreign import Key, keys, require_keys
+from bmburst.dtypes import dtype_of, name_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
 _PREFIX = "base_model.model."
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIXES = (".lora_A", ".lora_B")
 _ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
 _TRAINING = "no effect on a trained adapter"
@@ -350,7 +350,7 @@ def _notes_in(path: Path) -> tuple[tuple[float, ...] | None, torch.dtype | None]
     sample, four_bit = notes.get(_SAMPLE), notes.get(_FOUR_BIT)
     try:
         numbers = None if sample is None else tuple(float(word) for word in sample.split())
-        return numbers, None if four_bit is None else _DTYPES[four_bit]
+        return numbers, None if four_bit is None else dtype_of(four_bit)
     except (ValueError, KeyError):
         raise UserError(f"{path}: its metadata is damaged\nfix: copy the file again") from None
 
@@ -381,7 +381,7 @@ def contents(model: "Llama", base: Base | None) -> Contents:
     if base is not None:
         metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
     if model.lora.is_4bit:
-        metadata[_FOUR_BIT] = next(name for name, dtype in _DTYPES.items() if dtype == shards[0].dtype)
+        metadata[_FOUR_BIT] = name_of(shards[0].dtype)
     tensors = tuple(ShardedTensor.of_weights(peft_name(shard.name), shard) for shard in shards)
     group = TensorGroup(STEM, tensors, metadata, _ONE_FILE)
     return Contents((group,), {CONFIG_FILE: json_bytes(_config(model.lora, base))})

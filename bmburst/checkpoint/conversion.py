@@ -27,11 +27,11 @@ from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped, writ
 from bmburst.config import read_json
 from bmburst.data.tokenizer import TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
+from bmburst.dtypes import DTYPE_NAMES, dtype_of, name_of
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
-DTYPES = ("float32", "float16", "bfloat16")
 PART_BYTES = 5 * 10**9
 """Largest size in bytes of one safetensors file, unless a single tensor is larger. It is Hugging Face's default."""
 PIECE_BYTES = 16 << 20
@@ -101,7 +101,7 @@ def convert(
     """
     require_known("family", to, FAMILIES)
     if dtype is not None:
-        require_known("dtype", dtype, DTYPES)
+        require_known("dtype", dtype, DTYPE_NAMES)
     if not is_verified:
         require_whole(source)
     if not merge and is_adapter_directory(source):
@@ -110,7 +110,7 @@ def convert(
         raise UserError(f"--base {base} is for adapters\nfix: --merge too, or leave --base out")
     weights = open_merged(source, base) if merge else open_weights(source)
     target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
-    plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))
+    plan = _plan(weights, target, None if dtype is None else dtype_of(dtype))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty\nfix: give a new directory")
     on_total(sum(tensor.nbytes for tensor in plan))
@@ -333,6 +333,6 @@ def _common_dtype(plan: Sequence[_Tensor]) -> Any:
     """Return the name of the dtype with the most elements."""
     sizes: dict[str, int] = {}
     for tensor in plan:
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = name_of(tensor.dtype)
         sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
     return max(sizes, key=lambda name: sizes[name])

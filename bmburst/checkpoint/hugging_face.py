@@ -33,6 +33,7 @@ from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, 
 from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, parts_of, save_together, together
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
+from bmburst.dtypes import name_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def contents(model: "Llama", *, part_bytes: int | None = None) -> Contents:
     from bmburst.zero import named_shards
 
     shards = named_shards(model)
-    dtype = str(shards[0].dtype).removeprefix("torch.")
+    dtype = name_of(shards[0].dtype)
     values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
     tensors = tuple(ShardedTensor.of_weights(shard.name, shard) for shard in shards)
     group = TensorGroup(_STEM, tensors, {"format": "pt"}, part_bytes)

@@ -10,11 +10,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES, RopeScaling
 from bmburst.config import build_config, check_fields, field, read_layer, to_dict
+from bmburst.dtypes import DtypeName
 from bmburst.errors import UserError
 
 # Maps Hugging Face's names of the weights of a block to ModelCenter's.
@@ -116,7 +117,7 @@ class ModelCenterConfig:
     rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1)
     rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
     max_position_embeddings: int = field("Longest sequence of the model.", default=4096, unit="tokens", minimum=1)
-    dtype: Literal["float32", "float16", "bfloat16"] | None = field(
+    dtype: DtypeName | None = field(  # noqa: RUF009
         "Type of weights and activations.", default=None, default_text="by half"
     )
     scale_emb: float | None = field("See bmburst's LlamaConfig (MiniCPM).", default=None, above=0)
@@ -155,7 +156,7 @@ class ModelCenterConfig:
         return build_config(cls, read_layer(cls, plain, source))
 
     @classmethod
-    def of(cls: type[Config], shape: LlamaConfig, dtype: Literal["float32", "float16", "bfloat16"]) -> Config:
+    def of(cls: type[Config], shape: LlamaConfig, dtype: DtypeName) -> Config:
         """Build the configuration from a bmburst model's, with weights in `dtype`."""
         if shape.qkv_bias or shape.qk_norm or shape.sliding_window is not None:
             raise UserError(

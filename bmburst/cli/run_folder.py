@@ -10,10 +10,11 @@ from pathlib import Path
 
 from bmburst.amounts import bytes_text
 from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
+from bmburst.dtypes import ITEMSIZE
 from bmburst.errors import UserError
 from bmburst.optim.config import MOMENT_BYTES
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, held, require_space
-from bmburst.plan.counts import ITEMSIZE, saved_master
+from bmburst.plan.counts import saved_master
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
 

@@ -18,6 +18,7 @@ from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
+from bmburst.dtypes import DTYPE_NAMES, dtype_of
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
@@ -33,7 +34,7 @@ from bmburst_ops.flash import NAMES
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *DTYPE_NAMES)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -88,8 +89,7 @@ class Source:
         """
         require_known("dtype", name, DTYPES)
         if name != "auto":
-            found: torch.dtype = getattr(torch, name)
-            return found
+            return dtype_of(name)
         first = next(name for name in self.weights.places if name.endswith("q_proj.weight"))
         return self.weights.dtype_of(first)
 

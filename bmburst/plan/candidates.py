@@ -9,12 +9,13 @@ ranks, and stages of a pipeline.
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Literal, cast
+from typing import cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
+from bmburst.dtypes import ITEMSIZE, DtypeName
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.counts import ITEMSIZE, WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
+from bmburst.plan.counts import WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
@@ -66,7 +67,7 @@ class Task:
     nodes: int = 1
     batch: int = 1
     micro_batch: int = 1
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: DtypeName = "bfloat16"
     state: State = "float32"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.dtypes import ITEMSIZE
 from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.recompute.policy import Policy
 from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS, NF4_BLOCK, NF4_GROUP
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a weight and of an element of an activation, by dtype."""
 WIDE = 4  # bytes of fp32: inside operators, AdamW's state, log-sum-exp and delta, and sums of a ring
 
 

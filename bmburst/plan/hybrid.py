@@ -16,8 +16,8 @@ from math import prod
 from typing import Any
 
 from bmburst.amounts import GIB, short
+from bmburst.dtypes import ITEMSIZE
 from bmburst.errors import UserError
-from bmburst.plan.counts import ITEMSIZE
 from bmburst.schedule.cost import LinearCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Zigzag

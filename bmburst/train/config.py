@@ -9,6 +9,7 @@ from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
+from bmburst.dtypes import DtypeName
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.optim.config import OptimizerConfig
@@ -71,7 +72,7 @@ class TrainConfig:
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = field(
+    dtype: DtypeName = field(  # noqa: RUF009
         "Data type of weights and activations. float16, with a dynamic loss scale: for GPUs without bfloat16.",
         default="float32",
     )
@@ -407,7 +408,7 @@ class EvalConfig(RecordFormat):
     max_sequences: int | None = field(
         "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
+    dtype: DtypeName = field("Data type of weights and activations.", default="float32")  # noqa: RUF009
     layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")  # noqa: RUF009
     loss_chunk_tokens: int = field(
         "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1

@@ -18,6 +18,7 @@ from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
+from bmburst.dtypes import dtype_of
 from bmburst.errors import UserError, not_a_number
 from bmburst.launch.start import start
 from bmburst.mesh import Mesh
@@ -159,7 +160,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     model = Llama(
         shape,
         attention=partial(BurstAttention, group=mesh.sequence, layout=config.layout),
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype_of(config.dtype),
         seed=None,
         loss_chunk=config.loss_chunk_tokens,
         lora=None if tuned is None else tuned.lora,

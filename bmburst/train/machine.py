@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
+from bmburst.dtypes import dtype_of
 from bmburst.errors import UserError
 from bmburst.memory import available_bytes, total_bytes
 from bmburst.optim.config import OptimizerConfig
@@ -194,7 +195,7 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
     shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
     on_one_node = here == world_size and NODE_SWITCH not in os.environ
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype = dtype_of(config.dtype)
     layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
     q, k = (
         torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
@@ -219,15 +220,13 @@ def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
 
 
 def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
-    import torch
-
     from bmburst_ops.errors import KernelError
     from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
 
     name, deterministic = config.parallel.kernel, config.parallel.deterministic
     segments: frozenset[Need] = frozenset({"segments"} if config.pack != "stream" else ())
     window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
-    q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
+    q = queries_ahead(device, dtype_of(config.dtype), config.model.head_dim)
     try:
         select_kernel(name, q, q, deterministic, segments | window)
     except KernelError as error:

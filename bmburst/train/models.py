@@ -4,10 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bmburst.blocks.kinds import apart
 from bmburst.comm.host_memory import HostMemory
+from bmburst.dtypes import dtype_of
 from bmburst.mesh import Mesh
 from bmburst.train.config import TrainConfig
 
@@ -37,7 +36,7 @@ def compile_kernels(config: TrainConfig, mesh: Mesh, *, on_host: bool) -> Callab
 
     if on_host:
         return lambda: None
-    dtype = getattr(torch, config.dtype)
+    dtype = dtype_of(config.dtype)
     return compile_ahead(config.model, dtype, _attention(config, mesh)(), packed=config.pack != "stream").join
 
 
@@ -51,7 +50,7 @@ def model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory, groups: "Ze
         Llama,
         config.model,
         attention=_attention(config, mesh),
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype_of(config.dtype),
         zero_level=config.parallel.zero_level,
         loss_chunk=config.loss_chunk_tokens,
         mlp_chunk=config.mlp_chunk_tokens,
