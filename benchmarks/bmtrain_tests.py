@@ -1,8 +1,7 @@
-"""Runs BMTrain's own test files on the host runtime: `python -m benchmarks.bmtrain_tests CLONE --output FILE.md`.
+"""Runs BMTrain's own test files on the host runtime: `bmburst bench bmtrain-tests CLONE`.
 
 CLONE is a clone of https://github.com/OpenBMB/BMTrain at the tag v1.0.1. Each file runs with `bmburst launch` in a copy
-of the clone's folder `tests`, on the number of ranks in its `test_all.py`, without GPUs. The record is rewritten after
-each file: a table of results, seconds, and reasons of failures.
+of the clone's folder `tests`, on the number of ranks in its `test_all.py`, without GPUs.
 """
 
 import argparse
@@ -14,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.machine import describe_run
-from benchmarks.engine.report import versions
+from benchmarks.engine.report import markdown_table, versions
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB
+from bmburst.cli import main
 from bmburst.errors import UserError
 
 _ROOT = Path(__file__).parents[1]
@@ -57,34 +57,20 @@ class Outcome:
     seconds: float
     why: str = ""
 
-    def row(self) -> str:
-        """Return its row of the table."""
-        return f"| `test_{self.name}.py` | {self.ranks} | {self.result} | {self.seconds:.0f} | {self.why} |"
 
-
-def main() -> int:
-    """Run the command line and return the exit status: 0 if the record was written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("clone", type=Path, help="clone of BMTrain")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the record")
     parser.add_argument("--only", nargs="+", metavar="NAME", help='files to run, such as "optim" (default: all)')
     parser.add_argument(
         "--timeout", type=float, default=1800.0, metavar="S", help="time limit of a file in seconds (default: 1800)"
     )
-    args = parser.parse_args()
-    try:
-        files = find_files(args.clone, args.only)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    words = [args.clone.name, "--output", args.output.name, "--timeout", f"{args.timeout:g}"]
-    machine = describe_run(["python", "-m", "benchmarks.bmtrain_tests", *words], "cpu", max(files.values()))
-    outcomes: list[Outcome] = []
-    for name, ranks in files.items():
-        outcomes.append(run_file(args.clone, name, ranks, args.timeout))
-        print(outcomes[-1].row(), flush=True)
-        args.output.write_text(record(outcomes, machine))
-    return 0
+
+
+def _measure(options: argparse.Namespace) -> Measured:
+    """Run the files of a clone; see `RowBenchmark`."""
+    files = find_files(options.clone, options.only)
+    outcomes = (run_file(options.clone, name, ranks, options.timeout) for name, ranks in files.items())
+    return {}, (asdict(outcome) for outcome in outcomes)
 
 
 def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]:
@@ -111,7 +97,7 @@ def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]
     return {name: (named | _UNLISTED).get(name, 1) for name in names if not only or name in only}
 
 
-def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
+def run_file(clone: Path, name: str, ranks: int, timeout: float, memory: Mapping[str, int] = _MEMORY) -> Outcome:
     """Run one test file on the host runtime.
 
     Args:
@@ -119,8 +105,9 @@ def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
         name: Name of the file, without "test_" and ".py".
         ranks: Number of ranks.
         timeout: Seconds after which it is ended.
+        memory: Bytes that files need on all ranks.
     """
-    needed = _MEMORY.get(name, 0)
+    needed = memory.get(name, 0)
     if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         why = f"its models need about {needed // GIB} GiB on {ranks} ranks of one host"
         return Outcome(name=name, ranks=ranks, result=SKIPPED, seconds=0, why=why)
@@ -165,23 +152,31 @@ def judge(name: str, ranks: int, status: int, seconds: float, output: str) -> Ou
     return Outcome(name=name, ranks=ranks, result=FAILED, seconds=seconds, why=why)
 
 
-def record(outcomes: Sequence[Outcome], machine: dict[str, Any]) -> str:
-    """Return the record as Markdown."""
+def table(found: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
+    outcomes, machine = [Outcome(**row) for row in found["rows"]], found["machine"]
     count = {result: sum(o.result == result for o in outcomes) for result in (PASSED, FAILED, LATE, SKIPPED)}
     lines = [
-        "# BMTrain's own tests on the host runtime",
-        "",
         f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
         "",
         f"{len(outcomes)} files of BMTrain 1.0.1, unmodified: {count[PASSED]} pass, {count[FAILED]} fail, "
         f"{count[LATE]} were not done in time, {count[SKIPPED]} need more memory than this host has.",
         "",
-        "| file | ranks | result | seconds | why |",
-        "| --- | --- | --- | --- | --- |",
-        *(outcome.row() for outcome in outcomes),
     ]
-    return "\n".join(lines) + "\n"
+    cells = ((f"`test_{o.name}.py`", o.ranks, o.result, f"{o.seconds:.0f}", o.why) for o in outcomes)
+    return "\n".join([*lines, *markdown_table(["file", "ranks", "result", "seconds", "why"], cells)])
 
+
+BENCHMARKS = (
+    RowBenchmark(
+        name="bmtrain-tests",
+        about=__doc__,
+        configure=_configure,
+        measure=_measure,
+        table=table,
+        line=lambda row: f"{row['name']}: {row['result']} {row['why']}",
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "bmtrain-tests", *sys.argv[1:]]))

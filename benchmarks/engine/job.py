@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, cast
@@ -28,6 +28,7 @@ from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.launch.start import start
 from bmburst_ops.errors import KernelError
 
+Start = Callable[[LaunchSpec, list[str]], int]
 REASON_FILE = "reason"  # contains the reason if a rank ended the run
 _JOB_FILE = "job.json"
 _BAD_INPUT = 2  # exit status after invalid input, which was already reported
@@ -92,13 +93,14 @@ class Job:
         return cls(**{**values, "cells": tuple(kind.cell(**cell) for cell in values["cells"])})
 
 
-def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> int:
+def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float, starter: Start = launch) -> int:
     """Measure the job's cells into its file and return an exit status: 0 even if cells failed, which rows record.
 
     Args:
         job: The job.
         header: Header of this run; None continues the run of an earlier job.
         cell_timeout: Seconds without progress after which a cell is abandoned; 0: never.
+        starter: Runs a command on ranks and returns the exit status.
 
     Raises:
         UserError: The file cannot be written, or the ranks cannot start.
@@ -113,7 +115,7 @@ def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> 
         raise UserError(f"--output {output} cannot be written: {error.strerror}\nfix: another file") from None
     untried = -1
     while _is_left(results, job):
-        status, reason = _start(job, cell_timeout)
+        status, reason = _start(job, cell_timeout, starter)
         results = job.results()
         if status in (0, _BAD_INPUT) or status >= _SIGNALS:
             return status
@@ -130,7 +132,7 @@ def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float) -> 
     return 0
 
 
-def _start(job: Job, cell_timeout: float) -> tuple[int, str]:
+def _start(job: Job, cell_timeout: float, starter: Start) -> tuple[int, str]:
     """Run the ranks; return the exit status, and the reason if a rank ended the run and wrote one."""
     clone = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as name:
@@ -141,7 +143,7 @@ def _start(job: Job, cell_timeout: float) -> tuple[int, str]:
             start_timeout=cell_timeout or None,
             host_runtime=job.runtime == "bmtrain",
         )
-        status = launch(spec, ["-m", "bmburst.cli.machine", str(clone), name])
+        status = starter(spec, ["-m", "bmburst.cli.machine", str(clone), name])
         reason = Path(name) / REASON_FILE
         return status, reason.read_text(encoding="utf-8") if reason.exists() else ""
 

@@ -26,6 +26,7 @@ _BEGINNING = 5  # characters of a table's first line that `notes_above` searches
 ROWS: Mapping[str, str] = MappingProxyType(
     {
         "biased": "benchmarks.biased",
+        "bmtrain-tests": "benchmarks.bmtrain_tests",
         "block-sparse": "benchmarks.sparse_cross",
         "block-sparse-errors": "benchmarks.sparse_cross",
         "cross": "benchmarks.sparse_cross",

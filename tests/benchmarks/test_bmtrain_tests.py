@@ -1,14 +1,15 @@
 """BMTrain's own test files are found in a clone, run on the host runtime, and put in a table."""
 
 import importlib.util
+import json
 import re
-import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bmtrain_tests
-from benchmarks.bmtrain_tests import FAILED, KNOWN, LATE, PASSED, SKIPPED, Outcome, find_files, judge, record, run_file
+from benchmarks.bmtrain_tests import FAILED, KNOWN, LATE, PASSED, SKIPPED, find_files, judge, run_file, table
+from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.setup.install_bmtrain import REQUIREMENT
 from tests.refusals import says
@@ -50,18 +51,20 @@ def test_a_file_passes_or_fails_with_its_error(clone: Path) -> None:
     assert (failed.result, failed.why) == (FAILED, r"`ValueError: a \| b`")
 
 
-def test_other_outcomes(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bmtrain_tests, "_MEMORY", {"training": 1 << 60})
-    skipped = run_file(clone, "training", 4, 60)
+def test_other_outcomes(clone: Path) -> None:
+    skipped = run_file(clone, "training", 4, 60, memory={"training": 1 << 60})
     assert (skipped.result, skipped.seconds) == (SKIPPED, 0) and "GiB" in skipped.why
     late = judge("sum", 1, 124, 60.4, "")
     assert late.result == LATE and "60 seconds" in late.why
     known = judge("store", 4, 1, 2.0, "ImportError: cannot import name 'x' from 'y' (/a/path.py)\n")
     assert known.why.startswith(KNOWN["store"]) and known.why.endswith("`ImportError: cannot import name 'x' from 'y'`")
     machine = {"date": "2026-11-24", "device": "CPU", "bmburst": "0.1", "commit": "abc", "packages": {}, "command": "c"}
-    text = record([skipped, late, known], machine)
+    text = table({"machine": machine, "rows": [asdict(each) for each in (skipped, late, known)]})
     assert "0 pass, 1 fail, 1 were not done in time, 1 need more memory" in text
-    assert known.row() in text and late.row() in text
+    assert (
+        f"| `test_store.py` | 4 | {FAILED} | 2 | {known.why} |" in text
+        and f"| `test_sum.py` | 1 | {LATE} | 60 |" in text
+    )
 
 
 def test_a_late_file_is_ended(clone: Path) -> None:
@@ -86,14 +89,12 @@ def test_the_page_has_the_rows_of_the_record() -> None:
     assert len(record_rows) == 26 and record_rows == [row for row in rows[1] if row.startswith("| `test_")]
 
 
-def test_the_command_line_writes_the_record_after_each_file(
-    clone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = Outcome(name="sum", ranks=2, result=PASSED, seconds=1.0)
-    monkeypatch.setattr(bmtrain_tests, "run_file", lambda *_: outcome)
-    output = tmp_path / "record.md"
-    monkeypatch.setattr(sys, "argv", ["bmtrain_tests", str(clone), "--output", str(output), "--only", "sum"])
-    assert bmtrain_tests.main() == 0
-    assert outcome.row() in output.read_text() and outcome.row() in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["bmtrain_tests", str(tmp_path / "none"), "--output", str(output)])
-    assert bmtrain_tests.main() == 2 and "fix: git clone" in capsys.readouterr().err
+def test_the_command_line_writes_the_record(clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "record.json"
+    words = ["--output", str(output), "--only", "optim"]
+    assert main(["bench", "bmtrain-tests", str(clone), *words, "--timeout", "0.01"]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert (row["name"], row["ranks"], row["result"]) == ("optim", 1, LATE)
+    assert capsys.readouterr().out == output.with_suffix(".md").read_text()
+    assert main(["bench", "bmtrain-tests", str(tmp_path / "none"), *words]) == 2
+    assert says(capsys.readouterr().err, "none | not a clone of BMTrain | git clone")

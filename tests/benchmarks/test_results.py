@@ -200,11 +200,10 @@ def lose(job, script):
     return started
 
 
-def test_a_cell_that_takes_the_ranks_down_does_not_take_the_others(job, monkeypatch, tmp_path):
+def test_a_cell_that_takes_the_ranks_down_does_not_take_the_others(job, tmp_path):
     one, ours, ulysses = job.cells
     script = [(1, [(one, "ok"), (ours, "lost")]), (0, [(ulysses, "ok")])]
-    monkeypatch.setattr(job_module, "launch", lose(job, script))
-    assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
+    assert job_module.run_job(job, header=HEADER, cell_timeout=1, starter=lose(job, script)) == 0
     made = Results.read(KIND, tmp_path / "r.json")
     assert [made.rows[c.key]["status"] for c in job.cells] == [OK, FAILED, OK]
     assert (
@@ -212,19 +211,17 @@ def test_a_cell_that_takes_the_ranks_down_does_not_take_the_others(job, monkeypa
     )
 
 
-def test_a_loss_in_the_last_cell_starts_nothing_more(job, monkeypatch, tmp_path):
+def test_a_loss_in_the_last_cell_starts_nothing_more(job, tmp_path):
     one, ours, ulysses = job.cells
     script = [(1, [(one, "ok"), (ours, "ok"), (ulysses, "lost")])]
-    monkeypatch.setattr(job_module, "launch", lose(job, script))
-    assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
+    assert job_module.run_job(job, header=HEADER, cell_timeout=1, starter=lose(job, script)) == 0
     assert Results.read(KIND, tmp_path / "r.json").rows[ulysses.key]["status"] == FAILED
 
 
 @pytest.mark.parametrize("status", [1, 2, 130])
-def test_ranks_that_fail_before_any_cell_are_not_started_for_ever(job, monkeypatch, status):
+def test_ranks_that_fail_before_any_cell_are_not_started_for_ever(job, status):
     script = [(status, [])] * 2
-    monkeypatch.setattr(job_module, "launch", lose(job, script))
-    assert job_module.run_job(job, header=HEADER, cell_timeout=1) == status
+    assert job_module.run_job(job, header=HEADER, cell_timeout=1, starter=lose(job, script)) == status
 
 
 def test_a_job_survives_its_file(job, tmp_path):

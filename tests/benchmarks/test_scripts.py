@@ -24,7 +24,7 @@ from tests.refusals import says
 
 ROOT = Path(__file__).parents[2]
 BENCH = ("-m", "bmburst", "bench")
-SCRIPTS = ("accuracy", "bmtrain_tests", "records", "train_jobs")  # programs that measure no rows
+SCRIPTS = ("accuracy", "records", "train_jobs")  # programs that measure no rows
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

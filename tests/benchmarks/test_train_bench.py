@@ -272,7 +272,7 @@ def test_a_curve_is_smoothed_by_the_median_of_the_steps_around():
 # Runs
 
 
-def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_with_what_is_left(tmp_path):
     cells = tuple(cell(method) for method in ("ours", "ulysses", "zigzag-ring-nccl"))
     output = tmp_path / "r.json"
     job = Job(kind="train", ranks=4, cells=cells, output=str(output))
@@ -296,11 +296,10 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
         made.write(output)
         return 1 if len(starts) == 1 else 0
 
-    monkeypatch.setattr(job_module, "launch", started)
-    assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
+    assert job_module.run_job(job, header=HEADER, cell_timeout=1, starter=started) == 0
     found = Results.read(KIND, output)
     assert [found.rows[at.key]["status"] for at in cells] == [OK, FAILED, OK] and starts == [4, 4]
-    assert job_module.run_job(replace(job, cells=cells[:1]), header=HEADER, cell_timeout=1) == 0
+    assert job_module.run_job(replace(job, cells=cells[:1]), header=HEADER, cell_timeout=1, starter=started) == 0
     assert starts == [4, 4]  # nothing is left: nothing is started
 
 
