@@ -335,25 +335,35 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
         )
     if difflib.get_close_matches(name_or_path, ["bytes"], n=1):
         raise unknown("tokenizer", name_or_path, ["bytes", TOKENIZER_FILE, "a Hugging Face name"])
-    return _from_hub(name_or_path)
+    return load_from_hub(name_or_path)
 
 
-def _from_hub(name: str) -> HuggingFaceTokenizer:
-    """Load from the local cache of the hub, or fetch into it."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+def load_from_hub(name: str, hub: Any = None) -> HuggingFaceTokenizer:
+    """Load a tokenizer from the local cache of the Hugging Face hub, or fetch it into the cache.
+
+    Args:
+        name: Name on the hub.
+        hub: The package huggingface_hub, or what stands in for it.
+
+    Raises:
+        UserError: There is no such tokenizer, or the hub cannot be reached.
+    """
+    import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    hub = hub or huggingface_hub
+
     def fetch(file: str) -> Path:
-        cached = try_to_load_from_cache(name, file)
+        cached = hub.try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return Path(cached)
         try:  # first a single request: without network, hf_hub_download retries for half a minute
-            get_hf_file_metadata(hf_hub_url(name, file))
+            hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, file))
         except (HfHubHTTPError, ValueError):
             raise
         except Exception as error:  # errors of the HTTP package, which depends on the version of huggingface_hub
             raise LocalEntryNotFoundError(f"it cannot be reached: {first_line(error)}") from error
-        return Path(hf_hub_download(name, file))
+        return Path(hub.hf_hub_download(name, file))
 
     try:
         with _quiet("huggingface_hub"):

@@ -54,14 +54,14 @@ def python(name: str) -> Finding:
     return Finding(name, "ok", detail)
 
 
-def torch(name: str) -> Finding:
-    """Import torch, which also shows whether its libraries are whole."""
+def torch(name: str, installed: Any = metadata) -> Finding:
+    """Import torch, which also shows whether its libraries are whole; `installed` as in `nccl_packages`."""
     try:
         import torch as module
     except ModuleNotFoundError as error:
         return Finding(name, "missing", one_line(error), f"{PIP} install torch")
     except (ImportError, OSError) as error:
-        fix = repair_command() if "nccl" in str(error) else f"{PIP} install --force-reinstall torch"
+        fix = repair_command(installed) if "nccl" in str(error) else f"{PIP} install --force-reinstall torch"
         return Finding(name, "broken", one_line(error), fix)
     build = f"CUDA {module.version.cuda}" if module.version.cuda else "a CPU build"
     return Finding(name, "ok", f"{module.__version__}, {build}")
@@ -164,25 +164,30 @@ def mapped_libraries(maps: str) -> list[str]:
     return sorted({file for file in files if Path(file).name.startswith("libnccl.so")})
 
 
-def nccl_packages(name: str) -> Finding:
-    """Look for NCCL packages that own the same file, or whose file is missing or belongs to another package."""
-    owned = {d.metadata["Name"]: _files(d) for d in metadata.distributions() if _is_nccl(d)}
-    wanted = _wanted()
+def nccl_packages(name: str, installed: Any = metadata) -> Finding:
+    """Look for NCCL packages that own the same file, or whose file is missing or belongs to another package.
+
+    Args:
+        name: Name of the check.
+        installed: The packages of this Python, as `importlib.metadata` tells of them.
+    """
+    owned = {d.metadata["Name"]: _files(d) for d in installed.distributions() if _is_nccl(d)}
+    wanted = _wanted(installed)
     if not owned:
         if wanted is None:
             return Finding(name, "note", "none installed, none needed")
-        return Finding(name, "broken", f"torch needs {wanted}, which is not installed", repair_command())
+        return Finding(name, "broken", f"torch needs {wanted}, which is not installed", repair_command(installed))
     shared = shared_files(owned)
     if shared:
         both = " and ".join(sorted(owned))
         detail = f"{both} own the same files ({shared[0]}): one has overwritten the other"
         if wanted is None:
             return Finding(name, "note", f"{detail}; torch uses neither")
-        return Finding(name, "broken", detail, repair_command())
+        return Finding(name, "broken", detail, repair_command(installed))
     damaged = [path for files in owned.values() for path, size in files.items() if not _has_size(path, size)]
     if damaged and wanted is not None:
-        return Finding(name, "broken", f"{damaged[0]} is gone or another package's", repair_command())
-    return Finding(name, "ok", ", ".join(f"{found} {metadata.version(found)}" for found in sorted(owned)))
+        return Finding(name, "broken", f"{damaged[0]} is gone or another package's", repair_command(installed))
+    return Finding(name, "ok", ", ".join(f"{found} {installed.version(found)}" for found in sorted(owned)))
 
 
 def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
@@ -198,19 +203,19 @@ def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
     return sorted(path for path, count in owners.items() if count > 1)
 
 
-def repair_command() -> str:
-    """Return the command that reinstalls torch's NCCL package and removes all others."""
-    wanted = _wanted()
+def repair_command(installed: Any = metadata) -> str:
+    """Return the command that reinstalls torch's NCCL package and removes all others; see `nccl_packages`."""
+    wanted = _wanted(installed)
     kept = (wanted or "").partition("==")[0]
-    others = [n for d in metadata.distributions() if _is_nccl(d) and (n := d.metadata["Name"]) != kept]
+    others = [n for d in installed.distributions() if _is_nccl(d) and (n := d.metadata["Name"]) != kept]
     remove = f"{PIP} uninstall -y {' '.join(sorted(others))}; " if others else ""
     return f"{remove}{PIP} install --force-reinstall --no-deps {wanted}" if wanted else remove.rstrip("; ")
 
 
-def _wanted() -> str | None:
+def _wanted(installed: Any) -> str | None:
     """Return torch's requirement of NCCL, for example "nvidia-nccl-cu13==2.28.9"; None for a CPU build."""
     try:
-        requirements = metadata.requires("torch") or []
+        requirements = installed.requires("torch") or []
     except metadata.PackageNotFoundError:
         return None
     found = [text.partition(";")[0].strip() for text in requirements if text.startswith(_PREFIX)]

@@ -3,7 +3,9 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bmburst.data import ByteTokenizer, load_tokenizer
+from bmburst.data.tokenizer import load_from_hub
 from tests.refusals import refused
 
 TEXT = "def f(x):\n\treturn '</s>' + x  # héllo, 世界 🙂\n"
@@ -145,44 +148,36 @@ def test_tokens_without_merges_have_ends(tmp_path):
     assert tuple(map(int, least)) > (0, 20)
 
 
-def test_hub_without_network_is_one_message(monkeypatch, tmp_path):
-    import huggingface_hub
+def hub(metadata, cached=lambda *_: None):
+    """Stand in for huggingface_hub, whose package tries a download for half a minute."""
+    download = lambda *_: pytest.fail("a download was tried")  # noqa: E731
+    return SimpleNamespace(try_to_load_from_cache=cached, get_hf_file_metadata=metadata, hf_hub_download=download)
 
+
+def test_hub_without_network_is_one_message():
     def unreachable(url):
         assert url.startswith("https://huggingface.co/someone/model/") and url.endswith("/tokenizer.json")
         raise RuntimeError("no connection\nsecond line")  # as the HTTP package's, which derive from Exception
 
-    def again_and_again(name, file):
-        raise AssertionError("the package tries for half a minute")
-
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", again_and_again)
-    refuse("someone/model", "someone/model", "cannot be reached: no connection", "without a network")
+    with refused("someone/model", "cannot be reached: no connection", "without a network"):
+        load_from_hub("someone/model", hub(unreachable))
 
 
-def test_what_the_hub_answers_is_said(monkeypatch):
-    import huggingface_hub
-
+def test_what_the_hub_answers_is_said():
     def answers(url):
         raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is on")
 
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answers)
-    refuse("someone/model", "offline mode is on")
+    with refused("offline mode is on"):
+        load_from_hub("someone/model", hub(answers))
 
 
-def test_hub_uses_the_local_cache(monkeypatch, bpe_file):
-    import huggingface_hub
-
+def test_hub_uses_the_local_cache(bpe_file):
     def cached(name, file):
         return str(bpe_file.parent / file) if file == "tokenizer.json" else None
 
     def unreachable(url):
         raise RuntimeError("no connection")
 
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    tokenizer = load_tokenizer("someone/model")
+    tokenizer = load_from_hub("someone/model", hub(unreachable, cached))
     assert tokenizer.name == "someone/model"
     assert tokenizer.identity == load_tokenizer(str(bpe_file)).identity

@@ -21,7 +21,9 @@ def gradient_bound(kernel):
 class Masked:
     """Inputs on the device, and what the definition gives for them."""
 
-    def __init__(self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2, softcap=None, spread=1.0):
+    def __init__(
+        self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2, softcap=None, spread=1.0, device=DEVICE
+    ):
         self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
         k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype, spread)[1:3]
         q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype, spread)
@@ -30,7 +32,7 @@ class Masked:
         out, lse = attention(*leaves, pattern, self.scale, softcap)
         self.gradients = torch.autograd.grad(out, leaves, grad)
         self.out, self.lse, self.delta = out.detach(), lse.detach(), row_dots(grad, out.detach())
-        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+        self.q, self.k, self.v, self.grad = (t.to(device, dtype) for t in (q, k, v, grad))
 
     def forward(self, kernel, **options):
         options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
@@ -38,14 +40,14 @@ class Masked:
 
     def backward(self, kernel, deterministic=False, **options):
         dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
-        statistics = (t.to(DEVICE, dtype) for t in (self.lse, self.delta))
+        statistics = (t.to(self.q.device, dtype) for t in (self.lse, self.delta))
         options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
         options["softcap"] = self.softcap
         return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *statistics), **options)
 
     def hold_blind_rows(self, out, lse, gradients):
         """Nothing where nothing is seen, to the last bit, whatever the dtype."""
-        blind, unseen = (~self.mask.any(1)).to(DEVICE), (~self.mask.any(0)).to(DEVICE)
+        blind, unseen = (~self.mask.any(1)).to(out.device), (~self.mask.any(0)).to(out.device)
         assert not out[:, blind].any() and (lse[:, :, blind] == -torch.inf).all()
         for gradient, empty in zip(gradients, (blind, unseen, unseen), strict=True):
             assert not gradient[:, empty].any() and gradient.isfinite().all()

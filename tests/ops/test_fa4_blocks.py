@@ -214,7 +214,6 @@ def stand_in(monkeypatch):
     module = ModuleType("flash_attn.cute.block_sparsity")
     module.BlockSparseTensorsTorch = BlockSparseTensorsTorch
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("tests.ops.masked.DEVICE", "cpu")
     return kernel, calls
 
 
@@ -242,14 +241,14 @@ def test_the_package_is_told_the_blocks(monkeypatch, band, queries, keys, kv_hea
     told = (band == "causal", 200 if band == "a band to the right" else None)
     for seed, density in enumerate((0.4, 0.8), 3):
         pattern = sparse(seed, queries, keys, BLOCK, density, BANDS[band])
-        hold(kernel, Masked(pattern, queries, keys, 2, kv_heads, 16, BF16))
+        hold(kernel, Masked(pattern, queries, keys, 2, kv_heads, 16, BF16, device="cpu"))
         found = told if blocks_of(pattern).part.any() else (False, None)
         assert calls[-2:] == [("forward", *found), ("backward", *found)]
 
 
 def test_results_are_put_where_they_are_asked_for(monkeypatch):
     kernel, _ = stand_in(monkeypatch)
-    tile = Masked(sparse(3, 313, 313, BLOCK, 0.6, CAUSAL), 313, 313, 2, 1, 16, BF16)
+    tile = Masked(sparse(3, 313, 313, BLOCK, 0.6, CAUSAL), 313, 313, 2, 1, 16, BF16, device="cpu")
     into = Partial(torch.empty_like(tile.q), torch.empty(2, 2, 313))
     found = tile.forward(kernel, into=into)
     assert found.out is into.out and found.lse is into.lse and error(into.out, tile.out) < EPSILON[BF16]
@@ -259,7 +258,7 @@ def test_results_are_put_where_they_are_asked_for(monkeypatch):
 def test_what_it_cannot_do_under_blocks_is_never_left_out(monkeypatch, options):
     kernel, _ = stand_in(monkeypatch)
     pattern = sparse(3, 313, 313, BLOCK, 0.6)
-    tile = Masked(pattern, 313, 313, 2, 1, 16, BF16)
+    tile = Masked(pattern, 313, 313, 2, 1, 16, BF16, device="cpu")
     given = BackwardInputs(tile.grad, tile.q, tile.k, tile.v, tile.lse.float(), tile.delta.float())
     words = "softcap" if "softcap" in options else "deterministic backward"
     with refused(f"kernel 'fa4' | {words} | block-sparse masks", error=KernelError):

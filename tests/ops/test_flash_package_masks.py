@@ -262,11 +262,10 @@ def later_rows(tensor):
 )
 def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
     made = stand_in(monkeypatch)
-    monkeypatch.setattr("tests.ops.masked.DEVICE", "cpu")
     rng = random.Random(str(case))
     view = rng.choice((as_it_is, some_heads, one_number_off, later_rows))
     softcap = None if stand_in is torchs else rng.choice((None, 0.7))
-    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch, softcap)
+    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch, softcap, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     narrow = room(tile.q, view)
     for into in (None, narrow, wider_room(tile.q)):

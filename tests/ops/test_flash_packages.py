@@ -46,8 +46,7 @@ CASES = [
 def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, softcap):
     seen = []
     kernel = install(monkeypatch, *stand_in(seen))
-    monkeypatch.setattr("tests.ops.tiles.DEVICE", "cpu")
-    tile = Tile(case, softcap=softcap)
+    tile = Tile(case, softcap=softcap, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
     for into in (None, room(tile.q, view), wider_room(tile.q)):
@@ -153,9 +152,7 @@ def test_cudnn_is_called_as_it_wants(monkeypatch, case):
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
-    for module in ("tiles", "masked"):
-        monkeypatch.setattr(f"tests.ops.{module}.DEVICE", "cpu")
-    kernel, tile = CudnnKernel(), Masked(*case) if case[0] is CAUSAL else Tile(case)
+    kernel, tile = CudnnKernel(), Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     targets = room(tile.q, some_heads)
     into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))

@@ -16,7 +16,7 @@ EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 class Tile:
     """Inputs of a tile on the device, and what the definition gives for them."""
 
-    def __init__(self, case, seed=0, spread=1.0, softcap=None):
+    def __init__(self, case, seed=0, spread=1.0, softcap=None, device=DEVICE):
         batch, rows, columns, causal, heads, kv_heads, head_dim, dtype = case
         self.pattern = CAUSAL if causal else FULL
         self.dtype, self.scale, self.softcap = dtype, head_dim**-0.5, softcap
@@ -26,9 +26,9 @@ class Tile:
         out, self.lse = attention(*leaves, self.pattern, self.scale, softcap)
         self.gradients = torch.autograd.grad(out, leaves, grad)
         self.out, self.lse, self.delta = out.detach(), self.lse.detach(), row_dots(grad, out.detach())
-        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+        self.q, self.k, self.v, self.grad = (t.to(device, dtype) for t in (q, k, v, grad))
         # Of the definition, as a ring knows them from the whole sequence.
-        self.statistics = tuple(t.to(DEVICE, torch.float32) for t in (self.lse, self.delta))
+        self.statistics = tuple(t.to(device, torch.float32) for t in (self.lse, self.delta))
 
     def forward(self, kernel, **options):
         options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}

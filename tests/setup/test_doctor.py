@@ -137,44 +137,45 @@ class FakePackage:
 LIBRARY = "nvidia/nccl/lib/libnccl.so.2"
 
 
-def nccl_packages(monkeypatch, root, *names, wanted="nvidia-nccl-cu13==2.28.9", size=6):
-    """Pretend that these NCCL packages are installed beside a torch that wants `wanted`."""
+def installed(root, *names, wanted="nvidia-nccl-cu13==2.28.9", size=6):
+    """Packages of a Python: these of NCCL beside a torch that wants `wanted`."""
     (root / LIBRARY).parent.mkdir(parents=True, exist_ok=True)
     (root / LIBRARY).write_bytes(b"sixsix")
     files = {LIBRARY: size, "nvidia/__init__.py": 0}
     found = [FakePackage(root, name, "2.28.9", files) for name in names] + [FakePackage(root, "numpy", "2", {})]
-    monkeypatch.setattr(system.metadata, "distributions", lambda: found)
-    monkeypatch.setattr(system.metadata, "version", lambda _: "2.28.9")
     needs = ["filelock", f"{wanted}; platform_system == 'Linux'"] if wanted else ["filelock"]
-    monkeypatch.setattr(system.metadata, "requires", lambda _: needs)
-    return system.nccl_packages("NCCL packages")
+    return types.SimpleNamespace(distributions=lambda: found, version=lambda _: "2.28.9", requires=lambda _: needs)
 
 
-def test_one_whole_nccl_package_is_fine(monkeypatch, tmp_path):
-    found = nccl_packages(monkeypatch, tmp_path, "nvidia-nccl-cu13")
+def nccl_packages(*words, **options):
+    return system.nccl_packages("NCCL packages", installed(*words, **options))
+
+
+def test_one_whole_nccl_package_is_fine(tmp_path):
+    found = nccl_packages(tmp_path, "nvidia-nccl-cu13")
     assert (found.status, found.detail) == ("ok", "nvidia-nccl-cu13 2.28.9")
 
 
-def test_two_nccl_packages_overwrite_each_other(monkeypatch, tmp_path):
-    found = nccl_packages(monkeypatch, tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu13")
+def test_two_nccl_packages_overwrite_each_other(tmp_path):
+    found = nccl_packages(tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu13")
     assert found.status == "broken" and "nvidia-nccl-cu11 and nvidia-nccl-cu13 own the same files" in found.detail
     remove, repair = found.fix.split("; ")
     assert remove.endswith("uninstall -y nvidia-nccl-cu11")
     assert repair.endswith("install --force-reinstall --no-deps nvidia-nccl-cu13==2.28.9")
 
 
-def test_packages_that_torch_does_not_use_are_no_harm(monkeypatch, tmp_path):
-    found = nccl_packages(monkeypatch, tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu12", wanted=None)
+def test_packages_that_torch_does_not_use_are_no_harm(tmp_path):
+    found = nccl_packages(tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu12", wanted=None)
     assert found.status == "note"
-    assert nccl_packages(monkeypatch, tmp_path, wanted=None).status == "note"
+    assert nccl_packages(tmp_path, wanted=None).status == "note"
 
 
-def test_a_library_that_uninstalling_another_package_removed(monkeypatch, tmp_path):
+def test_a_library_that_uninstalling_another_package_removed(tmp_path):
     (tmp_path / LIBRARY).parent.mkdir(parents=True)
-    found = nccl_packages(monkeypatch, tmp_path, "nvidia-nccl-cu13", size=7)
+    found = nccl_packages(tmp_path, "nvidia-nccl-cu13", size=7)
     assert found.status == "broken" and "gone or another package's" in found.detail
     assert "uninstall" not in found.fix and found.fix.endswith("nvidia-nccl-cu13==2.28.9")
-    assert nccl_packages(monkeypatch, tmp_path).status == "broken", "none at all where torch needs one"
+    assert nccl_packages(tmp_path).status == "broken", "none at all where torch needs one"
 
 
 def test_the_loaded_library_is_read_from_the_map():
@@ -216,7 +217,7 @@ def test_without_torch_its_checks_are_not_asked(monkeypatch):
 
 
 def test_a_torch_with_anothers_nccl_gets_the_command_that_repairs_it(monkeypatch, tmp_path):
-    nccl_packages(monkeypatch, tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu13")
+    packages = installed(tmp_path, "nvidia-nccl-cu11", "nvidia-nccl-cu13")
 
     class Broken:
         def find_spec(self, name, *_):
@@ -225,7 +226,7 @@ def test_a_torch_with_anothers_nccl_gets_the_command_that_repairs_it(monkeypatch
 
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = system.torch("torch")
+    found = system.torch("torch", packages)
     assert found.status == "broken" and "uninstall -y nvidia-nccl-cu11; " in found.fix
 
 
