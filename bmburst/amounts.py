@@ -138,7 +138,7 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (ValueError, TypeError, NotImplementedError):  # NotImplementedError: a meta tensor
         raise UserError(
-            f"{what} must be an array of numbers, got {brief(values)}\nfix: pass a list, a NumPy array or a tensor"
+            f"{what} must be an array of numbers, got {short_text(values)}\nfix: pass a list, a NumPy array or a tensor"
         ) from None
 
 
@@ -151,7 +151,8 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(
-            f"{what} must be a list of whole numbers, got {brief(values)}\nfix: pass a list of int, or a 1-D int tensor"
+            f"{what} must be a list of whole numbers, got {short_text(values)}\n"
+            "fix: pass a list of int, or a 1-D int tensor"
         )
     found: list[Any] = array.reshape(-1).tolist()
     return found
@@ -166,7 +167,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def brief(values: Any) -> str:
+def short_text(values: Any) -> str:
     """Return values as text on one line of at most 100 characters."""
     text = " ".join(repr(values).split())
     return text if len(text) <= 100 else f"{text[:97]}..."

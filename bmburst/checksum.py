@@ -75,7 +75,7 @@ def damaged_file(folder: Path, checksums: Mapping[str, str], beat: Callable[[], 
     return None
 
 
-def sealed(text: str) -> str:
+def with_checksum(text: str) -> str:
     """Add a JSON object's own checksum as its last member.
 
     Args:
@@ -85,8 +85,8 @@ def sealed(text: str) -> str:
     return f'{body}{_SEAL}"{text_of(zlib.crc32(body.encode()))}"}}\n'
 
 
-def is_sealed(data: bytes) -> bool | None:
-    """Return whether the checksum of `sealed` in these bytes is correct; None if they have no such checksum."""
+def verify_own_checksum(data: bytes) -> bool | None:
+    """Return whether the checksum of `with_checksum` in these bytes is correct; None if they have no such checksum."""
     body, found, _ = data.rpartition(_SEAL.encode())
     if not found:
         return None

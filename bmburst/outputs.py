@@ -205,7 +205,7 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
+def lock_folder(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
     """Lock a run folder until the block or this process ends.
 
     The lock is a `filelock.FileLock`, which leaves its file behind. A second file names the holder, for the message of

@@ -33,13 +33,13 @@ def test_a_file_by_threads(tmp_path, monkeypatch):
 
 def test_json_that_carries_its_checksum():
     values = {"step": 3, "data": {"x": [1, 2]}}
-    data = checksum.sealed(json.dumps(values, indent=2)).encode()
-    assert checksum.is_sealed(data)
+    data = checksum.with_checksum(json.dumps(values, indent=2)).encode()
+    assert checksum.verify_own_checksum(data)
     assert json.loads(data).items() >= values.items()
-    assert checksum.is_sealed(json.dumps(values).encode()) is None
+    assert checksum.verify_own_checksum(json.dumps(values).encode()) is None
     flips = random.Random(1)
     for at in range(len(data)):
         flipped = bytearray(data)
         flipped[at] ^= 1 << flips.randrange(8)
-        assert not checksum.is_sealed(bytes(flipped))
-    assert not checksum.is_sealed(data + b" ")
+        assert not checksum.verify_own_checksum(bytes(flipped))
+    assert not checksum.verify_own_checksum(data + b" ")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from benchmarks.engine import BaseCell, BaseSelection
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.blocks.presets import PRESETS
-from bmburst.dtypes import ITEMSIZE
 from bmburst.errors import UserError, require_known
 from bmburst.plan.inference import InferenceWork
 from bmburst.schedule.hardware import Hardware

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.amounts import brief, require_flag
+from bmburst.amounts import require_flag, short_text
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
@@ -85,7 +85,7 @@ def require_scale(scale: float | None) -> None:
     """
     if scale is not None and not _is_positive(scale):
         raise UserError(
-            f"scale must be a positive number that float32 holds, got {brief(scale)}\n"
+            f"scale must be a positive number that float32 holds, got {short_text(scale)}\n"
             "fix: None means 1 / sqrt(head_dim)"
         )
 
@@ -98,7 +98,7 @@ def require_softcap(softcap: float | None) -> None:
     """
     if softcap is not None and not _is_positive(softcap):
         raise UserError(
-            f"softcap must be a positive number that float32 holds, got {brief(softcap)}\n"
+            f"softcap must be a positive number that float32 holds, got {short_text(softcap)}\n"
             "fix: None, which leaves scores as they are"
         )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst.amounts import brief
+from bmburst.amounts import short_text
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.comm.checks import CheckedCommunicator
@@ -180,7 +180,7 @@ def _pairs(source: Tensor, targets: int, attention_mask: Tensor | None, pairs: P
         return _padded(source, attention_mask, targets)
     each = (pairs,) * len(source) if isinstance(pairs, Pairs) else pairs or ()
     if not isinstance(each, Sequence) or not all(isinstance(pair, Pairs) for pair in each):
-        raise UserError(f"pairs must be Pairs, got {brief(pairs)}\nfix: Pairs(sources, targets), or one a sample")
+        raise UserError(f"pairs must be Pairs, got {short_text(pairs)}\nfix: Pairs(sources, targets), or one a sample")
     if each and len(each) != len(source):
         raise UserError(f"pairs of {len(each)} samples for a batch of {len(source)}\nfix: one Pairs, or one a sample")
     return tuple(each)

@@ -12,18 +12,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from bmburst.blocks.dtypes import dtype_of, name_of
 from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig, in_words
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.four_bit import Dequantized
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
-from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, together
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, on_every_rank
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.config.fields import shown
 from bmburst.config.foreign import Key, keys, require_keys
-from bmburst.dtypes import dtype_of, name_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
         if base is not None:
             adapter.require_base(base)
 
-    together(check)
+    on_every_rank(check)
     assert adapter is not None
     for shard in shards:
         if shard.count:

@@ -10,7 +10,7 @@ import threading
 import torch
 
 from bmburst.checkpoint.files import warn
-from bmburst.checkpoint.sharded_files import GatheredTensors, together
+from bmburst.checkpoint.sharded_files import GatheredTensors, on_every_rank
 from bmburst.checkpoint.staging import AbandonedError, Staging
 from bmburst.checkpoint.training import Draft
 from bmburst.comm.host_memory import host_shard
@@ -59,7 +59,7 @@ class BackgroundSaves:
         self.wait()
         if self.staging is not None:
             try:
-                together(self.staging.wait)
+                on_every_rank(self.staging.wait)
             except OSError as error:  # on all ranks
                 self.staging = None
                 if bmt.rank() == 0:

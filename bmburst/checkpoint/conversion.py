@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of, name_of
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
 from bmburst.checkpoint.files import STATE_FILE, require_whole
 from bmburst.checkpoint.hugging_face import (
@@ -27,7 +28,6 @@ from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped, writ
 from bmburst.config import read_json
 from bmburst.data.tokenizer import TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
-from bmburst.dtypes import DTYPE_NAMES, dtype_of, name_of
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
 

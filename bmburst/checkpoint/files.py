@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bmburst.checksum import damaged_file, is_sealed
+from bmburst.checksum import damaged_file, verify_own_checksum
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
@@ -135,10 +135,10 @@ def verified_together(given: Path) -> Path:
     """
     import bmtrain as bmt
 
-    from bmburst.checkpoint.sharded_files import together
+    from bmburst.checkpoint.sharded_files import on_every_rank
     from bmburst.launch.watchdog import beat
 
-    found = together(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
+    found = on_every_rank(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
     beat()
     return Path(found)
 
@@ -207,7 +207,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
         return f"{STATE_FILE} is truncated or not JSON"
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         return f"{STATE_FILE} is not of format {FORMAT}"
-    seal = is_sealed(data)
+    seal = verify_own_checksum(data)
     if not seal and (seal is False or not _MEMBERS.issuperset(state)):
         return f"{STATE_FILE} is damaged: it does not have its checksum"
     files, checksums = state.get("files"), state.get("checksums", {})

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.dtypes import name_of
 from bmburst.blocks.families import SCALES
 from bmburst.blocks.lora import TARGETS
 from bmburst.checkpoint.derived import (
@@ -30,10 +31,16 @@ from bmburst.checkpoint.derived import (
 )
 from bmburst.checkpoint.four_bit import Dequantized, quantized_piece
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
-from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, parts_of, save_together, together
+from bmburst.checkpoint.sharded_files import (
+    Contents,
+    ShardedTensor,
+    TensorGroup,
+    on_every_rank,
+    parts_of,
+    save_together,
+)
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
-from bmburst.dtypes import name_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -313,7 +320,7 @@ def load(model: "Llama", directory: str | Path) -> None:
         nonlocal files
         files = check_weights(directory, model.config)
 
-    together(open_files)
+    on_every_rank(open_files)
     shards, beyond, quantized = named_shards(model), "", quantized_linears(model)
 
     def read(name: str, dtype: torch.dtype, begin: int, end: int) -> Tensor:
@@ -338,7 +345,7 @@ def load(model: "Llama", directory: str | Path) -> None:
             )
 
     if any(shard.dtype == torch.float16 for shard in shards):
-        together(require_range)
+        on_every_rank(require_range)
 
 
 def contents(model: "Llama", *, part_bytes: int | None = None) -> Contents:

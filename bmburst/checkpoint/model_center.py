@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.dtypes import DtypeName
 from bmburst.blocks.families import SCALES, RopeScaling
 from bmburst.config import build_config, check_fields, field, read_layer, to_dict
-from bmburst.dtypes import DtypeName
 from bmburst.errors import UserError
 
 # Maps Hugging Face's names of the weights of a block to ModelCenter's.

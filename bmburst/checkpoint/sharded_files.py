@@ -121,18 +121,18 @@ class Contents:
                     partial.write_bytes(content)
             return {name: zlib.crc32(content) for name, content in self.files.items()}
 
-        source.together(lambda: folder.mkdir(parents=True, exist_ok=True) if is_main else None)
+        source.on_every_rank(lambda: folder.mkdir(parents=True, exist_ok=True) if is_main else None)
         checksums: dict[str, int] = {}
         for group in self.groups:
             checksums |= _write_group(folder, group, source)
-        return checksums | source.together(describe)[0]
+        return checksums | source.on_every_rank(describe)[0]
 
 
 class TensorSource(Protocol):
     """Where the ranks that write get whole tensors from. Every rank makes the same calls."""
 
-    def together(self, action: Callable[[], Result]) -> list[Result]:
-        """See the function `together`."""
+    def on_every_rank(self, action: Callable[[], Result]) -> list[Result]:
+        """See the function `on_every_rank`."""
 
     def fill(
         self, file: SafetensorsWriter | None, tensors: Sequence[ShardedTensor], owners: Sequence[int], rank: int
@@ -143,9 +143,9 @@ class TensorSource(Protocol):
 class GatheredTensors:
     """A `TensorSource` that gathers one tensor after another. While a rank writes to disk, the others go on."""
 
-    def together(self, action: Callable[[], Result]) -> list[Result]:
+    def on_every_rank(self, action: Callable[[], Result]) -> list[Result]:
         """See `TensorSource`."""
-        return together(action)
+        return on_every_rank(action)
 
     def fill(
         self, file: SafetensorsWriter | None, tensors: Sequence[ShardedTensor], owners: Sequence[int], rank: int
@@ -213,7 +213,7 @@ def save_together(folder: Path, contents: Contents) -> dict[str, int]:
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
-    with naming(folder):
+    with os_error_as_user_error(folder):
         return contents.write(folder, GatheredTensors())
 
 
@@ -243,7 +243,9 @@ def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict
         single.unlink(missing_ok=True)  # an old single file would be read first
         return checksums
 
-    return {name: crc for action in (write, finish) for each in source.together(action) for name, crc in each.items()}
+    return {
+        name: crc for action in (write, finish) for each in source.on_every_rank(action) for name, crc in each.items()
+    }
 
 
 def open_parts(folder: Path, stem: str, *, with_codes: bool = False) -> TensorFile:
@@ -296,7 +298,7 @@ class JoinedFiles:
         return self._files[name].read(name, begin, end)
 
 
-def together(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]] | None = None) -> list[Result]:
+def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]] | None = None) -> list[Result]:
     """Run an action on every rank, and return the results of all ranks.
 
     Args:
@@ -325,7 +327,7 @@ def together(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]
 
 
 @contextlib.contextmanager
-def naming(folder: Path) -> Iterator[None]:
+def os_error_as_user_error(folder: Path) -> Iterator[None]:
     """Turn an OSError into a UserError that names the output folder."""
     try:
         yield

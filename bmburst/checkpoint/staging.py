@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import bytes_text
-from bmburst.checkpoint.sharded_files import Result, ShardedTensor, together
+from bmburst.checkpoint.sharded_files import Result, ShardedTensor, on_every_rank
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.comm.host_memory import paged_in
 from bmburst.plan.memory import HOST_SHARE
@@ -80,7 +80,7 @@ class Staging:
         import bmtrain as bmt
 
         rank, sizes = bmt.rank(), [places_of(tensors, each)[1] for each in range(bmt.world_size())]
-        gathered = together(lambda: (socket.gethostname(), available))
+        gathered = on_every_rank(lambda: (socket.gethostname(), available))
         if len({host for host, _ in gathered}) > 1:
             return "the ranks are on several hosts"
         free = min((each for _, each in gathered if each is not None), default=0)
@@ -158,9 +158,9 @@ class StagedTensors:
     def __init__(self, staging: Staging, places: Mapping[str, Sequence[int]]) -> None:
         self._staging, self._places = staging, places
 
-    def together(self, action: Callable[[], Result]) -> list[Result]:
+    def on_every_rank(self, action: Callable[[], Result]) -> list[Result]:
         """See `TensorSource`."""
-        return together(action, self._staging.all_gather)
+        return on_every_rank(action, self._staging.all_gather)
 
     def fill(
         self, file: SafetensorsWriter | None, tensors: Sequence[ShardedTensor], owners: Sequence[int], rank: int
@@ -216,9 +216,9 @@ def _mapped(rank: int, sizes: Sequence[int]) -> list[mmap.mmap]:
         return memories
 
     try:
-        known = together(create)
+        known = on_every_rank(create)
         memories: list[mmap.mmap] = []
-        together(lambda: memories.extend(map_all(known)))
+        on_every_rank(lambda: memories.extend(map_all(known)))
         return memories
     finally:
         for descriptor in descriptors:

@@ -28,7 +28,7 @@ from bmburst.checkpoint.files import (
     step_of,
     verified_together,
 )
-from bmburst.checksum import sealed, text_of
+from bmburst.checksum import text_of, with_checksum
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, free_bytes
 
@@ -127,13 +127,13 @@ class Draft:
 
         is_main, partial_folder = bmt.rank() == 0, self._partial
         try:
-            source.together(lambda: _remove_hidden(self.target.parent) if is_main else None)
+            source.on_every_rank(lambda: _remove_hidden(self.target.parent) if is_main else None)
             checksums = self.contents.write(partial_folder, source)
-            source.together(lambda: self._publish(checksums) if is_main else None)
+            source.on_every_rank(lambda: self._publish(checksums) if is_main else None)
         except OSError as error:  # on all ranks
             if is_main:  # before a rank ends, which would end the others
                 shutil.rmtree(partial_folder, ignore_errors=True)
-            source.together(lambda: None)
+            source.on_every_rank(lambda: None)
             room = self._room() if error.errno in FULL else ""  # after removing the incomplete folder
             raise UserError(
                 f"cannot write the checkpoint {self.target}: {error.strerror}\n"
@@ -229,7 +229,7 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
     state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
     state |= {} if progress.loss_scale is None else {"loss_scale": list(progress.loss_scale)}
     state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
-    path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
+    path.write_text(with_checksum(json.dumps(state, indent=2)), encoding="utf-8")
 
 
 def _random_state() -> bytes:

@@ -199,7 +199,7 @@ def _answer(request: Request) -> int:
     cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
     if len(prompts) == 1:
         require_room(source, comm, cache, dtype, chunk_tokens, len(prompts[0]), options)
-    screen = _Screen(request, prompts, options, is_main=is_main)
+    screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
@@ -210,7 +210,7 @@ def _answer(request: Request) -> int:
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
 
 
-class _Screen:
+class _AnswerPrinter:
     """Prints and writes the answers on rank 0. The other ranks print nothing."""
 
     def __init__(

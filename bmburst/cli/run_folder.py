@@ -9,11 +9,11 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from bmburst.amounts import bytes_text
+from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
-from bmburst.dtypes import ITEMSIZE
 from bmburst.errors import UserError
 from bmburst.optim.config import MOMENT_BYTES
-from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, held, require_space
+from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, lock_folder, require_space
 from bmburst.plan.counts import saved_master
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
@@ -53,9 +53,9 @@ def lock(stack: contextlib.ExitStack, folder: Path) -> None:
         UserError: Another run is using it.
     """
     with explaining_write_errors(folder):
-        stack.enter_context(held(folder))
+        stack.enter_context(lock_folder(folder))
         # The writing rank may outlive a killed launcher by a few seconds.
-        with held(folder, TRAINING_LOCK, patience=_LEFTOVER):
+        with lock_folder(folder, TRAINING_LOCK, patience=_LEFTOVER):
             pass
 
 

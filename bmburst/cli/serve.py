@@ -21,7 +21,7 @@ from bmburst.cli.progress import progress_bar
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
-from bmburst.launch.watchdog import polite
+from bmburst.launch.watchdog import handle_signals
 
 if TYPE_CHECKING:
     from bmburst.comm.checks import CheckedCommunicator
@@ -264,7 +264,7 @@ def _serve(request: Request) -> int:
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=comm.rank == 0) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     worker, stop = Worker(generator, _control(comm), request["sessions"], asked), _Stop()
-    with polite((signal.SIGINT, signal.SIGTERM), stop.note):
+    with handle_signals((signal.SIGINT, signal.SIGTERM), stop.note):
         if listener is None:
             worker.run(None)
             return stop.signum or 0

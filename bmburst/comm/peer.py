@@ -27,7 +27,7 @@ from bmburst.comm.shared_memory import (
     SharedMemory,
     SharedMemoryError,
     Signals,
-    agreed,
+    gather_or_raise,
     host_identity,
 )
 from bmburst.comm.streams import FIRST, CurrentStream, SideStreamTransfer, StreamOrder, current_stream
@@ -249,7 +249,7 @@ class PeerCommunicator:
         self._words.local.zero_()
         torch.cuda.synchronize(self._device)
         try:
-            agreed(self._inner, problem, "")
+            gather_or_raise(self._inner, problem, "")
         except SharedMemoryError:
             self._words.close()
             raise

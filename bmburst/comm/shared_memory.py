@@ -326,13 +326,13 @@ class SharedMemory:
             handle = export(self._own)
         except (OSError, AttributeError, DriverError) as error:
             problem = f"rank {comm.rank} cannot share {nbytes / 2**20:.0f} MiB of device memory: {error}"
-        handles = agreed(comm, problem, handle.hex())
+        handles = gather_or_raise(comm, problem, handle.hex())
         try:
             for rank, text in enumerate(handles):
                 self._opened.append(self._own if rank == comm.rank else open_exported(bytes.fromhex(text)))
         except DriverError as error:
             problem = f"rank {comm.rank} cannot read the memory of rank {len(self._opened)}: {error}"
-        agreed(comm, problem, "")
+        gather_or_raise(comm, problem, "")
 
     @property
     def addresses(self) -> Sequence[int]:
@@ -361,7 +361,7 @@ class SharedMemory:
         self._opened, self.nbytes, self._own = [], 0, 0
 
 
-def agreed(comm: Communicator, problem: str, value: str) -> list[str]:
+def gather_or_raise(comm: Communicator, problem: str, value: str) -> list[str]:
     """Return every rank's value. If any rank has a problem, raise the first one on all ranks."""
     answers: Sequence[tuple[str, str]] = gather_objects(comm, (problem, value))
     for text, _ in answers:

@@ -211,7 +211,7 @@ class PeerWatch:
 
     def __init__(self, inner: Communicator, device: torch.device) -> None:
         self._device = device
-        mine = (os.readlink("/proc/self/ns/pid"), os.getpid(), birth(os.getpid()))
+        mine = (os.readlink("/proc/self/ns/pid"), os.getpid(), start_ticks(os.getpid()))
         self._peers = {
             rank: (pid, born)
             for rank, (namespace, pid, born) in enumerate(gather_objects(inner, mine))
@@ -257,12 +257,12 @@ class PeerWatch:
     def _gone(self) -> tuple[int, int] | None:
         """Return rank and process id of the first peer that has ended."""
         for rank, (pid, born) in self._peers.items():
-            if birth(pid) != born:
+            if start_ticks(pid) != born:
                 return rank, pid
         return None
 
 
-def birth(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """Return the start time of a process in clock ticks since boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -357,7 +357,7 @@ _CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(
 
 # Maps our name to the names in transformers, TRL, torchtitan, Megatron-LM, DeepSpeed, axolotl, LLaMA-Factory and vLLM.
 # A key has several names where commands differ; a command has one of them.
-_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
+_NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
     {
         ("optimizer.lr",): "learning_rate peak_lr max_lr",
         ("optimizer.beta1",): "adam_beta1 beta_1",
@@ -454,7 +454,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
-    for ours, theirs in _ELSEWHERE.items():
+    for ours, theirs in _NAMES_ELSEWHERE.items():
         if leaf in theirs.split() and (found := next((each for each in ours if each in known), None)):
             return found
     by_leaf = {other.rpartition(".")[2]: other for other in known}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bmburst.schedule.layout import deal
+from bmburst.schedule.layout import balance_chunks
 
 _UNITS = 1 << 40  # of the largest cost; sums of as many as 2**22 samples fit in 63 bits
 
@@ -36,8 +36,8 @@ def deal_samples(costs: Sequence[float], groups: int, together: int) -> tuple[tu
     """Return the places of each group's samples, in the order of its micro-batches: from the dearest to the cheapest.
 
     Samples are sorted by cost and taken in rounds of one micro-batch per group, so groups meet with like samples. A
-    round is dealt by `bmburst.schedule.layout.deal`, and the group with the least work so far gets its dearest part. If
-    all costs are equal, or there is one group, the order stays as drawn.
+    round is dealt by `bmburst.schedule.layout.balance_chunks`, and the group with the least work so far gets its
+    dearest part. If all costs are equal, or there is one group, the order stays as drawn.
 
     Args:
         costs: Predicted cost of each sample of the step, 0 or more, in any unit; a multiple of `groups`.
@@ -51,7 +51,7 @@ def deal_samples(costs: Sequence[float], groups: int, together: int) -> tuple[tu
     sums, found = np.zeros(groups, np.int64), [[] for _ in range(groups)]  # type: ignore[var-annotated]
     for first in range(0, len(order), groups * together):
         places = order[first : first + groups * together]
-        owners = np.array(deal(weights[places].tolist(), groups))
+        owners = np.array(balance_chunks(weights[places].tolist(), groups))
         parts = [places[owners == part] for part in range(groups)]
         works = np.array([weights[part].sum() for part in parts])
         for part, group in zip(np.argsort(-works, kind="stable"), np.argsort(sums, kind="stable"), strict=True):

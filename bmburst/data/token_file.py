@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.checksum import file_checksum, is_sealed, text_of
+from bmburst.checksum import file_checksum, text_of, verify_own_checksum
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
@@ -297,7 +297,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, "its header is not JSON") from error
     version = header.get("version") if isinstance(header, dict) else None
-    seal, is_known = is_sealed(text), isinstance(version, int) and version in _VERSIONS
+    seal, is_known = verify_own_checksum(text), isinstance(version, int) and version in _VERSIONS
     if seal is False or (seal is None and is_known and (version != VERSION or not _KEYS.issuperset(header))):
         raise _damaged(path, "its header does not have its checksum")
     if not is_known:

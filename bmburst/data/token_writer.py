@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmburst.amounts import bytes_text
-from bmburst.checksum import sealed, text_of
+from bmburst.checksum import text_of, with_checksum
 from bmburst.data.documents import Document
 from bmburst.data.token_file import (
     MAGIC,
@@ -241,7 +241,7 @@ class _Writer:
             if self._weighted:
                 self._put_column("mask", _COLUMNS)
         header_at = self._file.tell()
-        header = sealed(json.dumps(self._header())).encode()
+        header = with_checksum(json.dumps(self._header())).encode()
         self._file.write(header)
         self._file.seek(0)
         self._file.write(PREAMBLE.pack(MAGIC, header_at, len(header)))

@@ -72,8 +72,8 @@ class GracefulStop:
                     os.kill(pid, self.signum)
 
 
-def all_polite(folder: Path) -> bool:
-    """Return whether ranks are running and each of them handles the signal itself (`watchdog.polite`)."""
+def all_handle_signals(folder: Path) -> bool:
+    """Return whether ranks are running and each of them handles the signal itself (`watchdog.handle_signals`)."""
     living = [rank for rank, pid in rank_pids(folder).items() if start_time(pid)]
     return bool(living) and all((folder / f"polite.{rank}").exists() for rank in living)
 

@@ -29,7 +29,7 @@ from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, serve
 from bmburst.launch.agent import (
     AgentThread,
     GracefulStop,
-    all_polite,
+    all_handle_signals,
     rank_command,
     start_guard,
     torchrun_arguments,
@@ -169,8 +169,8 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
 
     Ranks share standard input, output and error. An error is written to standard error once. The status is 2 after a
     UserError in a rank, the program's own after sys.exit, 128 + N after signal N to this process, else 1. If the ranks
-    handle SIGTERM or SIGUSR1 themselves (`bmburst.launch.watchdog.polite`), the launcher waits for them. Then the
-    status is theirs: `STOPPED` if the run has saved its state and is to continue, else 0.
+    handle SIGTERM or SIGUSR1 themselves (`bmburst.launch.watchdog.handle_signals`), the launcher waits for them. Then
+    the status is theirs: `STOPPED` if the run has saved its state and is to continue, else 0.
 
     Args:
         spec: How many ranks, where, and how long one may go without progress.
@@ -216,7 +216,7 @@ def _wait(agent: AgentThread, caught: list[signal.Signals], folder: Path) -> Lau
         agent.join(0.05)
     if not caught:
         return None
-    patient = caught[0] in _IN_ORDER and all_polite(folder)
+    patient = caught[0] in _IN_ORDER and all_handle_signals(folder)
     stop = GracefulStop(folder, caught[0], patient)
     gone = float("inf")
     while agent.is_alive() and time.monotonic() < gone:

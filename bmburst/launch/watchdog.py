@@ -65,7 +65,9 @@ def _step() -> None:
 
 
 @contextlib.contextmanager
-def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_signals(
+    signums: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
     """Return a context in which `handler` handles signals that would end this process, and the launcher knows it.
 
     After such a signal the launcher waits for this rank, unless another rank has failed. On SIGTERM the stacks are

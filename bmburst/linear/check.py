@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bmburst.amounts import brief, require_flag
+from bmburst.amounts import require_flag, short_text
 from bmburst.attention.options import (
     MaskOption,
     gradient_signature,
@@ -83,7 +83,8 @@ class SequenceOptions:
             is_documents = isinstance(mask, Documents) and mask.causal and mask.key_lengths is None
             if not isinstance(mask, Causal) and not is_documents:
                 raise UserError(
-                    f"a recurrent layer cannot have the mask {brief(str(mask))}: its state holds all earlier tokens\n"
+                    f"a recurrent layer cannot have the mask {short_text(str(mask))}: "
+                    "its state holds all earlier tokens\n"
                     "allowed: 'causal', or causal bmburst.Documents\nfix: mask='causal'"
                 )
         return masks

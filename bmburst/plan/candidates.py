@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
-from bmburst.dtypes import ITEMSIZE, DtypeName
+from bmburst.blocks.dtypes import ITEMSIZE, DtypeName
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.plan.counts import WIDE, Operators, block_parameters, causal_pairs, four_bit_saving

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
-from bmburst.dtypes import ITEMSIZE
+from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.recompute.policy import Policy
 from bmburst_ops import ATTENTION_BACKWARD, GATHERED_CHUNKS, NF4_BLOCK, NF4_GROUP

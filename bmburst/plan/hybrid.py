@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from bmburst.amounts import GIB, short
-from bmburst.dtypes import ITEMSIZE
+from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.errors import UserError
 from bmburst.schedule.cost import LinearCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware

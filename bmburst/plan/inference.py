@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.dtypes import ITEMSIZE
+from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.errors import UserError, require_known
 from bmburst.plan.candidates import MOST_GPUS, Candidate, Task
 from bmburst.plan.counts import (

@@ -27,7 +27,7 @@ from bmburst.plan.counts import (
     held_block,
     mlp_matrix,
 )
-from bmburst.plan.moments import Lines, Moments, Others, StepMoments
+from bmburst.plan.moments import Lines, Moments, OtherBlocks, StepMoments
 from bmburst.plan.stages import ends, kept_by_stage, stage_of, stages_per_node
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
@@ -172,7 +172,7 @@ class _Blocks:
     def __init__(self, candidate: Candidate, operators: Operators) -> None:
         self._candidate, self._task, self._operators = candidate, candidate.task, operators
         self._ways = [kind for kind, _ in candidate.kinds]
-        self._kinds = [self._moments(way, Others()) for way in self._ways]
+        self._kinds = [self._moments(way, OtherBlocks()) for way in self._ways]
         self._of_layers = candidate.policy.kinds_of_layers(candidate.task.model.num_layers)
         kept, hosted = ([take(each) for each in self._kinds] for take in (StepMoments.kept, StepMoments.hosted))
         self._kept_before = list(accumulate((kept[kind] for kind in self._of_layers), initial=0.0))
@@ -218,18 +218,18 @@ class _Blocks:
         """Return the moments of a block that ends a segment."""
         return self._moments(self._ways[self._of_layers[layer]], self._others(layer))
 
-    def _others(self, layer: int) -> Others:
+    def _others(self, layer: int) -> OtherBlocks:
         """Return the bytes of other blocks in the backward of a block that ends a segment."""
         first, before = self._first_of_segment[layer], self._kept_before[layer]
         if first < layer:
             kinds = [self._kinds[kind] for kind in self._of_layers[first:layer]]
             segment = sum(each.hidden + each.again() for each in kinds)
             fetched = kinds[0].hidden if self._hosted[first] else 0.0
-            return Others(before=before, fetched=fetched, segment=segment)
+            return OtherBlocks(before=before, fetched=fetched, segment=segment)
         offloaded = (hosted for hosted in reversed(self._hosted[:layer]) if hosted)
-        return Others(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
+        return OtherBlocks(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
 
-    def _moments(self, way: Candidate, others: Others) -> StepMoments:
+    def _moments(self, way: Candidate, others: OtherBlocks) -> StepMoments:
         kind = LeanMoments if way.is_lean(self._operators) else StepMoments
         return kind(way, self._operators, others)
 
@@ -241,7 +241,7 @@ def _used(lines: Mapping[str, float]) -> Lines:
 class LeanMoments(StepMoments):
     """`StepMoments` for a block of `bmburst.blocks.lean`; that module's docstring describes the steps."""
 
-    def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
+    def __init__(self, candidate: Candidate, operators: Operators, others: OtherBlocks) -> None:
         super().__init__(candidate, operators, others)
         self.part = candidate.mlp_rows / candidate.rows  # fraction of the tokens in one chunk
         at_once = self.attends.candidate.own_heads

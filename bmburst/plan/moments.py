@@ -30,7 +30,7 @@ _VISITING = 2  # blocks whose weight shards are on the GPU, with offloaded weigh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Others:
+class OtherBlocks:
     """Bytes on the GPU that belong to other blocks when memory peaks in one block.
 
     Attributes:
@@ -60,7 +60,7 @@ class StepMoments:
         others: Bytes of other blocks.
     """
 
-    def __init__(self, candidate: Candidate, operators: Operators, others: Others = Others()) -> None:
+    def __init__(self, candidate: Candidate, operators: Operators, others: OtherBlocks = OtherBlocks()) -> None:
         task, model = candidate.task, candidate.task.model
         self.others = others
         self.candidate, self.operators, self.task, self.model = candidate, operators, task, model

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bmburst.amounts import brief, digest, require_flag, whole_number, whole_numbers
+from bmburst.amounts import digest, require_flag, short_text, whole_number, whole_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.mask import Mask
 from bmburst_ops.bounded_cache import bounded_cache
@@ -187,7 +187,7 @@ def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
     edges = whole_numbers("cu_seqlens", cu_seqlens)
     if len(edges) < 2 or edges[0] != 0:
         raise UserError(
-            f"cu_seqlens must start at 0 and end with the total, got {brief(edges)}\n"
+            f"cu_seqlens must start at 0 and end with the total, got {short_text(edges)}\n"
             "fix: for example [0, 5, 12] for documents of 5 and 7 tokens"
         )
     return document_lengths([after - before for before, after in pairwise(edges)])

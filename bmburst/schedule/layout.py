@@ -158,7 +158,7 @@ class StripedGroups(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Balanced(Layout):
-    """Chunks of the sequence, assigned to ranks by `deal` so that all ranks have nearly equal work under a mask.
+    """Chunks of the sequence, assigned to ranks by `balance_chunks`: nearly equal work for all under a mask.
 
     Attributes:
         owners: The rank of each chunk in global order; all ranks have the same number of chunks.
@@ -182,10 +182,10 @@ class Balanced(Layout):
         """Return the layout for a mask over `length` real tokens."""
         # Chunks of one token would interleave into staircases, which kernels can only compute with windows.
         chunks = cls.chunks if tokens > cls.chunks else cls.chunks // 2
-        return cls(size, tokens, deal(_areas(mask, length, size * chunks, tokens // chunks), size))
+        return cls(size, tokens, balance_chunks(_areas(mask, length, size * chunks, tokens // chunks), size))
 
 
-def deal(areas: Sequence[int], size: int) -> tuple[int, ...]:
+def balance_chunks(areas: Sequence[int], size: int) -> tuple[int, ...]:
     """Return the owner of each chunk: `size` ranks get the same number of chunks, with nearly equal sums of areas.
 
     Chunks are sorted by area and assigned in rounds of `size`: in each round the rank with the smallest sum gets the

@@ -101,7 +101,7 @@ def distances(layout: Layout, length: int, mask: Mask, ring_tensors: RingTensors
     return (0, *(d for d in range(1, layout.size) if found[ranks, (ranks + way * d) % layout.size].any()))
 
 
-def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> bool:
+def have_visible_pair(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> bool:
     """Return whether any query of one rank may see a key of another.
 
     It is decided for runs of tokens. A run of every n-th token is treated as a run of all tokens, so no work is missed.
@@ -111,7 +111,7 @@ def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int
 
 @bounded_cache(maxsize=64)
 def _meetings(layout: Layout, length: int, mask: Mask) -> NDArray[np.bool_]:
-    """Return `meet` of all pairs, `[query ranks, key ranks]`."""
+    """Return `have_visible_pair` of all pairs, `[query ranks, key ranks]`."""
     found = np.zeros((layout.size, layout.size), bool)
     keys = [(rank, run) for rank in range(layout.size) for run in layout.keys.runs(rank)]
     key_length = mask.key_length(length)
@@ -227,7 +227,7 @@ def layout_ring_order(
 
     def works(owner: int, rank: int) -> bool:
         pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
-        return meet(layout, length, mask, *pair)
+        return have_visible_pair(layout, length, mask, *pair)
 
     return make_ring_order(nodes, layout.size // nodes, works, returning=returning)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmburst.amounts import brief
+from bmburst.amounts import short_text
 from bmburst.attention.options import no_autocast, require_numbers, require_own_memory
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
@@ -164,7 +164,7 @@ def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tup
     if documents is None or isinstance(documents, Mask):
         return () if documents is None else (documents,)
     if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):
-        raise UserError(f"documents must be masks, got {brief(documents)}\nfix: bmburst.Documents(lengths)")
+        raise UserError(f"documents must be masks, got {short_text(documents)}\nfix: bmburst.Documents(lengths)")
     if len(documents) != batch:
         raise UserError(
             f"got documents of {len(documents)} samples for a batch of {batch}\n"

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.dtypes import DtypeName
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
-from bmburst.dtypes import DtypeName
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.optim.config import OptimizerConfig
@@ -18,7 +18,7 @@ from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.schedule.pipeline import require_micro_batches
 from bmburst.train.schedule import ScheduleConfig
-from bmburst.train.sections import DataConfig, DPOConfig, LayoutName, ParallelConfig, filled
+from bmburst.train.sections import DataConfig, DPOConfig, LayoutName, ParallelConfig, fill_defaults
 from bmburst.train.stages import require_pipeline
 
 __all__ = [
@@ -197,7 +197,7 @@ class TrainConfig:
                 )
             object.__setattr__(self, "model", model_preset(self.preset))
         check_fields(self)
-        optimizer, schedule = filled(
+        optimizer, schedule = fill_defaults(
             self.model,
             self.steps,
             self.optimizer,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
-from bmburst.checkpoint.sharded_files import together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.data import TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.dtypes import dtype_of
 from bmburst.errors import UserError, not_a_number
 from bmburst.launch.start import start
 from bmburst.mesh import Mesh
@@ -155,7 +155,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     directory, tokenizer, shape = read_model(config, given, tuned)
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else None)
     for file in corpus.files:
-        together(file.verify if runtime.rank == 0 else lambda: None)
+        on_every_rank(file.verify if runtime.rank == 0 else lambda: None)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,

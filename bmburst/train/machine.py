@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
-from bmburst.dtypes import dtype_of
+from bmburst.blocks.dtypes import dtype_of
 from bmburst.errors import UserError
 from bmburst.memory import available_bytes, total_bytes
 from bmburst.optim.config import OptimizerConfig

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bmburst.blocks.dtypes import dtype_of
 from bmburst.blocks.kinds import apart
 from bmburst.comm.host_memory import HostMemory
-from bmburst.dtypes import dtype_of
 from bmburst.mesh import Mesh
 from bmburst.train.config import TrainConfig
 

@@ -37,7 +37,7 @@ _MEDIANS = (
 _PEAKS = ("memory_gib", "reserved_gib")
 
 
-def beginning(
+def start_text(
     config: TrainConfig, shape: MeshShape, sequences: tuple[int, int], tokenizer: str, memory: "Memory | None"
 ) -> str:
     """Return the lines at the start of a run: model, data, ranks, step, learning rate, memory and folder.
@@ -73,7 +73,7 @@ def beginning(
     return table([*rows, ("folder", str(config.output))])
 
 
-def ending(found: Mapping[str, float]) -> str:
+def end_text(found: Mapping[str, float]) -> str:
     """Return the table at the end of a run.
 
     Args:
@@ -295,7 +295,7 @@ class Summary:
         if not found:
             return ""
         (folder / SUMMARY_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        return ending(found)
+        return end_text(found)
 
 
 class RunReport(contextlib.ExitStack):
@@ -322,9 +322,9 @@ class RunReport(contextlib.ExitStack):
             self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 
     def begin(self, shape: MeshShape, sequences: tuple[int, int], tokenizer: str, memory: "Memory | None") -> None:
-        """Show the lines at the start; see `beginning`."""
+        """Show the lines at the start; see `start_text`."""
         if self._bar:
-            self._bar.note(beginning(self._config, shape, sequences, tokenizer, memory))
+            self._bar.note(start_text(self._config, shape, sequences, tokenizer, memory))
             self._bar.begin()
 
     def step(self, metrics: StepMetrics) -> None:

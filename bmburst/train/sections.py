@@ -1,6 +1,6 @@
 """Sections of a run's configuration: data, optimizer, parallelism, and their defaults. Imports no torch.
 
-Learning rate, warm-up, beta2 and weight decay have defaults by model and kind of training (`filled`).
+Learning rate, warm-up, beta2 and weight decay have defaults by model and kind of training (`fill_defaults`).
 
 From scratch, presets use published learning rates, other models `2e-3 * (1e6 / parameters) ** 0.21`. The rule gives
 3.0e-4 for LLaMA-3-8B (published 3e-4), 1.9e-4 for 70B (1.5e-4), 7.3e-4 for 125M (GPT-3 6e-4) and 2e-3 for the tiny
@@ -295,7 +295,7 @@ def published(model: LlamaConfig) -> Published:
     return Published(lr=rate_by_size(model.num_parameters))
 
 
-def filled(
+def fill_defaults(
     model: LlamaConfig,
     steps: int,
     optimizer: OptimizerConfig,

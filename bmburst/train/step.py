@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bmburst.comm import Communicator
 from bmburst.errors import RunError
-from bmburst.launch.watchdog import polite
+from bmburst.launch.watchdog import handle_signals
 from bmburst.optim.config import LOSS_SCALE, LOSS_SCALE_STEPS
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import TrainConfig
@@ -214,7 +214,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        with polite((signal.SIGTERM, signal.SIGUSR1), self._note):
+        with handle_signals((signal.SIGTERM, signal.SIGUSR1), self._note):
             yield
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:

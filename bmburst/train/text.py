@@ -255,10 +255,10 @@ def kept_by_rank_0(text: data.TokenFile | MixedFiles, config: TrainConfig, runti
     Raises:
         UserError: On all ranks, if a file cannot be read, so that no rank waits for rank 0.
     """
-    from bmburst.checkpoint.sharded_files import together
+    from bmburst.checkpoint.sharded_files import on_every_rank
 
     files: dict[str, bytes] = {}
-    together(lambda: files.update(kept_with_model(text, config) if runtime.rank == 0 else {}))
+    on_every_rank(lambda: files.update(kept_with_model(text, config) if runtime.rank == 0 else {}))
     return files
 
 
@@ -386,7 +386,7 @@ def open_validation(
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
-    from bmburst.checkpoint.sharded_files import together
+    from bmburst.checkpoint.sharded_files import on_every_rank
 
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
@@ -412,7 +412,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)
 
-    together(prepare)
+    on_every_rank(prepare)
     corpus = opened()
     corpus.require_vocab(config.model.vocab_size)
     return corpus

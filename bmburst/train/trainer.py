@@ -17,7 +17,7 @@ from bmburst.inference.answering import generate
 from bmburst.launch.start import start
 from bmburst.launch.watchdog import beat
 from bmburst.mesh import Mesh
-from bmburst.outputs import TRAINING_LOCK, held
+from bmburst.outputs import TRAINING_LOCK, lock_folder
 from bmburst.sequence import SequenceShard
 from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
@@ -305,7 +305,7 @@ class Trainer:
             stack.enter_context(monitor.stop.listening())
             if self.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(held(self.folder, TRAINING_LOCK))
+                stack.enter_context(lock_folder(self.folder, TRAINING_LOCK))
             report = stack.enter_context(RunReport(config, first, is_main=self.is_main))
             self._introduce(report)
             on_gpu = not self.runtime.on_host

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from bmburst.cli import main, run_folder
-from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, held
+from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, lock_folder
 from bmburst.train.resolve import resolve
 from tests import refusals
 from tests.cli.commands import checkpoint, refused, started
@@ -76,7 +76,7 @@ def test_one_of_two_runs_trains_with_its_own_configuration(launches, tmp_path, o
     assert f"run: another run is using this folder: process {winner} on host {os.uname().nodename}, since 2" in said
     assert len(said.splitlines()) == 2 and winner != loser
     assert resolve((tmp_path / "run" / "config.json",)).seed == launched[0]
-    with held(tmp_path / "run"):  # the winner's end freed it
+    with lock_folder(tmp_path / "run"):  # the winner's end freed it
         pass
 
 
@@ -103,7 +103,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0
     assert seen == [True]
-    with held(tmp_path / "out"):
+    with lock_folder(tmp_path / "out"):
         assert "another run is using this folder" in refused(capsys, "train", "--output", "out")
     assert seen == [True]
 
@@ -144,14 +144,14 @@ def test_the_lock_of_a_killed_run_does_not_block(launches, tmp_path, lock):
     taken = CONTEXT.Event()
 
     def hold():
-        with held(tmp_path / "run", lock):
+        with lock_folder(tmp_path / "run", lock):
             taken.set()
             time.sleep(600)
 
     job = CONTEXT.Process(target=hold)
     job.start()
     assert taken.wait(60)
-    with refusals.refused("run", f"process {job.pid}", "on host", "fix: "), held(tmp_path / "run", lock):
+    with refusals.refused("run", f"process {job.pid}", "on host", "fix: "), lock_folder(tmp_path / "run", lock):
         pass
     os.kill(job.pid, signal.SIGKILL)
     job.join(60)
@@ -165,5 +165,5 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with refusals.refused(str(tmp_path), "no locks", "fix: give an --output"), held(tmp_path):
+    with refusals.refused(str(tmp_path), "no locks", "fix: give an --output"), lock_folder(tmp_path):
         pass

@@ -71,19 +71,19 @@ RENAMED = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (1 2'); print
 
 
 def test_birth_of_real_processes():
-    ours = waits.birth(os.getpid())
-    assert ours is not None and ours == waits.birth(os.getpid())
+    ours = waits.start_ticks(os.getpid())
+    assert ours is not None and ours == waits.start_ticks(os.getpid())
     time.sleep(0.05)  # some clock ticks
     other = subprocess.Popen([sys.executable, "-c", RENAMED], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline()  # its name is "a) Z (1 2" now
-        born = waits.birth(other.pid)
+        born = waits.start_ticks(other.pid)
         assert born is not None and int(born) > int(ours)
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         assert 0 <= uptime - int(born) / os.sysconf("SC_CLK_TCK") < 60
         other.send_signal(signal.SIGKILL)
         end = time.monotonic() + 30
-        while waits.birth(other.pid) is not None:  # a zombie until somebody waits for it
+        while waits.start_ticks(other.pid) is not None:  # a zombie until somebody waits for it
             assert time.monotonic() < end
             time.sleep(0.01)
         assert Path(f"/proc/{other.pid}").exists()
@@ -91,7 +91,7 @@ def test_birth_of_real_processes():
         other.kill()
         other.wait()
         other.stdout.close()
-    assert waits.birth(other.pid) is None
+    assert waits.start_ticks(other.pid) is None
 
 
 WATCHING = """

@@ -15,7 +15,7 @@ from bmburst.schedule.layout import (
     LAYOUTS,
     Balanced,
     Run,
-    deal,
+    balance_chunks,
     kernel_needs,
     key_areas,
     make_layout,
@@ -130,19 +130,19 @@ def test_chunks_of_one_token_are_avoided():
 def test_deal_keeps_its_bound(size, chunks, rng):
     highest = rng.choice((1, 10, 10**12))
     areas = [rng.choice((0, rng.randint(0, highest), highest)) for _ in range(size * chunks)]
-    owners = deal(areas, size)
+    owners = balance_chunks(areas, size)
     assert Counter(owners) == dict.fromkeys(range(size), chunks)
     sums = [sum(area for area, owner in zip(areas, owners, strict=True) if owner == rank) for rank in range(size)]
     assert max(sums) - min(sums) <= max(areas) - min(areas)
-    assert owners == deal(tuple(areas), size)
+    assert owners == balance_chunks(tuple(areas), size)
 
 
 def test_deal_gives_the_largest_chunks_to_different_ranks():
-    assert deal([5, 5, 1, 1], 2) in {(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0)}
-    assert deal([1, 2, 3, 4], 1) == (0, 0, 0, 0)
-    assert deal([4, 3, 2, 1], 2) in {(0, 1, 1, 0), (1, 0, 0, 1)}
+    assert balance_chunks([5, 5, 1, 1], 2) in {(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0)}
+    assert balance_chunks([1, 2, 3, 4], 1) == (0, 0, 0, 0)
+    assert balance_chunks([4, 3, 2, 1], 2) in {(0, 1, 1, 0), (1, 0, 0, 1)}
     areas = [61, 35, 85, 68, 86, 45, 19, 49, 2, 48, 62, 36, 83, 59, 89, 77]
-    sums = np.bincount(deal(areas, 4), areas, 4)
+    sums = np.bincount(balance_chunks(areas, 4), areas, 4)
     assert max(sums) - min(sums) == 11  # without swaps it leaves 27
 
 

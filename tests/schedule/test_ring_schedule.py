@@ -22,8 +22,8 @@ from bmburst.schedule.layout import (
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.ring_schedule import (
     distances,
+    have_visible_pair,
     make_schedule,
-    meet,
 )
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
@@ -128,12 +128,12 @@ def test_ranks_meet_where_one_sees_a_key_of_another(seed):
     layout, seen = padded_layout(name, size, length, mask), visible(mask, length)
     for query in range(size):
         for key in range(size):
-            met = meet(layout, length, mask, query, key)
+            met = have_visible_pair(layout, length, mask, query, key)
             truth = seen[np.ix_(held(layout, query, length), held(layout, key, length))].any()
             assert met >= truth  # never is work missed
             if mask.blocks is None and name != "striped":
                 assert met == truth
-            assert meet(layout, length, Full(), query, key) == bool(
+            assert have_visible_pair(layout, length, Full(), query, key) == bool(
                 held(layout, query, length) and held(layout, key, length)
             )
 
@@ -142,7 +142,7 @@ def test_ranks_meet_late_in_their_stripes():
     """Only the last four tokens see each other, each rank's second; or the last two of four."""
     striped, late = make_layout("striped", 4, 2), Documents([1] * 4 + [4])
     assert check_every_pair(striped, 8, late, "kv") == {0, 1, 2, 3}
-    assert all(meet(striped, 8, late, 3, rank) for rank in range(4))
+    assert all(have_visible_pair(striped, 8, late, 3, rank) for rank in range(4))
     assert distances(make_layout("striped", 4, 1), 4, Documents([2, 2]), "kv") == (0, 1)
 
 
@@ -152,7 +152,7 @@ def test_blocks_decide_who_meets():
     on[0, 6] = on[3, 2] = True
     layout = make_layout("contiguous", 4, 10)
     mask = BlockSparse(on, 5)
-    met = {(q, k) for q in range(4) for k in range(4) if meet(layout, 40, mask, q, k)}
+    met = {(q, k) for q in range(4) for k in range(4) if have_visible_pair(layout, 40, mask, q, k)}
     assert met == {(0, 3), (1, 1)}
     assert distances(layout, 40, mask, "kv") == (0, 1)
     assert distances(layout, 40, mask & Causal(), "kv") == (0,)

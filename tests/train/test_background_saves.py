@@ -17,7 +17,7 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import staging
 from bmburst.checkpoint import training as checkpoint
-from bmburst.checkpoint.sharded_files import together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.staging import Staging
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.train.config import OptimizerConfig, ParallelConfig
@@ -107,12 +107,12 @@ def _holds_its_step(folder, tensor, cases):
             for _ in range(3):
                 ours.step()
             assert not path.exists() and not ours.saves.has_ended
-            together(lambda: None)
+            on_every_rank(lambda: None)
             released.set()
             ours.saves.wait()
         assert contents(path) == expected, name
         checkpoint_files.require_whole(path)
-        together(lambda: None)
+        on_every_rank(lambda: None)
         # The next two use the same memory. Each waits for the one before.
         second = ours.save(wait=False)
         ours.step()
@@ -120,10 +120,10 @@ def _holds_its_step(folder, tensor, cases):
         assert second.name == "step-000004" and checkpoint_files.problem_of(second) is None
         ours.saves.wait()
         assert sorted(each.name for each in path.parent.iterdir()) == ["step-000004", "step-000005"]
-        together(lambda: None)
+        on_every_rank(lambda: None)
 
 
-def test_an_error_of_the_thread_ends_the_run_on_all_ranks(tmp_path):
+def test_an_error_of_the_thread_ends_the_on_every_rank(tmp_path):
     run_program(2, _errors, tmp_path)
 
 
@@ -151,7 +151,7 @@ def _errors(folder):
             ours.train()
         assert failing <= ours.steps_done
         assert sorted(path.name for path in (ours.folder / "checkpoints").iterdir()) == left
-        together(lambda: None)
+        on_every_rank(lambda: None)
     # An error of another kind is of one rank alone, and is raised there.
     ours = trainer(folder, "odd")
     ours.step()

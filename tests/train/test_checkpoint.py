@@ -6,7 +6,7 @@ import math
 import torch
 
 from bmburst.checkpoint import training as checkpoint
-from bmburst.outputs import TRAINING_LOCK, held
+from bmburst.outputs import TRAINING_LOCK, lock_folder
 from bmburst.train.config import DataConfig
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -172,7 +172,7 @@ def _edges(folder):
     short = folder / "short.txt"
     short.write_text("a short text that is taken again and again; " * 8)
     (folder / "short").mkdir()
-    with held(folder / "short", TRAINING_LOCK):
+    with lock_folder(folder / "short", TRAINING_LOCK):
         busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
         said(
             "short | another run | process | on host | since | fix: | --output",

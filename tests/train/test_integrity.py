@@ -15,7 +15,7 @@ from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.conversion import convert
 from bmburst.checkpoint.files import newest_whole, require_whole
-from bmburst.checkpoint.sharded_files import together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.cli import main
 from bmburst.cli.run_folder import bytes_to_come, checkpoint_bytes
 from bmburst.errors import RunError
@@ -153,16 +153,16 @@ def _tokens(folder):
     first = trainer(folder, "first")  # tokenizes
     damaged = open_corpus(folder / "text.txt", "bytes", folder / "tokens").path
     first.corpus.verify()
-    together(lambda: None)
+    on_every_rank(lambda: None)
     if first.is_main:
         data = bytearray(damaged.read_bytes())
         data[1000] ^= 1
         damaged.write_bytes(data)
-    together(lambda: None)
+    on_every_rank(lambda: None)
     source = {"source": str(damaged), "held_out_fraction": 0.2}
     with refused("damaged", "checksum", "crc32:", "again"):  # the first rank of a host reads, and all hear of it
         program_corpus(folder, first, DataConfig(**source))
-    together(lambda: None)
+    on_every_rank(lambda: None)
     program_corpus(folder, first, DataConfig(**source, verify=False))
     # An evaluation reads them on one rank, and every rank hears of it.
     from bmburst.train import evaluate
@@ -204,7 +204,7 @@ def _fills_the_disk(folder):
         assert [path.name for path in first.parent.iterdir()] == [first.name]
         assert {path: path.read_bytes() for path in first.iterdir()} == before
         checkpoint_files.require_whole(first)
-        together(lambda: None)  # or the next one is begun while the other rank looks
+        on_every_rank(lambda: None)  # or the next one is begun while the other rank looks
     assert ours.save().name == "step-000001"
 
 

@@ -14,7 +14,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import planned
-from bmburst.train.report import ProgressBar, beginning, counted, ending, prefixed, seconds_text
+from bmburst.train.report import ProgressBar, counted, end_text, prefixed, seconds_text, start_text
 from bmburst.train.resolve import resolve
 
 
@@ -44,7 +44,7 @@ def test_the_lines_at_the_start():
     )
     hardware = load_hardware("h200")
     memory = memory_of(planned(config, 8, 1, hardware), hardware)
-    said = rows(beginning(config, MeshShape(2, 4, 1), (123_456, 789), "tokenizer.json", memory))
+    said = rows(start_text(config, MeshShape(2, 4, 1), (123_456, 789), "tokenizer.json", memory))
     assert said["model"] == "llama-3-8b: 8.03B parameters, bfloat16"
     assert said["data"] == "stdlib (tokenizer.json): 123,456 sequences, 789 held out"
     assert said["ranks"] == "8: data 2 x sequence 4; recompute block+every-4"
@@ -62,7 +62,7 @@ def test_adapters_are_counted_and_unknown_memory_is_left_out():
     config = TrainConfig(
         lora=LoRAConfig(rank=4), checkpoint_every=None, output=Path("x"), parallel=ParallelConfig(tensor_parallel=1)
     )
-    said = rows(beginning(config, MeshShape(1, 1, 1), (0, 1), "bytes", None))
+    said = rows(start_text(config, MeshShape(1, 1, 1), (0, 1), "bytes", None))
     assert said["model"] == "llama-tiny: 1.07M parameters, 7.17K of adapters trained, float32"
     assert said["ranks"] == "1; recompute block-keep-attention" and "memory" not in said
 
@@ -84,13 +84,13 @@ def test_the_table_at_the_end():
         "memory_gib": 125.02,
         "reserved_gib": 130.9,
     }
-    said = rows(ending(found))
+    said = rows(end_text(found))
     assert said["steps"].startswith("1,200, 3 skipped") and said["time a step"] == "19 s"
     assert said["waiting for data"] == "336 us" and said["exposed communication"] == "42.1 ms"
     assert said["tokens/s"] == "6,913, 3,457 a rank" and said["FLOP/s a rank"] == "412 TFLOP/s"
     assert said["MFU"] == "45.1%" and said["peak memory"] == "125.0 GiB, 130.9 GiB reserved"
     assert said["data groups"] == "slowest / mean 1.012 by predicted cost, 1.210 as drawn"
-    few = rows(ending({"steps": 1.0, "skipped_steps": 0.0, "seconds": 2e-6, "tokens_per_second": 4.613}))
+    few = rows(end_text({"steps": 1.0, "skipped_steps": 0.0, "seconds": 2e-6, "tokens_per_second": 4.613}))
     assert few.keys() == {"steps", "time a step", "tokens/s"} and few["time a step"] == "2 us"
     assert few["tokens/s"] == "4.61"
 
