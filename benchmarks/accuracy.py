@@ -18,7 +18,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
-from bmburst.schedule.hardware import load_hardware
+from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops import ATTENTION_BACKWARD
 
 MEASURED, PUBLISHED = "measured", "published"
@@ -57,7 +57,7 @@ def compare_predictions() -> list[Comparison]:
     """Return all comparisons."""
     measured, published = _read(MEASURED), _read(PUBLISHED)
     return [
-        *_measured_attention(measured["attention"]),
+        *_measured_attention(measured["attention"], load_hardware("h200")),
         *_measured_training(measured["training"]),
         *_published_attention(published["attention"]),
         *_published_training(published),
@@ -115,9 +115,8 @@ def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
     return Candidate(task=task, data=data, ulysses_degree=degree, outer=outer, ring_tensors=row["travellers"], **more)
 
 
-def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+def _measured_attention(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> Iterator[Comparison]:
     """Compare each row. A run on one GPU has the FLOPs of one rank of the other runs."""
-    hardware = load_hardware("h200")
     for row in rows:
         task = _attention_task(row["num_heads"], row["num_kv_heads"], row["tokens"], row["ranks"], 1)
         alone = row["heads"] == 0

@@ -131,7 +131,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 BF16_FACTOR = 2.0
 _FP32_EPS = 2.0**-23
-_CHUNK = 1 << 22  # elements of each file in memory at once
+_CHUNK = 1 << 22
 _GRADIENT, _PARAMETER, _CHANGE = range(3)
 
 
@@ -235,15 +235,14 @@ class CheckReport:
         return not any(tensor.faults for tensor in tensors) and not any(step.faults for step in self.steps)
 
 
-def compare_runs(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport:
+def compare_runs(ranks: Path, exact: Path, single: Path | None = None, *, chunk: int = _CHUNK) -> CheckReport:
     """Compare the files that `record_steps` wrote for runs of the same configuration.
-
-    At most a few million elements are in memory at once.
 
     Args:
         ranks: Folder of the run on N ranks.
         exact: Folder of the run on one rank in float32.
         single: Folder of the run on one rank in bfloat16; None: `ranks` is in float32.
+        chunk: Elements of each file in memory at once.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -254,7 +253,7 @@ def compare_runs(ranks: Path, exact: Path, single: Path | None = None) -> CheckR
     totals = [torch.zeros(3, 2, dtype=torch.float64) for _ in runs]
     reports = []
     for name, shape in one.shapes.items():
-        squares = [_squares(run, one, name) for run in runs]
+        squares = [_squares(run, one, name, chunk) for run in runs]
         totals = [total + part for total, part in zip(totals, squares, strict=True)]
         reports.append(_tensor_report(dtype, name, shape, squares, slack=TOLERANCES[dtype]["gradient"]))
     # bfloat16: the sum over all parameters needs no margin, because a single small tensor hardly changes it.
@@ -281,11 +280,11 @@ class _RunFiles:
         return gradient, after, after - before
 
 
-def _squares(run: _RunFiles, one: _RunFiles, name: str) -> Tensor:
+def _squares(run: _RunFiles, one: _RunFiles, name: str, chunk: int) -> Tensor:
     """Return (squared distance between a run and `one`, squared norm of `one`) for gradient, parameter and change."""
     squares, numbers = torch.zeros(3, 2, dtype=torch.float64), prod(one.shapes[name])
-    for begin in range(0, numbers, _CHUNK):
-        end = min(begin + _CHUNK, numbers)
+    for begin in range(0, numbers, chunk):
+        end = min(begin + chunk, numbers)
         for row, (ours, theirs) in enumerate(zip(run.read(name, begin, end), one.read(name, begin, end), strict=True)):
             squares[row] += torch.stack([(ours - theirs).square().sum(), theirs.square().sum()])
     return squares

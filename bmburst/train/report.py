@@ -151,14 +151,20 @@ class ProgressBar:
         first_step: First step of this process, 1 unless resumed.
         stream: Output stream. Default: stderr.
         interval: Seconds between lines in a log.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
-        self, total_steps: int, first_step: int = 1, stream: TextIO | None = None, interval: float = _PLAIN_INTERVAL
+        self,
+        total_steps: int,
+        first_step: int = 1,
+        stream: TextIO | None = None,
+        interval: float = _PLAIN_INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._total, self._first, self._interval = total_steps, first_step, interval
-        self._start = time.monotonic()
+        self._clock, self._start = clock, clock()
         self._last_line = -float("inf")
         self._bar = self._open_bar() if self._stream.isatty() else None
 
@@ -173,7 +179,7 @@ class ProgressBar:
             self._bar.set_description_str(_numbers(metrics, is_short=self._columns() < _WIDE), refresh=False)
             self._bar.update(1)
             return
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_line < self._interval and metrics.step < self._total:
             return
         self._last_line = now

@@ -78,9 +78,8 @@ def exact(tmp_path):
     return leave(tmp_path / "exact")
 
 
-def test_rounding_is_ok_and_errors_are_what_they_are(ranks, exact, monkeypatch):
-    monkeypatch.setattr(check, "_CHUNK", 4)  # runs that end inside rows and tensors
-    report = compare_runs(ranks, exact)
+def test_rounding_is_ok_and_errors_are_what_they_are(ranks, exact):
+    report = compare_runs(ranks, exact, chunk=4)  # chunks that end inside rows and tensors
     assert report.ok and not faults(report)
     assert [(tensor.name, tensor.shape) for tensor in report.tensors] == sorted(SHAPES.items())
     files = {file: (load_file(ranks / file), load_file(exact / file)) for file in (GRADIENT_FILE, AFTER_FILE)}

@@ -199,12 +199,11 @@ def test_other_numbers_price_no_attention(number, monkeypatch):
     assert off(changed(monkeypatch, H200, number, 2)) < PINNED
 
 
-def records_error(machine, monkeypatch):
+def records_error(machine):
     """Return the mean size of the errors of attention on 2 and 4 H200s, as they were measured."""
-    monkeypatch.setattr(accuracy, "load_hardware", lambda _: machine)
     rows = accuracy._read(accuracy.MEASURED)["attention"]
     assert len(rows) > 30
-    return mean(abs(each.error) for each in accuracy._measured_attention(rows))
+    return mean(abs(each.error) for each in accuracy._measured_attention(rows, machine))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,10 @@ def records_error(machine, monkeypatch):
         *((number, 2) for number in ("attention_tail", "attention_call", "all_to_all_bandwidth")),
     ],
 )
-def test_records_hold_constants_to_what_was_measured(number, factor, monkeypatch):
-    here = records_error(H200, monkeypatch)
+def test_records_hold_constants_to_what_was_measured(number, factor):
+    here = records_error(H200)
     assert here < 0.025
-    assert records_error(replace(H200, **{number: getattr(H200, number) * factor}), monkeypatch) > 1.05 * here
+    assert records_error(replace(H200, **{number: getattr(H200, number) * factor})) > 1.05 * here
 
 
 @pytest.mark.parametrize(
