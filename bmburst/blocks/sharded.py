@@ -43,7 +43,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
         self._slot: Slot | None = None
         self._is_in_backward = False
-        self._shards = _ShardViews(self)
+        self._views = _ShardViews(self)
 
     # `bmtrain.Block` finds its parameters in `__getattribute__`, which makes Python code of every attribute.
     __getattribute__ = torch.nn.Module.__getattribute__
@@ -115,7 +115,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         storages = self._storage_params.values()
         self.end_scatter(load if self.after_scatter is None else self.after_scatter(storages))
         self._leave(keep=False)
-        self._shards.show_gradients()
+        self._views.show_gradients()
         if self._is_first_layer:
             self._memory.end()
 
@@ -170,7 +170,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     def _leave(self, *, keep: bool) -> None:
         """Make the shards the data of the parameters again."""
         slot, self._ready = self._slot, False
-        self._shards.show()
+        self._views.show()
         self.left()
         assert slot is not None
         self._memory.leave(slot, keep=keep)

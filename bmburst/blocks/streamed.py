@@ -36,25 +36,26 @@ class StreamedBlock(ShardedBlock):
     ) -> None:
         super().__init__(module, zero_level=3, memory=memory)
         self._copies = copies
-        self._hosted = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
+        self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
         self._point_to_shards()
 
     def shard_bytes(self, *, trained: bool = False) -> list[int]:
         """Return the bytes of each shard of the weights; `trained`: only of those that require a gradient."""
-        return [each.weights.nbytes for each in self._hosted if each.parameter.requires_grad or not trained]
+        return [each.weights.nbytes for each in self._shards if each.parameter.requires_grad or not trained]
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block; after its kernels are launched, copy the weights of the next block to the GPU."""
         found = super().forward(hidden, *args, **kwargs)
-        self._bring(self.next_module())
+        if not self._is_last_layer:
+            self._next_module.prefetch()
         return found
 
     def gather(self) -> None:
         """Copy the weights to the GPU and gather them."""
         load = bmt.config["load_stream"]
-        self._copies.show(self._hosted, load)
+        self._copies.show(self._shards, load)
         super().gather()
-        self._copies.hide(self._hosted, load)
+        self._copies.hide(self._shards, load)
 
     def prepare(self, neighbour: ShardedBlock | None) -> None:
         """Leave the weights of the next block in host memory until the kernels of this one are launched."""
@@ -62,26 +63,29 @@ class StreamedBlock(ShardedBlock):
     def before_backward(self) -> None:
         """See `ShardedBlock.before_backward`; then copy the weights of the block before this one to the GPU."""
         super().before_backward()
-        self._bring(self.pre_module())
+        if not self._is_first_layer:
+            self._pre_module.prefetch()
 
     def begin_scatter(self) -> None:
         """Copy the gradient of micro-batches before to the GPU."""
-        self._copies.bring_gradients(self._hosted)
+        self._copies.bring_gradients(self._shards)
 
     def end_scatter(self, writer: Any) -> None:
         """Copy the gradient to host memory."""
-        self._copies.send_gradients(self._hosted, writer)
+        self._copies.send_gradients(self._shards, writer)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `ShardedBlock.gathered`; meanwhile, copy the weights of the next block to the GPU."""
         with super().gathered():
-            self._bring(self.next_module())
+            if not self._is_last_layer:
+                self._next_module.prefetch()
             yield
 
-    def _bring(self, neighbour: Any) -> None:
-        if neighbour is not None and not neighbour._ready and neighbour._slot is None:
-            self._copies.prefetch(neighbour._hosted)
+    def prefetch(self) -> None:
+        """Start to copy the weights to the GPU."""
+        if self._slot is None and not self._ready:
+            self._copies.prefetch(self._shards)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `bmtrain.Block`."""
@@ -100,21 +104,21 @@ class StreamedBlock(ShardedBlock):
     @contextmanager
     def _on_gpu(self) -> Iterator[None]:
         """Move the shards to the GPU for the duration of the context, for BMTrain to read and write."""
-        for each in self._hosted:
+        for each in self._shards:
             each.settle()
             each.parameter.data = each.weights.to(each.device, copy=True)
         for parameter in self._ordered:
             parameter.grad = None  # it is in host memory
-        self._shards.show()
+        self._views.show()
         try:
             yield
         finally:
-            for each in self._hosted:
+            for each in self._shards:
                 each.weights.copy_(each.parameter.data)
                 each.parameter.data = each.weights
                 each.version += 1
             self._point_to_shards()
 
     def _point_to_shards(self) -> None:
-        self._shards.show()
-        self._shards.show_gradients()
+        self._views.show()
+        self._views.show_gradients()
