@@ -265,7 +265,7 @@ def _measured(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str
     found: dict[int, list[dict[str, Any]]] = {}
     numbers = {id(run): number for number, run in enumerate(runs)}
     own = options.runs or range(len(SUITES[options.suite]))
-    for wave in _waves(runs, options.gpus if torch.cuda.is_available() else 0):
+    for wave in waves(runs, options.gpus if torch.cuda.is_available() else 0):
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bmburst-large-") as folder:
             started, first = [], 0
             for run in wave:
@@ -280,7 +280,7 @@ def _measured(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str
     return [row for number in sorted(found) for row in found[number]]
 
 
-def _waves(runs: Sequence[Run], gpus: int) -> Iterator[list[Run]]:
+def waves(runs: Sequence[Run], gpus: int) -> Iterator[list[Run]]:
     """Yield the runs in order; as many at once as `gpus` GPUs have place for, at least one."""
     wave: list[Run] = []
     for run in runs:
@@ -426,18 +426,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns += ["GiB allocated", "planned", "error", "first loss", "way"]
     lines, reasons = [], []
     for row in rows:
-        planned = row["planned"]
-        if "seconds" not in row:
-            reasons.append(f"{row['case']}: {row['failed']}")
-            lines.append([row["case"], "-", f"{planned['seconds']:.3f}", *["-"] * 4, f"{planned['allocated_gib']:.1f}", "-", "-", row["way"]])
-            continue
-        cells = [f"{row['seconds']:.3f}", f"{planned['seconds']:.3f}", _error(planned["seconds"], row["seconds"])]
-        cells += [f"{row['seconds_of_steps'][0]:.1f}", f"{row['ready_seconds']:.0f}"]
-        held = row.get("allocated_gib")
-        cells += ["-" if held is None else f"{held:.1f}", f"{planned['allocated_gib']:.1f}"]
-        cells += [_error(planned["allocated_gib"], held), f"{row['losses'][0]:.3f}", row["way"]]
+        planned, seconds, held = row["planned"], row.get("seconds"), row.get("allocated_gib")
+        cells = [_number(seconds, ".3f"), f"{planned['seconds']:.3f}", _error(planned["seconds"], seconds)]
+        cells += [_number(row.get("seconds_of_steps", [None])[0], ".1f"), _number(row.get("ready_seconds"), ".0f")]
+        cells += [_number(held, ".1f"), f"{planned['allocated_gib']:.1f}"]
+        cells += [_error(planned["allocated_gib"], held), _number(row.get("losses", [None])[0], ".3f"), row["way"]]
         lines.append([row["case"], *cells])
+        reasons += [f"{row['case']}: {row['failed']}"] if "failed" in row else []
     return "\n".join([*markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _error(planned: float, measured: float | None) -> str:
