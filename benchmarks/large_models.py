@@ -199,7 +199,15 @@ def main() -> int:
         return 0
     rows = _measured(runs, options)
     hardware = load_hardware(options.hardware).name
-    publish(options.output, MODULE, table(rows), options.gpus, hardware=hardware, small=options.small, rows=rows)
+    publish(
+        options.output,
+        MODULE,
+        table(rows, small=options.small),
+        options.gpus,
+        hardware=hardware,
+        small=options.small,
+        rows=rows,
+    )
     return 0 if all("seconds" in row for row in rows) else 1
 
 
@@ -420,14 +428,18 @@ def _narrow(model: LlamaConfig) -> LlamaConfig:
     return replace(model, **_SMALL)  # type: ignore[arg-type]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as Markdown."""
+def table(rows: Sequence[Mapping[str, Any]], *, small: bool) -> str:
+    """Return the rows as Markdown; errors of the plans only if the models were not `small`."""
     columns = ["case", "s a step", "planned", "error", "first step, s", "ready after, s"]
     columns += ["GiB allocated", "planned", "error", "first loss", "way"]
     lines, reasons = [], []
     for row in rows:
         planned, seconds, held = row["planned"], row.get("seconds"), row.get("allocated_gib")
-        cells = [_number(seconds, ".3f"), f"{planned['seconds']:.3f}", _error(planned["seconds"], seconds)]
+        cells = [
+            _number(seconds, ".3f"),
+            f"{planned['seconds']:.3f}",
+            _error(planned["seconds"], None if small else seconds),
+        ]
         cells += [_number(row.get("seconds_of_steps", [None])[0], ".1f"), _number(row.get("ready_seconds"), ".0f")]
         cells += [_number(held, ".1f"), f"{planned['allocated_gib']:.1f}"]
         cells += [_error(planned["allocated_gib"], held), _number(row.get("losses", [None])[0], ".3f"), row["way"]]
