@@ -38,6 +38,7 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "logprobs": "benchmarks.logprobs",
         "lora-peers": "benchmarks.lora_peers",
         "mixed-lengths": "benchmarks.mixed_lengths",
+        "shared-prefixes": "benchmarks.shared_prefixes",
         "step-parts": "benchmarks.operators",
         "steps": "benchmarks.predictions",
         "strategies": "benchmarks.predictions",
