@@ -12,9 +12,11 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import bmburst
 from benchmarks.engine.machine import start_ranks
@@ -196,8 +198,8 @@ def _largest(training: Training, value: float) -> float:
     return float(world.all_gather(own).wait()[0].max())
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the rows as Markdown."""
+def table(found: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
     columns = ["rows", "s a step, tree", "s a step, rows", "speedup", "ratio of FLOPs", "GiB, tree", "GiB, rows"]
     lines = [
         [
