@@ -15,7 +15,7 @@ from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.checkpoint.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
-from bmburst.checkpoint.sharded_files import together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
@@ -122,7 +122,7 @@ class Llama(Blocks):
             UserError: On all ranks, if the directory has no complete LLaMA, or one of another shape.
         """
         opened: list[Weights] = []
-        together(lambda: opened.append(open_weights(Path(directory))))
+        on_every_rank(lambda: opened.append(open_weights(Path(directory))))
         (weights,) = opened
         known = {model_center_name(name): name for name in weights.places}
         shards = named_shards(self)
@@ -138,7 +138,7 @@ class Llama(Blocks):
                         "fix: leave config out, to use the directory's own"
                     )
 
-        together(compare)
+        on_every_rank(compare)
         for shard in shards:
             if shard.count:
                 scatter_piece(shard, shard.read(partial(weights.read, known[shard.name])))

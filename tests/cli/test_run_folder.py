@@ -109,7 +109,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
 
 def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_path, monkeypatch):
-    hold, run = run_folder.held, tmp_path / "run"
+    hold, run = run_folder.lock_folder, tmp_path / "run"
     checkpoint(started(tmp_path, steps="9"), 4)
 
     def later(change):
@@ -120,7 +120,7 @@ def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_pat
                 pending.pop()()
             return hold(*args, **options)
 
-        monkeypatch.setattr(run_folder, "held", held_late)
+        monkeypatch.setattr(run_folder, "lock_folder", held_late)
 
     later(lambda: started(tmp_path, steps="20"))
     assert main(["train", "--output", "run", "--resume"]) == 0

@@ -101,7 +101,7 @@ from bmburst.comm import waits
 pid, is_done = int(sys.argv[1]), sys.argv[2] == "done"
 waits._LOOK_EVERY, waits._PATIENCE = 0.02, 0.1
 elsewhere = ["pid:[1]", 2**22 + 1, "1"]  # in a namespace of its own: not watched
-waits.gather_objects = lambda inner, mine: [[mine[0], pid, waits.birth(pid)], mine, elsewhere]
+waits.gather_objects = lambda inner, mine: [[mine[0], pid, waits.start_ticks(pid)], mine, elsewhere]
 torch.cuda.set_device = lambda device: None
 waits.look_during_captures = lambda: None
 watch = waits.PeerWatch(SimpleNamespace(rank=1), None)

@@ -110,7 +110,7 @@ def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
             return before
         watchdog.arm(30, folder, 3)
         signal.signal = interrupted
-        with watchdog.polite([signal.SIGTERM], lambda signum, frame: asked.append(signum)):
+        with watchdog.handle_signals([signal.SIGTERM], lambda signum, frame: asked.append(signum)):
             print(len(asked))
             signal.signal = change
         """
