@@ -15,10 +15,10 @@ __all__ = ["start"]  # the fixture
 
 POLITE = """
     import os, signal, sys, time
-    from bmburst.launch.watchdog import polite
+    from bmburst.launch.watchdog import handle_signals
     asked = []
     rank = os.environ["RANK"]
-    with polite((signal.SIGTERM, signal.SIGUSR1), lambda signum, frame: asked.append(signum)):
+    with handle_signals((signal.SIGTERM, signal.SIGUSR1), lambda signum, frame: asked.append(signum)):
         print(os.getpid())
         {body}
     """
