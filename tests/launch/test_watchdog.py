@@ -116,7 +116,7 @@ def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
         """
     done = run(tmp_path, text)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-    assert "in polite" in (tmp_path / "stood.3").read_text()
+    assert "in handle_signals" in (tmp_path / "stood.3").read_text()
 
 
 @pytest.mark.parametrize("imported", ["", "import torch"], ids=["before-torch", "after-torch"])
