@@ -93,14 +93,14 @@ class Job:
         return cls(**{**values, "cells": tuple(kind.cell(**cell) for cell in values["cells"])})
 
 
-def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float, starter: Start = launch) -> int:
+def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float, starter: Start | None = None) -> int:
     """Measure the job's cells into its file and return an exit status: 0 even if cells failed, which rows record.
 
     Args:
         job: The job.
         header: Header of this run; None continues the run of an earlier job.
         cell_timeout: Seconds without progress after which a cell is abandoned; 0: never.
-        starter: Runs a command on ranks and returns the exit status.
+        starter: Runs a command on ranks and returns the exit status; None: `launch`.
 
     Raises:
         UserError: The file cannot be written, or the ranks cannot start.
@@ -115,7 +115,7 @@ def run_job(job: Job, *, header: dict[str, Any] | None, cell_timeout: float, sta
         raise UserError(f"--output {output} cannot be written: {error.strerror}\nfix: another file") from None
     untried = -1
     while _is_left(results, job):
-        status, reason = _start(job, cell_timeout, starter)
+        status, reason = _start(job, cell_timeout, starter or launch)
         results = job.results()
         if status in (0, _BAD_INPUT) or status >= _SIGNALS:
             return status

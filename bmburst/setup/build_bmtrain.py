@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -58,44 +58,64 @@ class Toolchain:
     nccl: Path
 
 
-def find_toolchain() -> Toolchain:
-    """Find every tool that the build needs.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What the build finds on a machine.
+
+    Attributes:
+        nvcc: CUDA's compiler, or None.
+        nccl: NCCL's folder, or None.
+        include: Folder of Python's headers.
+        which: Returns the path of a program, or None.
+        has_module: Returns whether Python has a module.
+    """
+
+    nvcc: Path | None
+    nccl: Path | None
+    include: Path
+    which: Callable[[str], str | None]
+    has_module: Callable[[str], bool]
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Return this machine."""
+        include = Path(sysconfig.get_paths()["include"])
+        return cls(nvcc=find_nvcc(), nccl=find_nccl(), include=include, which=_which, has_module=_has_module)
+
+
+def find_toolchain(machine: Machine) -> Toolchain:
+    """Return the tools of a machine.
 
     Raises:
         UserError: Tools are missing. The message names all of them and the commands that install them.
     """
-    nvcc, nccl = find_nvcc(), find_nccl()
-    missing = list_missing(nvcc, nccl)
-    if missing or nvcc is None or nccl is None:
+    missing = list_missing(machine)
+    if missing or machine.nvcc is None or machine.nccl is None:
         commands = "; ".join(join_commands([tool.command for tool in missing]))
         raise UserError(f"missing: {', '.join(tool.what for tool in missing)}\nfix: {commands}")
-    return Toolchain(nvcc=nvcc, nccl=nccl)
+    return Toolchain(nvcc=machine.nvcc, nccl=machine.nccl)
 
 
-def list_missing(nvcc: Path | None, nccl: Path | None) -> list[Missing]:
-    """Return the tools that the build needs and that are missing.
-
-    Args:
-        nvcc: CUDA's compiler, if it was found.
-        nccl: NCCL's folder, if it was found.
-    """
+def list_missing(machine: Machine) -> list[Missing]:
+    """Return the tools that the build needs and that a machine lacks."""
+    nvcc, which, has_module = machine.nvcc, machine.which, machine.has_module
     found = []
     if nvcc is None:
         found.append(Missing(what="nvcc", command=f"{_PIP} {_NVCC_PACKAGES}"))
-    if not _has_cmake():
+    if not _has_cmake(which("cmake")):
         found.append(Missing(what=f"cmake {_OLDEST_CMAKE[0]}.{_OLDEST_CMAKE[1]} or later", command=f"{_PIP} cmake"))
-    if not (_which("make") or importlib.util.find_spec("ninja")):
+    if not (which("make") or has_module("ninja")):
         found.append(Missing(what="make or ninja", command=f"{_PIP} ninja"))
-    if not (_which("c++") or _which(os.environ.get("CXX", "g++"))):
+    if not (which("c++") or which(os.environ.get("CXX", "g++"))):
         found.append(Missing(what="a C++ compiler", command="apt-get install -y g++"))
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+    if not (machine.include / "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         found.append(Missing(what="Python.h", command=f"apt-get install -y python{version}-dev"))
     for module in ("pip", "setuptools", "wheel", "pybind11"):
-        if not _has_module(module):
+        if not has_module(module):
             command = f"{sys.executable} -m ensurepip" if module == "pip" else f"{_PIP} {module}"
             found.append(Missing(what=module, command=command))
-    if nccl is None:
+    if machine.nccl is None:
         command = f"{_PIP} --no-deps nvidia-nccl-cu{cuda_major(nvcc) if nvcc else 13}"
         found.append(Missing(what="nccl.h and libnccl.so.2", command=command))
     return found
@@ -159,8 +179,7 @@ def tool_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _has_cmake() -> bool:
-    cmake = _which("cmake")
+def _has_cmake(cmake: str | None) -> bool:
     if cmake is None:
         return False
     found = re.search(r"cmake version (\d+)\.(\d+)", _output([cmake, "--version"]))
@@ -231,15 +250,19 @@ def parse_architecture(text: str) -> int:
     return int(found[1]) * 10 + int(found[2])
 
 
-def check_toolchain(spec: BuildSpec) -> Toolchain:
+def check_toolchain(spec: BuildSpec, machine: Machine | None = None) -> Toolchain:
     """Find the tools, and check that they can build for the architectures.
+
+    Args:
+        spec: What is built.
+        machine: Where; None: here.
 
     Raises:
         UserError: A tool or the source package is missing, or nvcc does not know an architecture.
     """
     if spec.sdist is not None:
         _require_sdist(spec.sdist)
-    tools = find_toolchain()
+    tools = find_toolchain(machine or Machine.here())
     _require_architectures(spec.architectures, supported_architectures(tools.nvcc), tools.nvcc)
     return tools
 

@@ -99,7 +99,6 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)  # first: the import itself copies the table
     monkeypatch.setattr(engine, "KINDS", KINDS)
     monkeypatch.setattr(job_module, "launch", start)
     output = tmp_path / "r.json"
@@ -120,7 +119,6 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("tokens", ["7", "0"])
 def test_the_engine_checks_its_lengths(tokens, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)  # first: the import itself copies the table
     monkeypatch.setattr(engine, "KINDS", KINDS)
     assert main(["bench", "sums", "--ranks", "2", "--tokens", tokens]) == 2
     assert f"--tokens {tokens}" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.setup import build_bmtrain
+from bmburst.setup.build_bmtrain import Machine, list_missing
 from bmburst.setup.doctor import CHECKS, GpuPackageCheck, bmtrain
 from tests.docs.blocks import DOCS
 from tests.docs.commands import exists
@@ -84,11 +84,8 @@ def test_versions_are_those_that_the_tests_ran_with() -> None:
     assert named and all(f'"{word}"' in setup for word in named)
 
 
-def test_the_image_has_what_the_build_of_bmtrain_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_bmtrain, "_which", lambda _: None)
-    monkeypatch.setattr(build_bmtrain, "_has_module", lambda _: False)
-    monkeypatch.setattr(build_bmtrain.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(build_bmtrain.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+def test_the_image_has_what_the_build_of_bmtrain_asks_for() -> None:
+    nothing = Machine(nvcc=None, nccl=None, include=Path("/nowhere"), which=lambda _: None, has_module=lambda _: False)
     apt, pip = packages("apt-get install"), packages("pip install")
     given = {
         "nvcc": "-devel-" in dict(LINES)["FROM"],
@@ -102,7 +99,7 @@ def test_the_image_has_what_the_build_of_bmtrain_asks_for(monkeypatch: pytest.Mo
         "pybind11": "pybind11" in pip,
         "nccl.h and libnccl.so.2": "torch" in pip,
     }
-    asked = [tool.what for tool in build_bmtrain.list_missing(None, None)]
+    asked = [tool.what for tool in list_missing(nothing)]
     assert {*asked} == {*given} and all(given.values()), given
 
 

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bmburst.errors import UserError
 from bmburst.setup import build_bmtrain
 from bmburst.setup.build_bmtrain import (
     BuildSpec,
+    Machine,
     Toolchain,
     build_environment,
     build_wheel,
@@ -85,29 +87,23 @@ def test_the_environment_of_the_build(tmp_path):
 @pytest.fixture
 def no_tools(monkeypatch, tmp_path):
     """A machine with Python and nothing else."""
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build_bmtrain, "tool_path", lambda: str(tmp_path))
-    monkeypatch.setattr(build_bmtrain, "find_nvcc", lambda: None)
-    monkeypatch.setattr(build_bmtrain, "find_nccl", lambda: None)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(build_bmtrain, "_has_module", lambda _: False)
+    return Machine(nvcc=None, nccl=None, include=tmp_path, which=lambda _: None, has_module=lambda _: False)
 
 
-@pytest.mark.usefixtures("no_tools")
-def test_everything_missing_is_named_at_once_with_its_command(tmp_path):
-    missing = {tool.what.split()[0]: tool.command for tool in list_missing(None, None)}
+def test_everything_missing_is_named_at_once_with_its_command(no_tools, tmp_path):
+    missing = {tool.what.split()[0]: tool.command for tool in list_missing(no_tools)}
     assert set(missing) >= {"nvcc", "cmake", "a", "Python.h", "pip", "setuptools", "wheel", "pybind11", "nccl.h"}
     assert "--no-deps nvidia-nccl-cu13" in missing["nccl.h"], "with its dependencies it could replace torch's"
     with pytest.raises(UserError) as refused:
-        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path))
+        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path), no_tools)
     lines = str(refused.value).splitlines()
     assert len(lines) <= 3 and "nvcc" in lines[0] and "pybind11" in lines[1] and "apt-get install -y" in lines[1]
 
 
-@pytest.mark.usefixtures("no_tools")
-def test_the_command_line_says_what_is_missing_with_status_2(capsys, tmp_path, monkeypatch):
+def test_the_command_line_says_what_is_missing_with_status_2(no_tools, capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("BMBURST_LAUNCH_FOLDER", raising=False)
+    monkeypatch.setattr(Machine, "here", lambda: no_tools)
     assert main(["build-bmtrain", "--arch", "90", "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("bmburst build-bmtrain: missing: nvcc")
     assert not (tmp_path / "out").exists()
@@ -128,40 +124,43 @@ def test_commands_of_one_installer_are_joined():
 
 
 @pytest.fixture
-def fake_tools(monkeypatch, tmp_path):
-    """An nvcc that knows sm_80 and sm_90, and everything else in place."""
+def whole(monkeypatch, tmp_path):
+    """A machine with an nvcc that knows sm_80 and sm_90, which the user names, and everything else in place."""
     nvcc = tmp_path / "cuda" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho sm_80; echo sm_90; echo release 13.0, V13.0.1\n")
+    nvcc.write_text("#!/bin/sh\necho sm_80; echo sm_90; echo release 13.0, V13.0.1; echo cmake version 4.0\n")
     nvcc.chmod(0o755)
     nccl = tmp_path / "nccl"
-    for name in ("include/nccl.h", "lib/libnccl.so.2"):
-        (nccl / name).parent.mkdir(parents=True)
+    for name in ("include/nccl.h", "include/Python.h", "lib/libnccl.so.2"):
+        (nccl / name).parent.mkdir(parents=True, exist_ok=True)
         (nccl / name).touch()
     monkeypatch.setenv("CUDACXX", str(nvcc))
     monkeypatch.setenv("NCCL_INCLUDE_DIR", str(nccl / "include"))
     monkeypatch.setenv("NCCL_LIB_DIR", str(nccl / "lib"))
-    monkeypatch.setattr(build_bmtrain, "list_missing", lambda *_: [])
-    return Toolchain(nvcc=nvcc.resolve(), nccl=nccl)
+    there = {"which": lambda _: str(nvcc), "has_module": lambda _: True}
+    return replace(Machine.here(), include=nccl / "include", **there)
 
 
-def test_the_users_own_tools_are_used(fake_tools, tmp_path):
-    assert check_toolchain(BuildSpec(architectures=(90,), output=tmp_path)) == fake_tools
+@pytest.fixture
+def fake_tools(whole, tmp_path):
+    return Toolchain(nvcc=(tmp_path / "cuda" / "nvcc").resolve(), nccl=tmp_path / "nccl")
+
+
+def test_the_users_own_tools_are_used(whole, fake_tools, tmp_path):
+    assert check_toolchain(BuildSpec(architectures=(90,), output=tmp_path), whole) == fake_tools
     assert build_bmtrain.cuda_major(fake_tools.nvcc) == 13
 
 
-@pytest.mark.usefixtures("fake_tools")
-def test_an_architecture_that_nvcc_does_not_know_is_refused(tmp_path):
+def test_an_architecture_that_nvcc_does_not_know_is_refused(whole, tmp_path):
     with pytest.raises(UserError, match=r"(?s)sm_61.*allowed: 80 90"):
-        check_toolchain(BuildSpec(architectures=(61, 90), output=tmp_path))
+        check_toolchain(BuildSpec(architectures=(61, 90), output=tmp_path), whole)
 
 
-@pytest.mark.usefixtures("fake_tools")
 @pytest.mark.parametrize("name", ["none.tar.gz", "bmtrain.whl"])
-def test_what_is_no_source_package_is_refused(name, tmp_path):
+def test_what_is_no_source_package_is_refused(whole, name, tmp_path):
     (tmp_path / "bmtrain.whl").touch()
     with pytest.raises(UserError, match="pip download"):
-        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path, sdist=tmp_path / name))
+        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path, sdist=tmp_path / name), whole)
 
 
 def source_package(folder, script):
