@@ -304,6 +304,24 @@ def best(ways: Sequence[Candidate], hardware: Hardware) -> Prediction:
     return _fastest(fitting) if fitting else min(in_host or found, key=lambda each: each.memory.total)
 
 
+def fastest(ways: Sequence[Candidate], hardware: Hardware, policies: Sequence[str], *, gain: float) -> int | None:
+    """Return the index of the way with the most tokens per second under its best policy, or None if none fits.
+
+    Args:
+        ways: Candidates without their policies, the simplest first.
+        hardware: The machine.
+        policies: The recompute policies to choose from.
+        gain: Fraction of the time that a way must save over simpler ones.
+    """
+    rates: list[float] = []
+    for way in ways:
+        room = with_usable_memory(hardware, hardware.memory - reserved_memory(way.task, hardware), way.task)
+        found = best(list(with_policies(way, room, policies)), room)
+        rates.append(found.tokens_per_second if found.memory.fits else 0.0)
+    most = max(rates, default=0.0)
+    return next(i for i, rate in enumerate(rates) if rate >= most * (1 - gain)) if most else None
+
+
 def _fastest(found: Sequence[Prediction]) -> Prediction:
     """Return the fastest way; among equal ones the least host memory, then recomputation, then GPU memory decides."""
     least = min(each.seconds for each in found)
