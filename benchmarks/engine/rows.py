@@ -42,6 +42,7 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "step-parts": "benchmarks.operators",
         "steps": "benchmarks.predictions",
         "strategies": "benchmarks.predictions",
+        "units": "benchmarks.units",
     }
 )
 """Modules of the benchmarks by their names in `bmburst bench NAME`; each module defines `BENCHMARKS`."""
