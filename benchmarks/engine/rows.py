@@ -17,8 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bmburst.config import read_json
 from bmburst.errors import UserError
-from bmburst.outputs import replacing
+from bmburst.outputs import replacing, require_file, require_own
 
 Row = dict[str, Any]
 Measured = tuple[dict[str, Any], Iterator[Row]]
@@ -102,7 +103,7 @@ def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
         words: The command line that they are from, beginning with the name.
 
     Raises:
-        UserError: An option is invalid, or there is no GPU.
+        UserError: An option is invalid, there is no GPU, or another file would be overwritten.
     """
     import torch
     import torch.distributed as dist
@@ -112,6 +113,8 @@ def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
     benchmark = load_rows(args.what)
     if benchmark.needs_gpu and not torch.cuda.is_available():
         raise UserError(f"bench {args.what} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
+    if args.output is not None and os.environ.get("RANK", "0") == "0":
+        _require_output(args.output)
     if benchmark.ranks and "RANK" not in os.environ:
         from bmburst.launch.launcher import LaunchSpec, launch
 
@@ -131,6 +134,16 @@ def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(map(benchmark.is_wrong, record["rows"])))
+
+
+def _require_output(path: Path) -> None:
+    """Refuse to overwrite a file that is no record, and a page beside a new record."""
+    if path.suffix != ".json":
+        raise UserError(f"--output {path}\nallowed: a .json file\nfix: --output results.json")
+    is_new = not path.exists()
+    require_file("--output", path, "a record of this benchmark", lambda file: "machine" in read_json(file))
+    if is_new:
+        require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:

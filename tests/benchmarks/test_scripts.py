@@ -60,6 +60,12 @@ def test_a_benchmark_of_rows_records_what_was_run_and_where(tmp_path, capsys):
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
     assert printed.out == path.with_suffix(".md").read_text() == load_rows("mixed-lengths").table(content) + "\n"
     assert [json.loads(line) for line in printed.err.splitlines()] == content["rows"]
+    (tmp_path / "notes.md").write_text("by hand")
+    (tmp_path / "other.json").write_text("[1]")
+    for name, word in (("notes.json", "notes.md"), ("other.json", "record"), ("found.txt", ".json")):
+        assert main([*words[:-1], str(tmp_path / name)]) == 2
+        assert says(capsys.readouterr().err, word)
+    assert not (tmp_path / "notes.json").exists() and (tmp_path / "notes.md").read_text() == "by hand"
 
 
 def test_a_row_that_shows_a_fault_is_the_exit_status():
