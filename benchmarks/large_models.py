@@ -151,6 +151,7 @@ def _beside(gpus: int, kept: Mapping[int, str], steps: int) -> tuple[Run, Run]:
 
 
 _KEEP = "block-keep-attention"
+_STATES: tuple[tuple[int, State], ...] = ((2, "bfloat16"), (2, "8bit"), (4, "bfloat16"), (4, "8bit"))
 SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
     {
         "adapters": (
@@ -160,10 +161,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((_70B(tokens=32 * K, gpus=2, lora=_LORA),)),
             Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, layers=20, steps=2),)),
         ),
-        "full": tuple(
-            Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True)
-            for gpus, state in ((2, "bfloat16"), (2, "8bit"), (4, "bfloat16"), (4, "8bit"))
-        ),
+        "full": tuple(Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in _STATES),
         "pipeline": (
             *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
             *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),

@@ -24,6 +24,7 @@ from bmburst.amounts import short
 from bmburst.attention import call as decided
 from bmburst.cli import main
 from bmburst.schedule.parallelism import Strategy
+from bmburst.schedule.strategy import choose_strategy
 
 REPEATS, SECONDS = 15, 20.0
 
@@ -34,7 +35,7 @@ def ways(heads: int, kv_heads: int) -> Iterator[Strategy]:
     yield replace(plain, at_once=True)
     yield plain
     step = 1 if kv_heads <= 2 else group
-    splits = {
+    splits: set[tuple[int, ...]] = {
         (step, heads - step),
         (heads - step, step),
         (heads // 2 // step * step, heads - heads // 2 // step * step),
@@ -67,7 +68,7 @@ def _rows(options: argparse.Namespace, group: RankGroup) -> Iterator[Row]:
         prepare(OneGpu(), cell, setting),
         forward_flops(cell) / group.size / forward_flops(one_gpu_cell(cell)),
     )
-    choose = decided.choose_strategy
+    choose = choose_strategy
     own = options.heads // group.size, max(1, options.kv_heads // group.size)
     for way in [None, *ways(*own)]:
 
