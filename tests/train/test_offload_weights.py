@@ -291,6 +291,7 @@ def test_an_input_without_gradient_is_no_exception(tmp_path):
 def _an_input_without_gradient_is_no_exception():
     import bmtrain as bmt
 
+    from bmburst.blocks.gathering import GatherMemory
     from bmburst.blocks.layers import Linear
     from bmburst.blocks.streamed import StreamedBlock
     from bmburst.comm.host_memory import ShardCopies
@@ -298,10 +299,10 @@ def _an_input_without_gradient_is_no_exception():
 
     found = []
     for streams in (False, True):
-        copies, sizes = ShardCopies(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
+        copies, memory, sizes = ShardCopies(), GatherMemory(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
         linears = [Linear(a, b, dtype=torch.float32) for a, b in sizes]
         blocks = [
-            StreamedBlock(each, copies, number) if streams else bmt.Block(each, use_checkpoint=False)
+            StreamedBlock(each, copies, number, memory) if streams else bmt.Block(each, use_checkpoint=False)
             for number, each in enumerate(linears)
         ]
         model = bmt.TransformerBlockList(blocks)
