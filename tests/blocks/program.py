@@ -69,10 +69,18 @@ def layouts(name: str) -> list[str]:
 
 _LOGITS = [(name, layout) for name in CONFIGS for layout in layouts(name)]
 _VARIED = [(name, i) for name in GRADIENTS for i in range(len(VARIANTS))]
-LOGITS: dict[int, list[tuple[str, str]]] = {1: _LOGITS[::2], 2: _LOGITS[1::2], 4: _LOGITS}
-"""Configurations and layouts by number of ranks: each on one rank or on two, and all on four."""
-VARIED: dict[int, list[tuple[str, int]]] = {1: _VARIED[::2], 2: _VARIED[1::2], 4: _VARIED}
+LOGITS: dict[int, list[tuple[str, str]]] = {1: _LOGITS[::3], 2: _LOGITS[1::3], 4: _LOGITS}
+"""Configurations and layouts by number of ranks: each value of both on one rank and on two, and all pairs on four."""
+VARIED: dict[int, list[tuple[str, int]]] = {1: _VARIED[::3], 2: _VARIED[1::2], 4: _VARIED}
 """Configurations and `VARIANTS`, likewise."""
+
+
+def left_out(size: int) -> tuple[list[tuple[str, str]], list[tuple[str, int]]]:
+    """Return the pairs that `LOGITS` and `VARIED` leave out on a number of ranks."""
+    return (
+        [pair for pair in _LOGITS if pair not in LOGITS[size]],
+        [pair for pair in _VARIED if pair not in VARIED[size]],
+    )
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -132,8 +140,7 @@ def products(
 def run_products(folder: Path, output: Path) -> None:
     """Run those products that `run` leaves out on this number of ranks."""
     mesh = Mesh.over_bmtrain()
-    other = 3 - mesh.shape.sequence
-    found = products(folder, mesh, LOGITS[other], VARIED[other])
+    found = products(folder, mesh, *left_out(mesh.shape.sequence))
     if mesh.sequence_rank == 0:
         torch.save(found, output / "results.pt")
 

@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -120,18 +120,19 @@ def require_equal(folder, config, lora, *ways):
 
 
 @pytest.mark.parametrize(
-    ("size", "lora"),
-    [(2, LORAS[1]), *long((1, LORAS[0]), (1, LORAS[1]), (2, LORAS[0]), (3, LORAS[0]), (3, LORAS[1]))],
+    ("size", "lora", "every"),
+    [(2, LORAS[1], False), *long(*((size, lora, True) for size in (1, 2, 3) for lora in LORAS))],
 )
-def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
+def test_losses_and_gradients_are_pefts(tmp_path, size, lora, every):
     config = write(tmp_path, lora=lora)
-    run_program(size, _losses_and_gradients_are_pefts, tmp_path, config, lora)
+    run_program(size, _losses_and_gradients_are_pefts, tmp_path, config, lora, every)
 
 
-def _losses_and_gradients_are_pefts(folder, config, lora):
+def _losses_and_gradients_are_pefts(folder, config, lora, every):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
-        ways = [(policy, {"mlp_chunk": chunk}) for policy in POLICIES[1:] for chunk in (None, 7)]
+        pairs = product(POLICIES[1:], (None, 7)) if every else zip(POLICIES[1:], cycle((7, None)), strict=False)
+        ways = [(policy, {"mlp_chunk": chunk}) for policy, chunk in pairs]
         more = [("none", {}), ("block", {"offload_weights": True}), ("none", {"zero_level": 2})]
         require_equal(folder, config, lora, *ways, *more)
 
