@@ -191,6 +191,12 @@ def test_every_norm_asks_for_its_kernel(job: Reference) -> None:
     assert job["norms"] == ["torch"] * (2 * 4 + 1) + ["auto"] * (2 * 2 + 1)
 
 
+def test_kernels_are_compiled_ahead_on_few_tokens(job: Reference) -> None:
+    """On as many as make a mask of the kind that training has: a window hides something of them."""
+    wanted = [(1024, []), (1024, ["segments"]), (1400, ["window"])]
+    assert job["compiled"] == [([1, n, 2, 8], [1, n, 1, 8], needs) for n, needs in wanted for _ in range(2)]
+
+
 def test_bmtrain_saves_and_loads_it(job: Reference) -> None:
     assert job["bmtrain"]
 

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.checkpoint.optimizer_state import _reordered
 from bmburst.config import to_dict
 from bmburst.optim.config import MOMENT_BYTES, OptimizerConfig
 from bmburst.plan.counts import adam_bytes
@@ -76,6 +78,15 @@ def resumed(folder, name, **changes):
 
 def losses(made, steps):
     return [(each.loss, each.grad_norm) for each in (made.step() for _ in range(steps))]
+
+
+def test_columns_that_are_split_otherwise_are_found():
+    """Elements of a matrix in the order of its shards, split by columns in `there` parts and in `here`."""
+    whole = torch.arange(36).view(3, 12)
+    ordered = {parts: whole.unflatten(1, (parts, -1)).movedim(1, 0).flatten() for parts in (1, 2, 3, 4)}
+    for here, there in product(ordered, repeat=2):
+        index = _reordered(torch.arange(36), whole.shape, here, there)
+        assert torch.equal(ordered[there][index], ordered[here]), (here, there)
 
 
 @pytest.mark.long
