@@ -242,7 +242,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("size", "mask", "policies"), in_turn([1, 2], MASKS, [POLICIES[::5], POLICIES[1:5]]))
+@pytest.mark.parametrize(("size", "mask", "policies"), in_turn([1, 2], MASKS, [[*POLICIES[::5]], [*POLICIES[1:5]]]))
 def test_masks_of_a_batch(size, mask, policies):
     run_program(size, _masks_of_a_batch, MASKS[mask], policies)
 
