@@ -163,8 +163,6 @@ def test_a_base_in_4_bits_is_refused_where_it_has_no_meaning():
         LoRAConfig(rank=2, base="8bit")
     with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
         TrainConfig(lora=FOUR_BIT, parallel=ParallelConfig(tensor_parallel=2), checkpoint_every=None)
-    with refused("lora.base 4bit", "pipeline_parallel 2", "--lora.base dtype"):
-        TrainConfig(lora=FOUR_BIT, parallel=ParallelConfig(pipeline_parallel=2), checkpoint_every=None)
 
 
 def require_sharded(config):
