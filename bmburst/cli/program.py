@@ -237,13 +237,12 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     Raises:
         UserError: There are fewer GPUs than ranks.
     """
-    import torch
-
+    from bmburst.launch import devices
     from bmburst.launch.spec import require_devices
 
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = devices or fewest if asked is None else asked
-    require_devices(nproc, devices)
+    here = len(devices.gpus())
+    nproc = here or fewest if asked is None else asked
+    require_devices(nproc, here)
     return nproc
 
 

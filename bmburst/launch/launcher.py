@@ -13,6 +13,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from bmburst.errors import UserError
-from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, serve
+from bmburst.launch import devices
 from bmburst.launch.agent import (
     AgentThread,
     GracefulStop,
@@ -46,6 +47,7 @@ from bmburst.launch.rank import (
 )
 from bmburst.launch.result import LaunchResult, launch_result
 from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 
 __all__ = ["LaunchSpec", "launch"]
 
@@ -149,10 +151,9 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
             is 1.
     """
     require_command(command)
-    import torch
-
-    cuda = torch.cuda.is_available()
-    require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
+    here = len(devices.gpus())
+    cuda = here > 0
+    require_devices(spec.nproc, here)
     cores = usable_cores()
     found = defaults(os.environ, spec.nproc, cores, cuda=cuda)
     if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
@@ -181,14 +182,14 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
         UserError: See `check_launch`. No rank has been started.
     """
     checked = check_launch(spec, command)
-    store = serve(LOOPBACK, 0, _STORE_TIMEOUT)
-    address = StoreAddress(port=store.port, run=secrets.token_hex(8))
+    listener = listen(LOOPBACK, 0)
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     (folder / REQUEST).write_text(request, encoding="utf-8")
     guard = start_guard(folder)
     try:
-        result = _run(checked, folder, address)
+        result = _run(checked, folder, listener)
     finally:
+        listener.close()
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate()
     if result.message:
@@ -198,13 +199,16 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
     return result.status
 
 
-def _run(checked: CheckedLaunch, folder: Path, address: StoreAddress) -> LaunchResult:
+def _run(checked: CheckedLaunch, folder: Path, listener: socket.socket) -> LaunchResult:
+    address = StoreAddress(port=int(listener.getsockname()[1]), run=secrets.token_hex(8))
     own = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
     environment = {**os.environ, **checked.environment, **own}
     agent = AgentThread(checked.spec, checked.command, environment, folder, address)
     with _caught_signals() as caught:
         agent.start()
+        store = serve_at(listener, _STORE_TIMEOUT)  # imports torch, while the ranks do
         result = _wait(agent, caught, folder) or launch_result(checked.spec, agent.outcome, folder)
+    del store  # held until here, for the ranks
     if result.status:
         _end_leftovers(agent, folder)
     return result

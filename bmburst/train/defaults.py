@@ -4,19 +4,17 @@ What a file or an option gives is kept, and so is what a run that is resumed was
 are those of `TrainConfig`. Imports no torch at its top.
 """
 
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from bmburst.errors import UserError
+from bmburst.launch import devices
 from bmburst.recompute.policy import AUTO
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.parallelism import divisors
 from bmburst.train.config import TrainConfig
 
 _AMPERE = (8, 0)
-_QUERY = ("--query-gpu=name,compute_cap", "--format=csv,noheader")
 MESH = tuple(f"parallel.{axis}_parallel" for axis in ("pipeline", "data", "sequence", "tensor", "head"))
 
 
@@ -36,22 +34,10 @@ class Gpus:
 
     @classmethod
     def here(cls) -> "Gpus | None":
-        """Return the GPUs of this machine; None without one. It opens none: a launcher leaves them to its ranks."""
-        import torch
-
-        if not torch.cuda.is_available():
+        """Return the GPUs of this machine; None without one."""
+        if not (found := devices.gpus()):
             return None
-        smi = shutil.which("nvidia-smi")
-        try:
-            said = subprocess.run(
-                [smi or "nvidia-smi", *_QUERY], capture_output=True, text=True, timeout=30, check=True
-            )
-            found = [line.rsplit(",", 1) for line in said.stdout.splitlines() if "," in line]
-            capabilities = [tuple(map(int, each.strip().split("."))) for _, each in found]
-            least = min((each[0], each[1]) for each in capabilities)
-        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-            return None  # unknown GPUs get the defaults of `TrainConfig`
-        return cls(torch.cuda.device_count(), found[0][0].strip(), least)
+        return cls(len(found), found[0].name, min(gpu.capability for gpu in found))
 
     @property
     def has_bfloat16(self) -> bool:
