@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
         if spec.nproc == 1:  # needs no group
-            return _answer(request)
+            return _answer(request, Beginning.of_process("checks and imports"))
         return run_on_ranks(__name__, request, spec)
 
 

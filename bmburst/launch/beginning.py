@@ -21,7 +21,7 @@ class Beginning:
         self._seconds: dict[str, float] = {}
 
     @classmethod
-    def of_process(cls, imported: str, before: str) -> "Beginning":
+    def of_process(cls, imported: str, before: str = "") -> "Beginning":
         """Return the beginning of a command whose rank this process is, up to now.
 
         Args:

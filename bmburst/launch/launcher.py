@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -47,12 +46,12 @@ from bmburst.launch.rank import (
 )
 from bmburst.launch.result import LaunchResult, launch_result
 from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.setup.kernel_caches import flash_attention_4
 from bmburst.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 
 __all__ = ["LaunchSpec", "launch"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
@@ -92,25 +91,6 @@ def defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool) 
         found |= {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", ALLOCATOR[0]: EXPANDING}
     own = set(environ) | (set(ALLOCATOR) if any(name in environ for name in ALLOCATOR) else set())
     return {name: value for name, value in found.items() if name not in own}
-
-
-def kernel_cache(folder: Path) -> dict[str, str]:
-    """Return the variables with which FlashAttention-4 keeps compiled kernels for later runs of this user on this node.
-
-    The package loads files there as code. So the cache is a folder that belongs to this user and that no other user can
-    write or read. If that is not possible, kernels are not cached.
-
-    Args:
-        folder: A folder on a local disk: the package locks files, which network disks may not do.
-    """
-    own = folder / f"bmburst-{os.getuid()}"
-    try:
-        own.mkdir(mode=0o700, exist_ok=True)
-        state = own.lstat()
-    except OSError:
-        return {}
-    is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077
-    return dict(zip(_KERNEL_CACHE, ("1", str(own / "flash-attn-4")), strict=True)) if is_private else {}
 
 
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
@@ -156,8 +136,8 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     require_devices(spec.nproc, here)
     cores = usable_cores()
     found = defaults(os.environ, spec.nproc, cores, cuda=cuda)
-    if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
-        found |= kernel_cache(Path(tempfile.gettempdir()))
+    if cuda:
+        found |= flash_attention_4(os.environ)
     found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
     found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None

@@ -1,8 +1,10 @@
 """The command line as a whole: commands, help, exit status, one message for bad input."""
 
+import json
 import os
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -158,6 +160,32 @@ def test_help_and_refusals_need_neither_torch_nor_yaml(argv):
     heavy = "{'torch', 'numpy', 'yaml', 'bmtrain', 'matplotlib', 'tqdm'}"
     code = f"import sys; from bmburst.cli import main; main({argv}); print(sorted({heavy} & set(sys.modules)))"
     assert run(code=code).stdout.splitlines()[-1] == "[]"
+
+
+def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_path):
+    """The launcher imports torch while its ranks do; torch imports its compiler at the first call of an optimizer."""
+    (tmp_path / "text.txt").write_text("a few words of text. " * 40)
+    words = ["train", "--data", tmp_path / "text.txt", "--data.tokenizer", "bytes", "--sequence-length", 16]
+    words += ["--steps", 2, "--output", tmp_path / "run", "--eval-every", 0, "--sampled", 0]
+    code = f"""
+        import os, sys
+        from bmburst.cli import main
+        from bmburst.launch import handover
+        def run_here(module, request, spec):
+            assert spec.nproc == 1 and "torch" not in sys.modules
+            return handover._call(module, request)
+        handover.run_on_ranks = run_here
+        import bmburst.cli.train
+        bmburst.cli.train.run_on_ranks = run_here
+        assert main({[*map(str, words), "--nproc", "1"]}) == 0
+        assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+    """
+    done = run(code=textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "run" / "summary.json").read_text())["beginning_seconds"]
+    assert [*parts] == ["imports", "ranks", "data", "model", "kernels", "weights", "optimizer", "first step"]
+    assert min(parts.values()) >= 0 and parts["imports"] > parts["kernels"] and parts["first step"] > 0
+    says(done.stderr, "s to the end of the first step: imports", *parts)
 
 
 def test_python_m_from_the_source_tree():

@@ -10,6 +10,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.cli.training import COMMON
 from bmburst.config import leaves
+from bmburst.launch.devices import Gpu
 from bmburst.train.config import EvalConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started
@@ -138,8 +139,7 @@ def test_number_of_ranks(launches, argv, nproc):
 
 
 def test_all_gpus_are_used_and_no_more(launches, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("Tesla T4", (7, 5)),) * 7)
     assert main(["train"]) == 0
     assert launches.spec.nproc == 7
     assert "does not divide 7 ranks" in refused(capsys, "train", "--data-parallel", "2", "--batch-size", "2")
