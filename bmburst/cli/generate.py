@@ -19,7 +19,7 @@ from bmburst.cli.model import add_model_options, note_ignored, open_source, sett
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
         if spec.nproc == 1:  # needs no group
-            return _answer(request, Beginning.of_process("checks and imports"))
+            return run_here(partial(_answer, beginning=Beginning.of_process("checks and imports")), request)
         return run_on_ranks(__name__, request, spec)
 
 
