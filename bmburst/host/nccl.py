@@ -23,7 +23,7 @@ from torch import Tensor
 from bmburst.errors import UserError
 from bmburst.host.cuda import Stream, Streams, view
 from bmburst.host.gloo import GlooCommunicator, Operation
-from bmburst.stores import LOOPBACK, address_of, is_loopback, serve
+from bmburst.host.stores import LOOPBACK, address_of, is_loopback, serve
 
 UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES in nccl.h
 _C10D: Any = dist  # torch gives its C++ classes no types

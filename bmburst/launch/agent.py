@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bmburst.host.stores import LOOPBACK
 from bmburst.launch.rank import STOPPED, guard_command, is_stopped, kill_groups, rank_pids, start_time
 from bmburst.launch.spec import LaunchSpec, StoreAddress
-from bmburst.stores import LOOPBACK
 
 GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank that waits for a dead one never ends
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from bmburst.errors import UserError
+from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 from bmburst.launch import devices
 from bmburst.launch.agent import (
     AgentThread,
@@ -47,7 +48,6 @@ from bmburst.launch.rank import (
 from bmburst.launch.result import LaunchResult, launch_result
 from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
 from bmburst.setup.kernel_caches import flash_attention_4
-from bmburst.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 
 __all__ = ["LaunchSpec", "launch"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from bmburst import stores
 from bmburst.errors import RunError, UserError
+from bmburst.host import stores
 from bmburst.memory import DRIVER_IS_FULL
 from bmburst.schedule.parallelism import MeshShape
 

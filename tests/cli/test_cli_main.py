@@ -166,7 +166,7 @@ def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_
     """The launcher imports torch while its ranks do; torch imports its compiler at the first call of an optimizer."""
     (tmp_path / "text.txt").write_text("a few words of text. " * 40)
     words = ["train", "--data", tmp_path / "text.txt", "--data.tokenizer", "bytes", "--sequence-length", 16]
-    words += ["--steps", 2, "--output", tmp_path / "run", "--eval-every", 0, "--sampled", 0]
+    words += ["--steps", 2, "--output", tmp_path / "run", "--eval-every", 0, "--sample-tokens", 0]
     code = f"""
         import os, sys
         from bmburst.cli import main

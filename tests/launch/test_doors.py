@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.stores import address_of, listen, owner_of, tcp_sockets
+from bmburst.host.stores import address_of, listen, owner_of, tcp_sockets
 from tests.distributed.ports import held_port
 from tests.distributed.started import Python, run_python
 from tests.launch.launcher import ended, lines_of, start
