@@ -1,11 +1,13 @@
 """How the time from the start of a command to its first step, or to its model, is spent: `Beginning`."""
 
 import os
+import textwrap
 import time
 from collections.abc import Mapping
 
 from bmburst.launch.rank import LAUNCHER, start_time
 
+_SHOWN = 0.05  # seconds of a part that is shown
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -55,9 +57,10 @@ class Beginning:
         return self._seconds
 
     def until(self, what: str) -> str:
-        """Return the parts in a line: "12.3 s to the first step: checks 1.2, imports 2.3, ...", in seconds."""
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
-        return f"{sum(self._seconds.values()):.1f} s to {what}: {parts}"
+        """Return the parts that take time in lines of 80 columns: "12.3 s to the model: checks 1.2, imports 2.3"."""
+        parts = (f"{name} {seconds:.1f}" for name, seconds in self._seconds.items() if seconds >= _SHOWN)
+        text = f"{sum(self._seconds.values()):.1f} s to {what}: {', '.join(parts)}"
+        return textwrap.fill(text, 79, subsequent_indent="  ")
 
 
 def _started(pid: int) -> float | None:
