@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.chat_templates import require_tokens, template_text
+from bmburst.data.chat_templates import TEMPLATES, require_tokens, template_text
 from bmburst.data.documents import SetupError
 from bmburst.data.messages import (
     MARKS,
@@ -265,7 +265,8 @@ class RecordEncoder:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
                 raise SetupError(f"{missing}\nfix: {fix}")
             if self._file is None and not self.tokenizer.chat_template:
-                raise SetupError(f"{missing}\nfix: give {_OPTION}, or a tokenizer that has one")
+                names = f"its own, {', '.join(TEMPLATES)}, or a Jinja file"
+                raise SetupError(f"{missing}\nallowed: {names}\nfix: give {_OPTION}, or a tokenizer that has one")
             try:
                 self._loaded = ChatTemplate(self.tokenizer, self._file)
             except UserError as error:
