@@ -149,10 +149,10 @@ def test_words_that_look_like_values_are_values():
     assert parser.read(["--shift", "-1.5"]).shift == -1.5
 
 
-def run(*argv, code=None, **options):
+def run(*argv, code=None, timeout=60, **options):
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
     call = [sys.executable, "-c", code] if code else [sys.executable, "-m", "bmburst", *argv]
-    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, **options)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])
@@ -180,7 +180,7 @@ def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_
         assert main({[*map(str, words), "--nproc", "1"]}) == 0
         assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
     """
-    done = run(code=textwrap.dedent(code))
+    done = run(code=textwrap.dedent(code), timeout=300)
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / "run" / "summary.json").read_text())["beginning_seconds"]
     assert [*parts] == ["imports", "ranks", "data", "model", "kernels", "weights", "optimizer", "first step"]
