@@ -36,6 +36,7 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "families": "benchmarks.families",
         "hugging-face": "benchmarks.hugging_face",
         "linear": "benchmarks.linear",
+        "links": "benchmarks.links",
         "logprobs": "benchmarks.logprobs",
         "lora-peers": "benchmarks.lora_peers",
         "mixed-lengths": "benchmarks.mixed_lengths",

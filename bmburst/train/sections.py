@@ -54,7 +54,9 @@ class DataConfig(RecordFormat):
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
-        "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
+        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        default=None,
+        default_text="the tokenizer's",
     )
     validation: tuple[str, ...] = field(
         "Text or records of your own to evaluate on: FILE or NAME=FILE, several separated by commas. NAME, by default "

@@ -135,23 +135,24 @@ def _reads_after_a_step_wait_for_the_update(folder):
     from bmburst.optim import updates
 
     update, made = updates._update, {}
-    for is_late in (False, True):
-        made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for is_late in (False, True):
+            made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
 
-        def late(*args, wait=0.02 * is_late, order=order):
-            time.sleep(wait)
-            order.append(args[0].shard.order)
-            update(*args)
+            def late(*args, wait=0.02 * is_late, order=order):
+                time.sleep(wait)
+                order.append(args[0].shard.order)
+                update(*args)
 
-        updates._update = late
-        losses(made[is_late], 2)
-        made[is_late].evaluate()
-        assert order == 2 * [0, 0, 1, 1]  # as forward needs them
-    require_equal(held(made[True]), held(made[False]))
-    losses(made[True], 1), losses(made[False], 1)
-    assert made[True].evaluate() == made[False].evaluate()
-    losses(made[True], 1), losses(made[False], 1)
-    assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
+            patch.setattr(updates, "_update", late)
+            losses(made[is_late], 2)
+            made[is_late].evaluate()
+            assert order == 2 * [0, 0, 1, 1]  # as forward needs them
+        require_equal(held(made[True]), held(made[False]))
+        losses(made[True], 1), losses(made[False], 1)
+        assert made[True].evaluate() == made[False].evaluate()
+        losses(made[True], 1), losses(made[False], 1)
+        assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
 
 
 def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
@@ -171,8 +172,10 @@ def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
 
         return call
 
-    HostAdam.step, LateUpdates.start = recorded(HostAdam.step), recorded(LateUpdates.start)
-    losses(made, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostAdam, "step", recorded(HostAdam.step))
+        patch.setattr(LateUpdates, "start", recorded(LateUpdates.start))
+        losses(made, 2)
     assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
 
 
@@ -187,10 +190,11 @@ def _an_error_in_an_update_ends_the_run(folder):
         raise MemoryError("no room")
 
     made = trainer(folder, "run", True, "bfloat16")
-    updates._update = fails
-    losses(made, 1)
-    with pytest.raises(MemoryError, match="no room"):
-        made.evaluate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates, "_update", fails)
+        losses(made, 1)
+        with pytest.raises(MemoryError, match="no room"):
+            made.evaluate()
 
 
 def test_gradients_that_are_not_finite_change_nothing(tmp_path):
