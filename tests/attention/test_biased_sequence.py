@@ -228,6 +228,7 @@ def test_ranks_that_do_not_share_alike_are_told():
     run_ranks(2, body)
 
 
+@pytest.mark.long
 def test_a_compiled_caller():
     """The graph ends before attention and goes on after it; another batch's sequence does not compile it again."""
     run_processes(2, _compiled_caller)

@@ -186,7 +186,7 @@ def require_sharded(config):
             assert torch.equal(gather(shard).view(torch.int32), wanted.view(torch.int32))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", *long("mistral")])
 def test_of_other_families_too(tmp_path, family):
     config = write(tmp_path, family, LORAS[1], num_heads=4, num_kv_heads=2)
     run_program(2, _of_other_families_too, tmp_path, config)

@@ -85,6 +85,9 @@ def test_an_evaluation_begins_by_weights_and_takes_all(parts):
     assert limited == taken[:4]
     assert Counter(source_of(mixture, parts[1], index)[0] for index in limited) == {0: 3, 1: 1}
     assert np.concatenate([batch.whole()[0] for batch in batches]).shape[1] == 16
+    for outside in (-1, len(taken)):
+        with pytest.raises(IndexError, match="no sample"):
+            mixture.labels_in(outside)
 
 
 def test_a_file_of_sources(tmp_path):

@@ -188,6 +188,9 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
     for path in ("x.parquet", "shards", "set", "splits"):
         file = opened(tmp_path / path)
         assert (file.fingerprint, file.notes) == (wanted, {"columns": ["source"]}), path
+    read: list[int] = []
+    assert len(list(read_records(find_sources([tmp_path / "x.parquet"]), form=form, on_read=read.append))) == 2
+    assert sum(read) == (tmp_path / "x.parquet").stat().st_size
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in ("set", "splits"):
         (tmp_path / path / "state.json").touch()

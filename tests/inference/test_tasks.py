@@ -84,7 +84,7 @@ def test_scores_are_shares_of_the_expected_words() -> None:
     assert score_of(("12",), "") == 0
 
 
-@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("cache", ["auto", pytest.param("tokens", marks=pytest.mark.long)])
 def test_ranks_that_share_the_text_give_the_same_answers(cache: str) -> None:
     test = TaskTest(lengths=(700, 901), samples=1)
 
