@@ -143,9 +143,8 @@ class SplitCache(Cache):  # type: ignore[misc]
 
     def _run_split(self, model: PreTrainedModel, input_ids: Tensor, whole: int) -> None:
         """Run the model on this rank's part of the tokens, of a text of `whole` tokens."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length()
         layout = self.layout if self.has_split_states else "striped"
-        part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=positions[None])
+        part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=self._positions(input_ids))
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
@@ -172,7 +171,17 @@ class SplitCache(Cache):  # type: ignore[misc]
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
         mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
-        model.base_model(input_ids=input_ids, attention_mask=mask.long(), past_key_values=self, use_cache=False)
+        model.base_model(
+            input_ids=input_ids,
+            attention_mask=mask.long(),
+            position_ids=self._positions(input_ids),  # Bamba counts from 0 without them, whatever is cached
+            past_key_values=self,
+            use_cache=False,
+        )
+
+    def _positions(self, input_ids: Tensor) -> Tensor:
+        """Return the positions of the tokens behind the cached ones, `[1, tokens]`."""
+        return (torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length())[None]
 
 
 def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit) -> Any:
