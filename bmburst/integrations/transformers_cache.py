@@ -25,6 +25,7 @@ from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
+from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import refuse_states
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
@@ -51,7 +52,8 @@ class SplitCache(Cache):  # type: ignore[misc]
             raise UserError(f"config must be a model's config, got {got}\nfix: SplitCache(model.config, mesh)")
         self.mesh = mesh
         split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, 1, 1)
-        super().__init__(layers=[_split_layer(each, mesh, split) for each in DynamicCache(config=config).layers])
+        kind = LatentLayer if caches_latents(config) else SplitLayer
+        super().__init__(layers=[_split_layer(each, mesh, split, kind) for each in DynamicCache(config=config).layers])
         if not self.split_layers:
             raise UserError(
                 f"a model of type {config.model_type!r} has no attention layers, so no cache that ranks could share\n"
@@ -69,12 +71,10 @@ class SplitCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
-        kept = [t for layer in self.split_layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-                kept += [state for state in states if state is not None]
-        return sum(tensor.nbytes for tensor in kept)
+        recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        states = [state for layer in recurrent for kept in (layer.conv_states, layer.recurrent_states)
+                  for state in kept.values() if state is not None]
+        return sum(each.nbytes for each in (*states, *(layer for layer in self.split_layers if layer.is_initialized)))
 
     @property
     def split_layers(self) -> list[SplitLayer]:
@@ -131,6 +131,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         """
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
+        attach_latents(type(model))
         with one_length(model, whole):
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
@@ -184,13 +185,13 @@ class SplitCache(Cache):  # type: ignore[misc]
         return (torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length())[None]
 
 
-def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit) -> Any:
-    """Return the layer of a split cache for one of transformers' own cache."""
+def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit, kind: type[SplitLayer]) -> Any:
+    """Return the layer of a split cache for one of transformers' own cache; `kind` is that of attention alone."""
     has_state = isinstance(layer, LinearAttentionLayer)
     if has_state and layer.number_of_states > 1:
         raise UserError(f"a layer with {layer.number_of_states} states is not known\nfix: model.generate on one rank")
     if isinstance(layer, CacheLayerMixin):
-        return StateAndSplitLayer(mesh, split) if has_state else SplitLayer(mesh, split)
+        return StateAndSplitLayer(mesh, split) if has_state else kind(mesh, split)
     return StateLayer() if has_state else layer  # a layer without tokens
 
 
@@ -307,6 +308,7 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
 @torch.no_grad()
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
+    attach_latents(type(model))
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
