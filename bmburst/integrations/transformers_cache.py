@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
 from bmburst.comm.checks import contents, describe_tensors
+from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.inference.relayout import Relayout
@@ -27,7 +28,7 @@ from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recurrent import refuse_states
+from bmburst.integrations.transformers_recurrent import number_layers
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
@@ -61,6 +62,8 @@ class SplitCache(Cache):  # type: ignore[misc]
             )
         self.has_split_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
         """Whether there are states of recurrent layers, which continue over the ranks in a prefill."""
+        self.alone = single_rank_group(mesh.sequence)
+        """A group of this rank, for recurrent layers on tokens that all ranks have."""
         self.text: Tensor | None = None
         """The cached tokens of the last `generate`, `[batch, tokens]`."""
         self.layout = "zigzag"
@@ -72,8 +75,13 @@ class SplitCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
         recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        states = [state for layer in recurrent for kept in (layer.conv_states, layer.recurrent_states)
-                  for state in kept.values() if state is not None]
+        states = [
+            state
+            for layer in recurrent
+            for kept in (layer.conv_states, layer.recurrent_states)
+            for state in kept.values()
+            if state is not None
+        ]
         return sum(each.nbytes for each in (*states, *(layer for layer in self.split_layers if layer.is_initialized)))
 
     @property
@@ -131,7 +139,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         """
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
-        attach_latents(type(model))
+        _attach(model)
         with one_length(model, whole):
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
@@ -149,7 +157,6 @@ class SplitCache(Cache):  # type: ignore[misc]
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
-            refuse_states(model)
             require_rows(model, part.largest)
             return None, "SplitCache.prefill"
 
@@ -299,16 +306,21 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
-    refuse_states(model)
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
     require_rows(model, int(input_ids.max()))
 
 
+def _attach(model: PreTrainedModel) -> None:
+    """Let the layers of a model find their layers of a split cache."""
+    attach_latents(type(model))
+    number_layers(model)
+
+
 @torch.no_grad()
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
-    attach_latents(type(model))
+    _attach(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
