@@ -151,7 +151,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             partial = merged.unflatten(0, partial.shape[:2])
         else:
             partial = partial[..., :-1]
-        return partial[..., : self._width].to(query.dtype)
+        return partial[..., : self._width].to(query.dtype).contiguous()  # Afmoe views it
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
         """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
