@@ -7,6 +7,8 @@ caches. New tokens attend to each other as in training, and to the cache by pass
 Recurrent layers need neighbouring tokens on one rank. Their models are prefilled in "zigzag": attention moves its
 queries, keys and values to "striped", and its output back. The states after the last token are on every rank, so a
 decoding step of a recurrent layer needs no communication.
+
+Of latent attention, the cache holds latents: see `transformers_latent`.
 """
 
 from collections.abc import Mapping
@@ -75,14 +77,10 @@ class SplitCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
         recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        states = [
-            state
-            for layer in recurrent
-            for kept in (layer.conv_states, layer.recurrent_states)
-            for state in kept.values()
-            if state is not None
-        ]
-        return sum(each.nbytes for each in (*states, *(layer for layer in self.split_layers if layer.is_initialized)))
+        kept = [*(layer for layer in self.split_layers if layer.is_initialized)]
+        kept += [each for layer in recurrent for each in layer.conv_states.values() if each is not None]
+        kept += [each for layer in recurrent for each in layer.recurrent_states.values() if each is not None]
+        return sum(each.nbytes for each in kept)
 
     @property
     def split_layers(self) -> list[SplitLayer]:
@@ -313,7 +311,8 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
 
 def _attach(model: PreTrainedModel) -> None:
     """Let the layers of a model find their layers of a split cache."""
-    attach_latents(type(model))
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        attach_latents(type(part))
     number_layers(model)
 
 

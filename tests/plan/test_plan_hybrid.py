@@ -29,7 +29,7 @@ TYPES = {
     "lfm2": ({ATTENTION: 1}, {CONV: 1}),
     "kimi_linear": ({LATENT: 1}, {KDA: 1}),
     "minimax": ({ATTENTION: 1}, {LIGHTNING: 1}),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite"), ({LATENT: 2}, {})),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), ({LATENT: 2}, {})),
 }
 _NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 PUBLISHED = {
