@@ -38,7 +38,7 @@ positions that they would count from 0 in each call."""
 ALSO_ANSWERED = (
     *("qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
     *("deepseek_v2", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "longcat_flash", "bailing_hybrid"),
-    *("falcon", "stablelm", "gemma3n_text"),
+    *("falcon", "stablelm", "gemma3n_text", "afmoe"),
 )
 PROMPTS = (1, 3, 8, 23)
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -104,11 +104,11 @@ def prompt(length: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
 
 
-def turns(generated: Callable[..., Any], length: int) -> Found:
+def turns(generated: Callable[..., Any], length: int, device: str = "cpu") -> Found:
     """Return the text of a prompt, its answer, a second turn and its answer, and the logits of all answered tokens."""
-    text, logits = prompt(length)[:, :0], []
+    text, logits = prompt(length)[:, :0].to(device), []
     for turn in (prompt(length), prompt(17)):
-        text = torch.cat((text, turn), 1)
+        text = torch.cat((text, turn.to(device)), 1)
         # Without a mask, transformers would mask ids of padding.
         found = generated(text, attention_mask=torch.ones_like(text), **WITH_LOGITS)
         text = found.sequences
