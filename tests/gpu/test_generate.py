@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 
 from benchmarks.tiny_families import tiny_model
 from bmburst import Mesh
