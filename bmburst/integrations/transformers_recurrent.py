@@ -59,11 +59,13 @@ class Mixer(NamedTuple):
         name: Its class.
         functions: The globals in which it mixes tokens.
         forward: Replaces its forward function in a scope, if it mixes tokens itself.
+        scans: Its attribute with the number of recurrences in a call, whose states are stacked; None: one.
     """
 
     name: str
     functions: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
+    scans: str | None = None
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -202,7 +204,9 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
         if cache is not None:
             (given.arguments if name in given.arguments else given.arguments["kwargs"])[name] = None
         given.arguments["attention_mask"] = None
-        with opened(split, None if cache is None else cache.layers[args[0].layer_idx]) as scope:
+        state = None if cache is None else cache.layers[args[0].layer_idx]
+        scans = 0 if mixer.scans is None else getattr(args[0], mixer.scans)
+        with opened(split, state, scans) as scope:
             found = (mixer.forward or theirs)(*given.args, **given.kwargs)
         if missing := set(mixer.functions) - _FUSED - scope.used:
             raise UserError(
@@ -454,7 +458,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         module_of("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
         module_of("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
         module_of("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
-        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
+        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1, scans="n_mamba_heads"),
         module_of("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
     }
 )

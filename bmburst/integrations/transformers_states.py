@@ -23,12 +23,16 @@ class Scope:
         split: The batch; or a group of this rank alone, if it has all tokens.
         state: The layer of a cache, of transformers' `LinearAttentionLayer`, whose states the tokens continue and set.
         had_state: Whether there were tokens before these.
+        scans: Number of recurrences in the call, whose states are stacked in dimension 1; 0: one, with its own state.
+        ends: The last states of the recurrences so far, if they are stacked.
         used: The functions that were called.
     """
 
     split: SequenceMask | CheckedCommunicator
     state: Any = None
     had_state: bool = False
+    scans: int = 0
+    ends: list[Tensor] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
     def options(self) -> dict[str, Any]:
@@ -47,7 +51,10 @@ class Scope:
 
     def recurrent(self) -> Tensor | None:
         """Return the recurrent state before the first token; None: zeros."""
-        return None if self.state is None or not self.had_state else self.state.recurrent_states[0]
+        if self.state is None or not self.had_state:
+            return None
+        state: Tensor = self.state.recurrent_states[0]
+        return state[:, len(self.ends)] if self.scans else state
 
     def convolved(self, found: Any) -> Tensor:
         """Keep the last tokens, if there is a cache, and return the output of a convolution."""
@@ -65,8 +72,10 @@ class Scope:
         """Keep the final state, if there is a cache, and return the output of a recurrence."""
         if self.state is None:
             return cast(Tensor, found)
-        self.state.update_recurrent_state(found[1])
-        self.state.has_previous_state[0] = True
+        self.ends.append(found[1])
+        if len(self.ends) == max(1, self.scans):
+            self.state.update_recurrent_state(torch.stack(self.ends, 1) if self.scans else found[1])
+            self.state.has_previous_state[0] = True
         return cast(Tensor, found[0])
 
     def begins(self, tokens: Tensor) -> Tensor:
@@ -86,9 +95,9 @@ SCOPE: ContextVar[Scope | None] = ContextVar("bmburst_mixer", default=None)
 
 
 @contextmanager
-def opened(split: SequenceMask | CheckedCommunicator, state: Any = None) -> Iterator[Scope]:
+def opened(split: SequenceMask | CheckedCommunicator, state: Any = None, scans: int = 0) -> Iterator[Scope]:
     """Open a scope for the call of a mixer."""
-    scope = Scope(split, state, state is not None and bool(state.has_previous_state[0]))
+    scope = Scope(split, state, state is not None and bool(state.has_previous_state[0]), scans)
     token = SCOPE.set(scope)
     try:
         yield scope

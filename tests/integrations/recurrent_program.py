@@ -36,7 +36,7 @@ ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "minimax", "recurrent_gemma", 
 """Types that generate in every run: with states of transformers' or of their own, with a cache of latents, or with
 positions that they would count from 0 in each call."""
 ALSO_ANSWERED = (
-    *("qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
+    *("qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba", "zamba2"),
     *("deepseek_v2", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "longcat_flash", "bailing_hybrid"),
     *("falcon", "stablelm", "gemma3n_text", "afmoe"),
 )
