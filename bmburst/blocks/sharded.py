@@ -1,8 +1,8 @@
 """A `bmtrain.Block` that gathers its weights and scatters its gradient with little work of the host.
 
 Parameters, storages and files are those of `bmtrain.Block`, as is what moves between ranks. See
-`bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, the host waits for no event,
-and the weights of the next block are gathered before the kernels of this one are launched.
+`bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, and the weights of the next
+block are gathered before the kernels of this one are launched.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +24,9 @@ AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     """A block without BMTrain's checkpointing: `bmburst.recompute` replaces it, which would run the ring twice.
 
-    The module gets the stream first, and returns it. Put blocks into a `bmtrain.TransformerBlockList`.
+    The module gets the stream first, and returns it. Put blocks into a `bmtrain.TransformerBlockList`. For backward,
+    the module must save its parameters themselves, as `bmburst_ops.linears` does: views of their data would be those of
+    another block then.
 
     Args:
         module: The module to wrap, as in `bmtrain.Block`.
@@ -44,6 +46,8 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._slot: Slot | None = None
         self._is_in_backward = False
         self._views = _ShardViews(self)
+
+    _ready: bool  # BMTrain's: whether the parameters are the gathered weights
 
     # `bmtrain.Block` finds its parameters in `__getattribute__`, which makes Python code of every attribute.
     __getattribute__ = torch.nn.Module.__getattribute__
@@ -156,6 +160,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         """Make the gathered weights the data of the parameters; return False if they are already."""
         if self._ready:
             return False
+        self._memory.keep_pace()
         if self._slot is None:
             self.gather()
         slot = self._slot

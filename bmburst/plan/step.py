@@ -118,21 +118,23 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
     parts = _outside_layers(candidate, hardware, operators)
     if not has_head:
         parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
+    issued = (hardware.layer_host + (hardware.zero_host if candidate.shards > candidate.tensor else 0.0)) * layers
+    issued += hardware.layer_host * OUTSIDE_BLOCKS
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        parts["host"] += count * attention.host
+        issued += count * attention.issued
     parts = {name: passes * seconds for name, seconds in parts.items()}
+    # The host waits for the passes before the optimizer, which needs little of its time.
+    host = max(0.0, passes * issued - sum(parts.values()))
     parameters = candidate.task.trained / candidate.shards
     if candidate.offload is Offload.NOTHING:
-        parts["optimizer"] = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
+        optimizer = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
     else:
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
-        parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
-    least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
-    waits = parts.pop("host")
-    return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
+        optimizer = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
+    return StepTime(**parts, optimizer=optimizer, host=host)
 
 
 def _optimizer_bytes(task: Task) -> float:
@@ -224,7 +226,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
 def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
     """Return the seconds of embedding, head and loss, by part of `StepTime`."""
     lora = candidate.task.lora
-    inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
+    inside = ("attention", "recompute", "attention_communication", "tensor", "offload")
     return dict.fromkeys(inside, 0.0) | {
         "matmul": _logits(candidate, hardware, products=2 if lora and not lora.trains_head else 3),
         "elementwise": _loss(candidate, hardware, operators),

@@ -63,7 +63,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         tensor=shape.tensor,
         pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
-        zero=parallel.zero_level,
+        zero=3 if parallel.zero_level == "auto" else parallel.zero_level,
         zero_ranks=None if group == ranks else int(group),
         transport=_transport(parallel.transport, hardware),
         offload=_offload(config.optimizer),

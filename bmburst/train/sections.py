@@ -192,8 +192,11 @@ class ParallelConfig:
         default="auto",
         choices=TRANSPORTS,
     )
-    zero_level: Literal[2, 3] = field(
-        "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
+    zero_level: Literal["auto", 2, 3] = field(
+        "ZeRO stage: 3 shards weights, gradients and optimizer, and gathers weights before each pass; 2 keeps them "
+        "gathered from forward to backward, and over the micro-batches of a step. auto: 2 if the planner predicts a "
+        "faster step that fits, else 3; on a CPU, and in a pipeline, 3.",
+        default="auto",
     )
     zero_group: Literal["world", "node", "auto"] | int = field(
         "Ranks over which ZeRO shards: world, all; node, those of each node, between which gradients are summed once a "

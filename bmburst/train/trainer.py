@@ -25,7 +25,14 @@ from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
-from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for, zero_group_for
+from bmburst.train.memory_plan import (
+    expected_memory,
+    explained,
+    offloaded_pieces,
+    recompute_for,
+    zero_group_for,
+    zero_level_for,
+)
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst.train.models import compile_kernels, model_maker
 from bmburst.train.monitor import StepMonitor
@@ -117,6 +124,8 @@ class Trainer:
         group = zero_group_for(config, self.mesh, bmt.config["local_size"])
         self._groups = ZeroGroups.of(self.mesh, group)
         config = config.replace(parallel=replace(parallel, zero_group=group))
+        level = zero_level_for(config, self.mesh, bmt.config["local_size"])
+        config = config.replace(parallel=replace(config.parallel, zero_level=level))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         self.config = config = config.replace(recompute=recompute)
         # Pinned memory and compiled kernels take long, so both begin before the data are read.
@@ -244,9 +253,10 @@ class Trainer:
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
         *parts, last = batch.micro_batches(self.config.micro_batch_size)
-        with self._monitor.clock.work():
+        with self._monitor.clock.work(), self.model.model.gather_memory.unchanged():
             if self.mesh.shape.pipe > 1:
-                run_stage(self.model, (*parts, last), objective, self._manager, self.config.parallel.zero_level)
+                gathers_once = self.config.parallel.zero_level == 2
+                run_stage(self.model, (*parts, last), objective, self._manager, gathers_once)
             else:
                 for part in (*parts, last):
                     with traced("forward"):

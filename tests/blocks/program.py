@@ -107,7 +107,7 @@ def run(folder: Path, output: Path) -> None:
     results["biases"] = _biases()
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
-    results["freed"] = _freed()
+    results["gathered"] = _gathered()
     results["products"] = _products()
     results["norms"] = _norms()
     _export(folder, output)
@@ -287,11 +287,11 @@ def _gathers(shard: Any, like: Tensor | None) -> bool:
     return True
 
 
-def _freed() -> list[bool]:
-    """For both storages of every block, whether what was gathered for forward is gone before backward."""
+def _gathered() -> tuple[int, int, int]:
+    """Return the number of storages that blocks gather, of those alive after forward, and of those after backward."""
     from bmburst.blocks.model import Llama
 
-    model = Llama(_PLAIN, seed=0)
+    model = Llama(replace(_PLAIN, num_layers=4), seed=0)
     gathered = []
 
     def remember(module: torch.nn.Module, *_: object) -> None:
@@ -304,9 +304,9 @@ def _freed() -> list[bool]:
     positions = torch.arange(TOKENS).expand(2, -1)
     cut = slice(0, 2)  # the same tokens on every rank: only memory is looked at
     loss = model.loss(tokens[:, cut], positions[:, cut], labels[:, cut])
-    freed = [storage.expired() for storage in gathered]
+    alive = {each for each in gathered if not each.expired()}
     loss.backward()
-    return freed
+    return len(gathered), len(alive), len({each for each in gathered if not each.expired()})
 
 
 class _Products(TorchDispatchMode):

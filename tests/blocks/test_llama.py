@@ -174,8 +174,9 @@ def test_weight_decay_leaves_out_exactly_the_norms(job: Reference) -> None:
     assert apart
 
 
-def test_zero_3_frees_gathered_weights_between_the_passes(job: Reference) -> None:
-    assert job["freed"] == [True] * 4
+def test_zero_3_holds_two_blocks_between_the_passes_and_none_after_them(job: Reference) -> None:
+    """Of 4 blocks, with one storage for matrices and one for norms each."""
+    assert job["gathered"] == (8, 4, 0)
 
 
 def test_a_recomputation_leaves_out_the_last_product(job: Reference) -> None:

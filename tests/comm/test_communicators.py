@@ -48,6 +48,8 @@ def verbs(comm, device="cpu"):
     rows = torch.stack([of(rank) + 0.01 * to for to in range(size)]).transpose(1, 2)
     (got,) = comm.all_to_all(rows).wait()
     assert torch.equal(got, torch.stack([of(r) + 0.01 * rank for r in range(size)]).transpose(1, 2))
+    assert torch.equal(comm.all_to_all_here(rows.contiguous()), got)
+    assert comm.all_to_all_here(rows[:, :0].contiguous()).numel() == 0
 
     (got,) = comm.all_gather(mine).wait()
     assert torch.equal(got, torch.stack([of(r) for r in range(size)]))

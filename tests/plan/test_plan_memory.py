@@ -96,10 +96,10 @@ FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
      "loss_chunk": 64, "gathered": True, "moment": moment}
     for zero, layers, tokens, moment in (
-        (3, 3, 16, "from block to block"),
+        (3, 3, 16, "gate and up backward"),
         (2, 3, 8, "gate and up backward"),
-        (3, 1, 2, "gate and up backward"),
-        (2, 1, 2, "gate and up backward"),
+        (3, 1, 2, "from block to block"),
+        (2, 1, 2, "from block to block"),
     )
 ]  # fmt: skip
 ALWAYS_THERE = ("weights", "gradients", "optimizer", "workspace", "token ids, angles")
@@ -304,7 +304,7 @@ def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
     own = candidate.sizes
     found = shapes(size, tokens, size, heads, kv_heads)
     sources = tuple(Strides(1 << 30, heads * 256, 256) for _ in range(6 if backward else 3))
-    plan = make_heads_plan(found, 0, sources, backward=backward, most=own.strategy.most_kv_heads)
+    plan = make_heads_plan(found, 0, sources, backward=backward, units=own.strategy.units(backward=backward))
     inward, outward = own.head_bytes(backward=backward)
     assert plan.nbytes == pytest.approx(inward, rel=1e-2)
     boxes = [at.exchange.nbytes for at in plan.outbound]
