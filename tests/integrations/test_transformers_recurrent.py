@@ -96,6 +96,18 @@ def test_two_turns_of_all_types(tmp_path: Path, size: int) -> None:
     answered(tmp_path, size, program.ANSWERED + program.ALSO_ANSWERED)
 
 
+@pytest.mark.long
+def test_types_that_do_not_generate() -> None:
+    """Those of docs/families.md."""
+    register()
+    page = " ".join((Path(__file__).parents[2] / "docs" / "families.md").read_text().split())
+    names = page.partition("except for ")[2].partition(". [A table]")[0].replace(" and ", ", ").split(", ")
+    assert len(names) == 13
+    for name in names:
+        with refused("fix: "):
+            generate(tiny_model(name, "bmburst"), IDS, mesh=ALONE, max_new_tokens=1)
+
+
 @pytest.fixture
 def part() -> Any:
     register()
