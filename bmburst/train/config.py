@@ -402,7 +402,9 @@ class EvalConfig(RecordFormat):
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
-        "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
+        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        default=None,
+        default_text="the tokenizer's",
     )
     max_sequences: int | None = field(
         "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1

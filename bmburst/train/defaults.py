@@ -4,8 +4,6 @@ What a file or an option gives is kept, and so is what a run that is resumed was
 are those of `TrainConfig`. Imports no torch at its top.
 """
 
-import shutil
-import subprocess
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from bmburst.errors import UserError
+from bmburst.launch import devices
 from bmburst.recompute.policy import AUTO, POLICIES
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.parallelism import divisors
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from bmburst.plan.candidates import Candidate
 
 _AMPERE = (8, 0)
-_QUERY = ("--query-gpu=name,compute_cap", "--format=csv,noheader")
 GAIN = 0.01
 """Fraction of the time that a way must save over simpler ones."""
 LEVELS: tuple[Literal[2, 3], ...] = (3, 2)
@@ -47,22 +45,10 @@ class Gpus:
 
     @classmethod
     def here(cls) -> "Gpus | None":
-        """Return the GPUs of this machine; None without one. It opens none: a launcher leaves them to its ranks."""
-        import torch
-
-        if not torch.cuda.is_available():
+        """Return the GPUs of this machine; None without one."""
+        if not (found := devices.gpus()):
             return None
-        smi = shutil.which("nvidia-smi")
-        try:
-            said = subprocess.run(
-                [smi or "nvidia-smi", *_QUERY], capture_output=True, text=True, timeout=30, check=True
-            )
-            found = [line.rsplit(",", 1) for line in said.stdout.splitlines() if "," in line]
-            capabilities = [tuple(map(int, each.strip().split("."))) for _, each in found]
-            least = min((each[0], each[1]) for each in capabilities)
-        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-            return None  # unknown GPUs get the defaults of `TrainConfig`
-        return cls(torch.cuda.device_count(), found[0][0].strip(), least)
+        return cls(len(found), found[0].name, min(gpu.capability for gpu in found))
 
     @property
     def has_bfloat16(self) -> bool:
