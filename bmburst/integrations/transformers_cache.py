@@ -187,7 +187,8 @@ class SplitCache(Cache):  # type: ignore[misc]
 
     def _positions(self, input_ids: Tensor) -> Tensor:
         """Return the positions of the tokens behind the cached ones, `[1, tokens]`."""
-        return (torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length())[None]
+        new = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return new + int(self.get_seq_length())
 
 
 def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit, kind: type[SplitLayer]) -> Any:
