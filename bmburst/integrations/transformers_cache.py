@@ -7,6 +7,8 @@ caches. New tokens attend to each other as in training, and to the cache by pass
 Recurrent layers need neighbouring tokens on one rank. Their models are prefilled in "zigzag": attention moves its
 queries, keys and values to "striped", and its output back. The states after the last token are on every rank, so a
 decoding step of a recurrent layer needs no communication.
+
+Of latent attention, the cache holds latents: see `transformers_latent`.
 """
 
 from collections.abc import Mapping
@@ -19,14 +21,16 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
 from bmburst.comm.checks import contents, describe_tensors
+from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
+from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recurrent import refuse_states
+from bmburst.integrations.transformers_recurrent import number_layers
 from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
@@ -51,7 +55,8 @@ class SplitCache(Cache):  # type: ignore[misc]
             raise UserError(f"config must be a model's config, got {got}\nfix: SplitCache(model.config, mesh)")
         self.mesh = mesh
         split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, 1, 1)
-        super().__init__(layers=[_split_layer(each, mesh, split) for each in DynamicCache(config=config).layers])
+        kind = LatentLayer if caches_latents(config) else SplitLayer
+        super().__init__(layers=[_split_layer(each, mesh, split, kind) for each in DynamicCache(config=config).layers])
         if not self.split_layers:
             raise UserError(
                 f"a model of type {config.model_type!r} has no attention layers, so no cache that ranks could share\n"
@@ -59,6 +64,8 @@ class SplitCache(Cache):  # type: ignore[misc]
             )
         self.has_split_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
         """Whether there are states of recurrent layers, which continue over the ranks in a prefill."""
+        self.alone = single_rank_group(mesh.sequence)
+        """A group of this rank, for recurrent layers on tokens that all ranks have."""
         self.text: Tensor | None = None
         """The cached tokens of the last `generate`, `[batch, tokens]`."""
         self.layout = "zigzag"
@@ -69,12 +76,11 @@ class SplitCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
-        kept = [t for layer in self.split_layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-                kept += [state for state in states if state is not None]
-        return sum(tensor.nbytes for tensor in kept)
+        recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        kept = [*(layer for layer in self.split_layers if layer.is_initialized)]
+        kept += [each for layer in recurrent for each in layer.conv_states.values() if each is not None]
+        kept += [each for layer in recurrent for each in layer.recurrent_states.values() if each is not None]
+        return sum(each.nbytes for each in kept)
 
     @property
     def split_layers(self) -> list[SplitLayer]:
@@ -131,6 +137,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         """
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
+        _attach(model)
         with one_length(model, whole):
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
@@ -143,13 +150,11 @@ class SplitCache(Cache):  # type: ignore[misc]
 
     def _run_split(self, model: PreTrainedModel, input_ids: Tensor, whole: int) -> None:
         """Run the model on this rank's part of the tokens, of a text of `whole` tokens."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length()
         layout = self.layout if self.has_split_states else "striped"
-        part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=positions[None])
+        part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=self._positions(input_ids))
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
-            refuse_states(model)
             require_rows(model, part.largest)
             return None, "SplitCache.prefill"
 
@@ -172,16 +177,27 @@ class SplitCache(Cache):  # type: ignore[misc]
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
         mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
-        model.base_model(input_ids=input_ids, attention_mask=mask.long(), past_key_values=self, use_cache=False)
+        model.base_model(
+            input_ids=input_ids,
+            attention_mask=mask.long(),
+            position_ids=self._positions(input_ids),  # Bamba counts from 0 without them, whatever is cached
+            past_key_values=self,
+            use_cache=False,
+        )
+
+    def _positions(self, input_ids: Tensor) -> Tensor:
+        """Return the positions of the tokens behind the cached ones, `[1, tokens]`."""
+        new = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return new + int(self.get_seq_length())
 
 
-def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit) -> Any:
-    """Return the layer of a split cache for one of transformers' own cache."""
+def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit, kind: type[SplitLayer]) -> Any:
+    """Return the layer of a split cache for one of transformers' own cache; `kind` is that of attention alone."""
     has_state = isinstance(layer, LinearAttentionLayer)
     if has_state and layer.number_of_states > 1:
         raise UserError(f"a layer with {layer.number_of_states} states is not known\nfix: model.generate on one rank")
     if isinstance(layer, CacheLayerMixin):
-        return StateAndSplitLayer(mesh, split) if has_state else SplitLayer(mesh, split)
+        return StateAndSplitLayer(mesh, split) if has_state else kind(mesh, split)
     return StateLayer() if has_state else layer  # a layer without tokens
 
 
@@ -289,15 +305,22 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
-    refuse_states(model)
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")
     require_rows(model, int(input_ids.max()))
 
 
+def _attach(model: PreTrainedModel) -> None:
+    """Let the layers of a model find their layers of a split cache."""
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        attach_latents(type(part))
+    number_layers(model)
+
+
 @torch.no_grad()
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
+    _attach(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons

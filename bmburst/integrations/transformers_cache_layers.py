@@ -70,25 +70,34 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             stored = value_states
         if not self.is_initialized:
             self.lazy_initialization(key_states, stored)
-        there, split = self._split.tokens(self.length), self._split
         if self.relay is not None:
             key_states, stored = self.relay.there.move(key_states, 2), self.relay.there.move(stored, 2)
             value_states = stored[..., : self._width]
-        new = key_states.shape[2] if self.prefilling is None else self.prefilling
-        own = split.tokens(self.length + new) - there
-        first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
-        step = 1 if self.prefilling is not None else split.token_groups
-        for name, states in (("keys", key_states), ("values", stored)):
-            mine = states[:, :, first::step][:, :, :own].transpose(1, 2)
-            memory = self._with_room(getattr(self, name), there, own)
-            memory[:, there : there + own] = mine
-            setattr(self, name, memory)
-        self.length += new
+        self._store(keys=key_states, values=stored)
         if self.begins and self.relay is None:
             return key_states, value_states
         keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
         keys.split_layer = self  # read by the attention function
         return keys, value_states if self.prefilling is not None else self.values
+
+    def _store(self, **states: Tensor) -> None:
+        """Append this rank's tokens of `[batch, heads, tokens, width]` to the memory of each name."""
+        split, there = self._split, self._split.tokens(self.length)
+        new = next(iter(states.values())).shape[2] if self.prefilling is None else self.prefilling
+        own = split.tokens(self.length + new) - there
+        first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
+        step = 1 if self.prefilling is not None else split.token_groups
+        for name, each in states.items():
+            mine = each[:, :, first::step][:, :, :own].transpose(1, 2)
+            memory = self._with_room(getattr(self, name), there, own)
+            memory[:, there : there + own] = mine
+            setattr(self, name, memory)
+        self.length += new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tokens."""
+        return int(self.keys.nbytes + self.values.nbytes)
 
     @property
     def begins(self) -> bool:
@@ -142,7 +151,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             partial = merged.unflatten(0, partial.shape[:2])
         else:
             partial = partial[..., :-1]
-        return partial[..., : self._width].to(query.dtype)
+        return partial[..., : self._width].to(query.dtype).contiguous()  # Afmoe views it
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
         """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
@@ -153,12 +162,22 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             window: Number of tokens that each query sees; None: all.
             into: Attention within the turn; overwritten.
         """
+        self.merge(call, q, self.cached_before(self.keys), self.cached_before(self.values), window, into)
+
+    def cached_before(self, memory: Tensor) -> Tensor:
+        """Return this rank's tokens of all earlier turns in `keys` or `values`, in a prefill."""
+        assert self.prefilling is not None
+        return memory[:, : self._split.tokens(self.length - self.prefilling)]
+
+    def merge(
+        self, call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, window: int | None, into: Partial
+    ) -> None:
+        """Merge attention to the given keys and values of all earlier turns; see `merge_earlier`."""
         assert self.prefilling is not None
         split, start = self._split, self.length - self.prefilling
         span = Span(start, start + q.shape[1] * split.token_groups)
         tiles = [striped_tiles(split, span, start, source, window) for source in range(split.token_groups)]
-        earlier = split.tokens(start)
-        merge_earlier(call, split.token_group, q, self.keys[:, :earlier], self.values[:, :earlier], tiles, into)
+        merge_earlier(call, split.token_group, q, keys, values, tiles, into)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `CacheLayerMixin`."""

@@ -29,12 +29,23 @@ from bmburst.integrations.transformers_attention import SequenceMask, require_kn
 from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
 
-__all__ = ["LAYER_TYPES", "attach", "is_read", "mixers", "module_of", "refuse_states", "require_layout", "unread"]
+__all__ = [
+    "LAYER_TYPES",
+    "attach",
+    "is_read",
+    "keeps_states",
+    "mixers",
+    "module_of",
+    "number_layers",
+    "require_layout",
+    "unread",
+]
 
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
 _LAYOUTS = ("zigzag", "contiguous")
+_CACHES = ("cache_params", "past_key_values")
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
@@ -48,11 +59,13 @@ class Mixer(NamedTuple):
         name: Its class.
         functions: The globals in which it mixes tokens.
         forward: Replaces its forward function in a scope, if it mixes tokens itself.
+        scans: Its attribute with the number of recurrences in a call, whose states are stacked; None: one.
     """
 
     name: str
     functions: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
+    scans: str | None = None
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -112,27 +125,22 @@ def require_layout(model: object, layout: str, *, is_tree: bool = False) -> None
         )
 
 
-def refuse_states(model: nn.Module) -> None:
-    """Refuse to generate with recurrent layers whose states transformers does not keep in its layers of a cache.
+def number_layers(model: nn.Module) -> None:
+    """Tell recurrent layers that do not know it, those of RecurrentGemma, which layer of a cache is theirs."""
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for number, layer in enumerate(layers):
+            for mixer in mixers(layer):
+                if not hasattr(mixer, "layer_idx"):
+                    mixer.layer_idx = number  # type: ignore[assignment]
 
-    Bamba is refused too: over 3 ranks a second turn of it had other tokens than on one process.
 
-    Raises:
-        UserError: The model has such a layer.
+def keeps_states(model: nn.Module) -> bool:
+    """Return whether a model keeps states of its recurrent layers elsewhere than in transformers' layers of a cache.
+
+    `SplitCache` keeps them, and the model is to make no cache of its own.
     """
-    for layer in mixers(model):
-        cls = _mixer_class(type(layer))
-        assert cls is not None
-        if cls.__module__ == module_of("bamba"):
-            raise UserError(
-                "generation over ranks is not exact for Bamba\n"
-                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
-            )
-        if MIXERS[cls.__module__].forward is not None:
-            raise UserError(
-                f"generation over ranks does not read where {cls.__name__} of {type(model).__name__} keeps its state\n"
-                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
-            )
+    classes = [_mixer_class(type(layer)) for layer in mixers(model)]
+    return any(cls is not None and MIXERS[cls.__module__].forward is not None for cls in classes)
 
 
 def _mixer_class(cls: type) -> type | None:
@@ -178,25 +186,27 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
     @wraps(theirs)
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        mask = given.arguments.get("attention_mask")
-        if not isinstance(mask, SequenceMask):
+        split = given.arguments.get("attention_mask")
+        name, cache = _cache_of(given)
+        keeps_states = getattr(cache, "has_split_states", False)
+        if not isinstance(split, SequenceMask) and mixer.forward is not None and keeps_states:
+            split = cache.alone  # a step for which all ranks have the same tokens
+        elif not isinstance(split, SequenceMask):
             return theirs(*args, **kwargs)
         if torch.compiler.is_compiling():
             from bmburst.attention.uncompiled import uncompiled
 
             return uncompiled(forward, *args, **kwargs)
-        state = None
-        for name in ("cache_params", "past_key_values"):
-            cache = given.arguments.get(name)
-            if cache is not None and not getattr(cache, "has_split_states", False):
-                raise UserError(
-                    f"{mixer.name} on a split sequence has no cache of transformers, got {name}\n"
-                    "fix: pass use_cache=False"
-                )
-            if cache is not None:
-                state, given.arguments[name] = cache.layers[args[0].layer_idx], None
+        if cache is not None and not keeps_states:
+            raise UserError(
+                f"{mixer.name} on a split sequence has no cache of transformers, got {name}\nfix: pass use_cache=False"
+            )
+        if cache is not None:
+            (given.arguments if name in given.arguments else given.arguments["kwargs"])[name] = None
         given.arguments["attention_mask"] = None
-        with opened(mask, state) as scope:
+        state = None if cache is None else cache.layers[args[0].layer_idx]
+        scans = 0 if mixer.scans is None else getattr(args[0], mixer.scans)
+        with opened(split, state, scans) as scope:
             found = (mixer.forward or theirs)(*given.args, **given.kwargs)
         if missing := set(mixer.functions) - _FUSED - scope.used:
             raise UserError(
@@ -206,6 +216,12 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
         return found
 
     return forward
+
+
+def _cache_of(given: inspect.BoundArguments) -> tuple[str, Any]:
+    """Return the name and value of the cache in the arguments of a mixer; a value of None if there is none."""
+    passed = given.arguments.get("kwargs", {}) | given.arguments
+    return next(((name, passed[name]) for name in _CACHES if passed.get(name) is not None), ("", None))
 
 
 def _conv(
@@ -317,8 +333,8 @@ def _lightning(
     mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
     q, k, v = mixed.split(self.head_dim, -1)
     decay = -self.slope_rate.flatten().expand(v.shape[:3])
-    found = burst_linear_attention(q, k, v, decay, kind="decay", scale=1.0, **scope.options())
-    assert isinstance(found, Tensor)
+    options = scope.options() | {"initial_state": scope.recurrent()}
+    found = scope.scanned(burst_linear_attention(q, k, v, decay, kind="decay", scale=1.0, **options))
     out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(found.flatten(2))
     return self.out_proj(out), None
 
@@ -340,12 +356,17 @@ def _griffin(
     options = scope.options()
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object) -> tuple[Any, None]:
-        return burst_scan(recurrent_gate * ~reset, hidden_states, **options), None
+        found = burst_scan(recurrent_gate * ~reset, hidden_states, **options, initial_state=scope.recurrent())
+        return scope.scanned(found), None
 
-    mixed = burst_causal_conv(self.linear_x(input_states), self.conv_1d.weight[:, 0], self.conv_1d.bias, **options)
+    begins = scope.begins(input_states)
+    weight, bias = self.conv_1d.weight[:, 0], self.conv_1d.bias
+    mixed = scope.convolved(
+        burst_causal_conv(self.linear_x(input_states), weight, bias, **options, initial_state=scope.tail())
+    )
     self.rg_lru._rnn_scan = scan
     try:
-        found = self.rg_lru(mixed, (~scope.begins()).long())
+        found = self.rg_lru(mixed, (~begins).long())
     finally:
         del self.rg_lru._rnn_scan
     return self.linear_out(found * self.act_fn(self.linear_y(input_states))), None
@@ -437,7 +458,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         module_of("qwen3_5_moe"): Mixer("Qwen3_5MoeGatedDeltaNet", _GDN),
         module_of("qwen3_next"): Mixer("Qwen3NextGatedDeltaNet", _GDN),
         module_of("recurrent_gemma"): Mixer("RecurrentGemmaRecurrentBlock", forward=_griffin),
-        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1),
+        module_of("zamba"): Mixer("ZambaMambaMixer", _MAMBA1, scans="n_mamba_heads"),
         module_of("zamba2"): Mixer("Zamba2MambaMixer", _MAMBA2),
     }
 )

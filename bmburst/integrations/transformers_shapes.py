@@ -1,4 +1,7 @@
-"""Sizes of a hybrid of transformers from its configuration, for `bmburst plan --model DIR`. No weights are made."""
+"""Sizes of a hybrid of transformers from its configuration, for `bmburst plan --model DIR`. No weights are made.
+
+Models with latent attention count as hybrids too: bmburst has no model of its own for them either.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +17,10 @@ from bmburst.integrations.transformers_recurrent import mixers
 from bmburst.plan.hybrid import AttentionLayer, Hybrid, RecurrentLayer
 
 _DELTA = ("num_v_heads", "head_k_dim", "head_v_dim", "conv_dim", "conv_kernel_size")
+_KDA = ("forget_gate", "num_heads", "head_dim", "conv_dim", "conv_kernel_size")
 _SSD = ("num_heads", "ssm_state_size", "head_dim", "conv_dim", "conv_kernel_size")
+_LIGHTNING = ("slope_rate", "num_attention_heads", "head_dim")
+_LATENT = ("kv_b_proj", "kv_lora_rank", "num_heads", "qk_head_dim", "v_head_dim")
 _SHARES = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -43,12 +49,13 @@ def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
     Raises:
         UserError: The model has a layer that cannot be priced.
     """
-    recurrent = Counter(_recurrent(layer) for layer in mixers(model))
-    attention = Counter(
-        _attention(model, each) for each in model.modules() if type(each).__name__.endswith("Attention")
-    )
-    if not recurrent:
-        raise _unpriced(model, "it has no recurrent layers that bmburst knows")
+    mixing = mixers(model)
+    others = (module for module in model.modules() if module not in mixing)
+    layers = [module for module in others if type(module).__name__.endswith("Attention")]
+    if not mixing and not any(_has(layer, _LATENT) for layer in layers):
+        raise _unpriced(model, "it has neither recurrent layers that bmburst knows nor latent attention")
+    recurrent = Counter(_recurrent(layer) for layer in mixing)
+    attention = Counter(_attention(model, layer) for layer in layers)
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     config: Any = model.config.get_text_config(decoder=True)
     if len(blocks) != config.num_hidden_layers:
@@ -98,23 +105,30 @@ def _recurrent(layer: nn.Module) -> RecurrentLayer:
     if _has(layer, _DELTA):
         state = found.num_v_heads, found.head_k_dim, found.head_v_dim
         return RecurrentLayer(state, True, found.conv_dim, found.conv_kernel_size)
+    if _has(layer, _KDA):
+        state = found.num_heads, found.head_dim, found.head_dim
+        return RecurrentLayer(state, True, found.conv_dim, found.conv_kernel_size)
+    if _has(layer, _LIGHTNING):
+        return RecurrentLayer((found.num_attention_heads, found.head_dim, found.head_dim), False, 0, 1)
     if _has(layer, _SSD):
         state = found.num_heads, found.ssm_state_size, found.head_dim
         return RecurrentLayer(state, False, found.conv_dim, found.conv_kernel_size)
     if _has(layer, ("conv",)) and isinstance(found.conv, nn.Conv1d):
         return RecurrentLayer((), False, found.conv.in_channels, *found.conv.kernel_size)
-    raise _unpriced(layer, "its recurrence is not the gated delta rule, Mamba 2 or a convolution")
+    raise _unpriced(layer, "its recurrence is none of those that plan knows")
 
 
 def _attention(model: nn.Module, layer: nn.Module) -> AttentionLayer:
     """Return the sizes of an attention layer."""
     found: Any = layer
+    if _has(layer, _LATENT):
+        return AttentionLayer(found.num_heads, found.num_heads, found.qk_head_dim, found.v_head_dim)
     if not _has(layer, ("k_proj", "v_proj", "head_dim", "num_key_value_groups")):
         raise _unpriced(model, f"{type(layer).__name__} has no plain projections of keys and values")
     if getattr(layer, "sliding_window", None):
         raise _unpriced(model, f"{type(layer).__name__} has a window")
     kv_heads = found.k_proj.out_features // found.head_dim
-    return AttentionLayer(kv_heads * found.num_key_value_groups, kv_heads, found.head_dim)
+    return AttentionLayer(kv_heads * found.num_key_value_groups, kv_heads, found.head_dim, found.head_dim)
 
 
 def _has(layer: nn.Module, names: tuple[str, ...]) -> bool:
@@ -124,6 +138,6 @@ def _has(layer: nn.Module, names: tuple[str, ...]) -> bool:
 def _unpriced(module: nn.Module, why: str) -> UserError:
     return UserError(
         f"bmburst plan cannot price {type(module).__name__}: {why}\n"
-        "allowed: attention beside layers of the gated delta rule, Mamba 2 or a short convolution\n"
+        "allowed: attention, latent attention, gated and Kimi delta rule, Mamba 2, Lightning, short convolutions\n"
         "fix: time some steps of the model itself; plan has no estimate of it"
     )

@@ -23,6 +23,7 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, 
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError, first_line
+from bmburst.integrations.transformers_recurrent import keeps_states
 
 T = TypeVar("T")
 _CACHE = "past_key_values"
@@ -200,6 +201,9 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
         model._get_logits_processor,
     )
 
+    # A model that keeps states in a cache of its own class takes no other cache with use_cache=True.
+    own_cache = {"use_cache": False} if keeps_states(model) else {}
+
     def prepared(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         length = input_ids.shape[1]
         kwargs["next_sequence_length"] = 1
@@ -213,7 +217,7 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
             inputs = prepare(input_ids, **kwargs)
         if inputs.get(_CACHE) is None:  # the model has dropped the cache, which is already computed anew
             inputs = GenerationMixin.prepare_inputs_for_generation(model, input_ids, **kwargs)
-        return inputs
+        return inputs | own_cache
 
     with (
         _replaced(model, "prepare_inputs_for_generation", prepared),

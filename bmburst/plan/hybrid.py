@@ -6,7 +6,8 @@ weights and exchanged bytes are exact. Seconds and activations are estimates tha
 
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
-- a recurrence takes `RECURRENCE` for each number of its states;
+- a recurrence takes `RECURRENCE` for each number of its states, whatever its kind;
+- latent attention exchanges and computes keys and values of all heads, as wide as the keys;
 - norms, activations, gates, convolutions, routing and the host are not counted.
 """
 
@@ -39,16 +40,17 @@ _LOSS_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Sizes of an attention layer: query heads, KV heads, and the dimension of a head."""
+    """Sizes of an attention layer: query heads, KV heads, and the dimensions of a key and of a value."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
 
     @property
     def kept(self) -> int:
         """Numbers that recompute keeps for a token: the output and a logarithm of each head."""
-        return self.heads * (self.head_dim + 1)
+        return self.heads * (self.value_dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         "transformers under FSDP2",
         f"{model.weights:,} weights, {model.active:,.0f} in the products of a token; {model.layers} blocks with "
         f"{attention} attention and {recurrent} recurrent layers",
-        f"recurrent layers exchange {step.exchanged:,} bytes a rank and step, for any length",
+        *([f"recurrent layers exchange {step.exchanged:,} bytes a rank and step, for any length"] if recurrent else ()),
         "",
         f"estimated time of a step: {total:.3g} s, {batch * sequence / total / gpus:,.0f} tokens/s/GPU, at best",
         *(f"  {name:26} {seconds:10.3g} s  {seconds / total:6.1%}" for name, seconds in step.seconds.items()),
@@ -220,6 +222,7 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         "",
         "Weights and exchanged bytes are exact. Seconds and GiB are estimates that were not compared with a run.",
         "Norms, activations, convolutions, routing and the host are not counted.",
+        *(["A recurrence of any kind is priced as the gated delta rule of fla-core."] if recurrent else ()),
     ]
     if not step.fits:
         lines[:0] = ["It does not fit into memory: use more GPUs or a shorter sequence.", ""]

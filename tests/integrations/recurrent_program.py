@@ -1,7 +1,8 @@
 """Tiny hybrids of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,17 @@ SPANS = {
     "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
     "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
 }
-ANSWERED = ("qwen3_next", "nemotron_h")
-"""Types that generate in every run: a state and attention in layers of their own."""
+ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "minimax", "recurrent_gemma", "deepseek_v3")
+"""Types that generate in every run: with states of transformers' or of their own, with a cache of latents, or with
+positions that they would count from 0 in each call."""
 ALSO_ANSWERED = (
-    *("qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba2"),
-    *("falcon", "stablelm", "gemma3n_text"),
+    *("qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba", "zamba2"),
+    *("deepseek_v2", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "longcat_flash", "bailing_hybrid"),
+    *("falcon", "stablelm", "gemma3n_text", "afmoe"),
 )
 PROMPTS = (1, 3, 8, 23)
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+WITH_LOGITS = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
 WRAPS = {"fsdp2": "qwen3_next", "ddp": "nemotron_h", "lora": "qwen3_next"}
 Found = dict[str, Any]
 
@@ -102,21 +106,28 @@ def prompt(length: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
 
 
-def answers(output: Path, types: tuple[str, ...]) -> None:
+def turns(generated: Callable[..., Any], length: int, device: str = "cpu") -> Found:
+    """Return the text of a prompt, its answer, a second turn and its answer, and the logits of all answered tokens."""
+    text, logits = prompt(length)[:, :0].to(device), []
+    for turn in (prompt(length), prompt(17)):
+        text = torch.cat((text, turn.to(device)), 1)
+        # Without a mask, transformers would mask ids of padding.
+        found = generated(text, attention_mask=torch.ones_like(text), **WITH_LOGITS)
+        text = found.sequences
+        logits += found.logits
+    return {"text": text, "logits": torch.stack(logits)}
+
+
+def answers(output: Path, types: tuple[str, ...], lengths: tuple[int, ...]) -> None:
     """Greedy answers to prompts and to a second turn of each, after prefills in two layouts."""
     register()
     mesh, found = Mesh.over_process_group(), {}
     for name in types:
         model = tiny_model(name, "bmburst")
-        for length in PROMPTS:
+        for length in lengths:
             cache = SplitCache(model.config, mesh)
             cache.layout = "contiguous" if length == 8 else "zigzag"
-            text = prompt(length)
-            for turn in (text, prompt(17)):
-                text = text if turn is text else torch.cat((text, turn), 1)
-                options = GREEDY | {"attention_mask": torch.ones_like(text)}  # transformers would mask ids of padding
-                text = generate(model, text, mesh=mesh, past_key_values=cache, **options)
-            found[f"{name} {length}"] = text
+            found[name, length] = turns(partial(generate, model, mesh=mesh, past_key_values=cache), length)
     torch.save(found, output / f"{dist.get_rank()}.pt")
 
 

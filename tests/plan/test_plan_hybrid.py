@@ -1,6 +1,7 @@
 """`bmburst plan --model DIR`: counts against models and formulas by hand, and what it cannot price."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +18,47 @@ from tests.refusals import refused, says
 DELTA = RecurrentLayer((4, 8, 8), is_matrix=True, channels=64, width=4)
 SSD = RecurrentLayer((4, 8, 16), is_matrix=False, channels=80, width=4)
 CONV = RecurrentLayer((), is_matrix=False, channels=32, width=3)
-ATTENTION = AttentionLayer(heads=4, kv_heads=2, head_dim=8)
+KDA = RecurrentLayer((4, 8, 8), is_matrix=True, channels=96, width=4)
+LIGHTNING = RecurrentLayer((4, 8, 8), is_matrix=False, channels=0, width=1)
+ATTENTION = AttentionLayer(heads=4, kv_heads=2, head_dim=8, value_dim=8)
+LATENT = AttentionLayer(heads=4, kv_heads=4, head_dim=12, value_dim=8)
 TYPES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ({ATTENTION: 1}, {DELTA: 1})),
     **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid"), ({ATTENTION: 1}, {SSD: 1})),
     "falcon_h1": ({ATTENTION: 2}, {SSD: 2}),  # both in each layer
     "lfm2": ({ATTENTION: 1}, {CONV: 1}),
+    "kimi_linear": ({LATENT: 1}, {KDA: 1}),
+    "minimax": ({ATTENTION: 1}, {LIGHTNING: 1}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), ({LATENT: 2}, {})),
 }
+_NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+PUBLISHED = {
+    "Qwen3.5-9B": {},
+    "Qwen3-Next-80B-A3B": {},
+    "Nemotron-H-8B": {
+        "layers_block_type": [{"M": "mamba", "-": "mlp", "*": "attention"}[kind] for kind in _NEMOTRON],
+        **{"intermediate_size": 21504, "num_key_value_heads": 8, "vocab_size": 131072},
+    },
+    "Granite-4.0-H-Tiny": {
+        "layer_types": ["attention" if number in (5, 15, 25, 35) else "mamba" for number in range(40)],
+        **{"num_hidden_layers": 40, "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024},
+        **{"num_local_experts": 64, "num_experts_per_tok": 6, "num_attention_heads": 12, "num_key_value_heads": 4},
+        **{"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "vocab_size": 100352},
+        "tie_word_embeddings": True,
+    },
+    "LFM2-1.2B": {
+        **{"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 12288, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "vocab_size": 65536, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    },
+    "Kimi-Linear-48B-A3B": {},
+    "MiniMax-Text-01": {
+        "layer_types": ["full_attention" if number % 8 == 7 else "linear_attention" for number in range(80)],
+        **{"num_hidden_layers": 80, "hidden_size": 6144, "intermediate_size": 9216, "num_attention_heads": 64},
+        **{"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 32, "vocab_size": 200064},
+    },
+    "DeepSeek-V3": {},
+}
+"""Fields of the published config.json of each model of docs/plan.md that differ from the defaults of its type."""
 
 
 def meta(name):
@@ -37,6 +72,20 @@ def test_layers_and_weights_are_those_of_the_model(name):
     assert (found.attention, found.recurrent) == TYPES[name]
     made = AutoModelForCausalLM.from_config(tiny_config(name))
     assert found.weights == sum(weight.numel() for weight in made.parameters())
+
+
+@pytest.mark.long
+def test_the_published_models_of_the_docs():
+    table = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().partition("| model | `model_type`")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rows = rows[: rows.index([""])]
+    assert [row[0] for row in rows] == list(PUBLISHED)
+    for name, kind, *said in rows:
+        with torch.device("meta"):
+            model = hybrid_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **PUBLISHED[name])))
+        step = hybrid_step(model, 131072, 1, 8, load_hardware("h100"))
+        layers = [sum(each.values()) for each in (model.attention, model.recurrent)]
+        assert said == [f"{number:,.0f}" for number in (model.weights, model.active, *layers, step.exchanged)], name
 
 
 def test_a_token_meets_the_products_of_its_layers_and_experts():
@@ -67,7 +116,7 @@ def test_a_step_is_that_of_a_formula():
 
 
 def test_the_command(tmp_path, capsys):
-    for name in ("nemotron_h", "kimi_linear", "zamba2", "lfm3"):
+    for name in ("nemotron_h", "deepseek_v3", "jamba", "zamba2", "lfm3"):
         tiny_config(name).save_pretrained(tmp_path / name)
     asked = ["--sequence-length", "64K", "--nproc", "2"]
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked]) == 0
@@ -76,6 +125,10 @@ def test_the_command(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == 22716
 
+    assert main(["plan", "--model", str(tmp_path / "deepseek_v3"), *asked]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("deepseek_v3, 64K tokens") and "recurren" not in printed.replace("0 recurrent layers", "")
+
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(PRESETS["llama-tiny"].to_hugging_face()))
     for option in ("--model", "--init-from"):
@@ -83,7 +136,7 @@ def test_the_command(tmp_path, capsys):
     AutoConfig.for_model("gpt2", n_layer=1).save_pretrained(tmp_path / "gpt2")
     capsys.readouterr()
     for words, said in (
-        (["kimi_linear", *asked], "KimiLinearDeltaAttention | delta rule"),
+        (["jamba", *asked], "JambaMambaMixer | recurrence | allowed: | Mamba 2"),
         (["zamba2", *asked], "Zamba2ForCausalLM | blocks"),
         (["lfm3", *asked], "Lfm3Attention | window"),
         (["gpt2", *asked], "GPT2"),

@@ -1,0 +1,153 @@
+"""Generation with multi-head latent attention, whose cache holds latents instead of keys and values.
+
+transformers caches the latent of a token (`kv_lora_rank` numbers) and its rotated key, which all heads share.
+`expand_kv` of the attention module computes keys and values of all heads from them. `LatentLayer` splits this cache
+over the ranks, 576 numbers a token in DeepSeek-V3 instead of 128 heads x 320.
+
+A prompt and a further turn expand latents as transformers does. A decoding step expands none: keys and values are
+linear in the latent, so each rank attends with queries in the space of the latents and maps the result to values
+(arXiv:2405.04434, section 2.1.2).
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bmburst.attention.call import AttentionCall
+from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
+from bmburst.integrations.transformers_recurrent import module_of
+from bmburst_ops.flash import Partial
+
+__all__ = ["LatentLayer", "attach_latents", "caches_latents"]
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Keys and values `[batch, heads, tokens, width]` of latents `[batch, 1, tokens, rank]` and of their rotated keys."""
+
+_MARK = "expands_split_latents"
+_METHOD, _PARAMETERS = "expand_kv", ("self", "kv_nope", "k_rot")
+
+READ = frozenset(
+    module_of(name)
+    for name in (
+        *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash"),
+        *("minicpm3", "youtu"),
+    )
+)
+"""Modules whose attention was read: it caches latents, expands what the cache returns, and calls the registry."""
+
+
+def caches_latents(config: Any) -> bool:
+    """Return whether a model with this configuration caches latents in a module that was read."""
+    return module_of(config.get_text_config(decoder=True).model_type) in READ
+
+
+def attach_latents(model_class: type) -> None:
+    """Let the attention of a model's module expand the latents of a split cache. Further calls have no effect."""
+    for path in {cls.__module__ for cls in model_class.__mro__} & READ:
+        module: Any = sys.modules[path]
+        if getattr(module, _MARK, False):
+            continue
+        setattr(module, _MARK, True)
+        for layer in {each for each in vars(module).values() if isinstance(each, type) and _METHOD in vars(each)}:
+            if tuple(inspect.signature(getattr(layer, _METHOD)).parameters) == _PARAMETERS:
+                setattr(layer, _METHOD, _expanding(getattr(layer, _METHOD)))
+
+
+def _expanding(theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @wraps(theirs)
+    def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        layer = getattr(kv_nope, "split_layer", None)
+        if layer is None:
+            return theirs(self, kv_nope, k_rot)
+        expanded: tuple[Tensor, Tensor] = layer.expanded(partial(theirs, self), kv_nope, k_rot)
+        return expanded
+
+    return expand_kv
+
+
+class LatentLayer(SplitLayer):
+    """Latents and rotated keys of one layer: this rank's tokens, `[batch, capacity, 1, rank + rotated]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """See `SplitLayer`."""
+        return self.keys.nbytes
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store latents `[batch, 1, tokens, rank]` and rotated keys of new tokens; return the inputs of `expand_kv`."""
+        self._width = key_states.shape[-1]
+        joined = torch.cat((key_states, value_states), -1)
+        if not self.is_initialized:
+            self.lazy_initialization(joined, joined)
+        if self.relay is not None:
+            joined = self.relay.there.move(joined, 2)
+        self._store(keys=joined)
+        self.values = self.keys  # of the sums over tokens, `attend` returns those of latents
+        if self.begins and self.relay is None:
+            return key_states, value_states
+        latents: Any = joined[..., : self._width]
+        latents.split_layer = self  # read by `expand_kv`
+        return latents, joined[..., self._width :]
+
+    def expanded(self, expand: Expand, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention function gets for the new tokens, given the model's `expand_kv` and its inputs."""
+        decodes = self.prefilling is None
+        keys, values = (self.keys[:], self.values) if decodes else expand(latents, rotated)
+        found: Any = keys
+        found.split_layer = _Expanded(self, expand)  # read by the attention function
+        return found, values
+
+    def matrices(self, expand: Expand) -> tuple[Tensor, Tensor]:
+        """Return the matrices from latent and rotated key to a head's key, and from latent to a head's value.
+
+        `[heads, rank + rotated, head_dim]` and `[heads, rank, value_dim]`. Keys and values are linear in both, so these
+        are the keys and values of unit vectors.
+        """
+        units = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)[None, None]
+        keys, values = expand(units[..., : self._width], units[..., self._width :])
+        return keys[0], values[0, :, : self._width]
+
+    def earlier(self, expand: Expand) -> tuple[Tensor, Tensor]:
+        """Return keys and values of this rank's tokens of all earlier turns, `[batch, tokens, heads, head_dim]`."""
+        latents = self.cached_before(self.keys).transpose(1, 2)
+        keys, values = expand(latents[..., : self._width], latents[..., self._width :])
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Expanded:
+    """A `LatentLayer` in one step of its model; for the attention function, as a `SplitLayer`."""
+
+    layer: LatentLayer
+    expand: Expand
+
+    @property
+    def relay(self) -> Relay | None:
+        """See `SplitLayer`."""
+        return self.layer.relay
+
+    @property
+    def begins(self) -> bool:
+        """See `SplitLayer`."""
+        return self.layer.begins
+
+    def attend(
+        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
+    ) -> Tensor:
+        """See `SplitLayer`."""
+        to_key, to_value = self.layer.matrices(self.expand)
+        out = self.layer.attend(query @ to_key.mT, values, scale, window, softcap)
+        return torch.einsum("bthr,hrv->bthv", out, to_value)
+
+    def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
+        """See `SplitLayer`."""
+        keys, values = self.layer.earlier(self.expand)
+        values = pad(values, (0, into.out.shape[-1] - values.shape[-1]))  # zeros in, zeros out
+        self.layer.merge(call, q, keys, values, window, into)
