@@ -23,6 +23,7 @@ from benchmarks.engine.timing import Times, in_turns, quotient
 from bmburst.amounts import short
 from bmburst.attention import call as decided
 from bmburst.schedule.parallelism import Strategy
+from bmburst.schedule.strategy import choose_strategy
 
 REPEATS, SECONDS = 15, 20.0
 
@@ -33,13 +34,10 @@ def ways(heads: int, kv_heads: int) -> Iterator[Strategy]:
     yield replace(plain, at_once=True)
     yield plain
     step = 1 if kv_heads <= 2 else group
-    splits = {
-        (step, heads - step),
-        (heads - step, step),
-        (heads // 2 // step * step, heads - heads // 2 // step * step),
-    }
-    splits |= {(step, heads - 2 * step, step), (2 * step, heads - 4 * step, 2 * step)}
-    for units in sorted(splits):
+    half = heads // 2 // step * step
+    splits: list[tuple[int, ...]] = [(step, heads - step), (heads - step, step), (half, heads - half)]
+    splits += [(step, heads - 2 * step, step), (2 * step, heads - 4 * step, 2 * step)]
+    for units in dict.fromkeys(splits):
         if min(units) > 0:
             yield replace(plain, forward_units=units)
 
@@ -64,12 +62,12 @@ def main() -> None:
         prepare(OneGpu(), cell, setting),
         forward_flops(cell) / group.size / forward_flops(one_gpu_cell(cell)),
     )
-    choose, rows = decided.choose_strategy, []
+    rows = []
     own = args.heads // group.size, max(1, args.kv_heads // group.size)
     for way in [None, *ways(*own)]:
 
         def taken(name: str, *rest: object, way: Strategy | None = way) -> Strategy:
-            chosen = choose(name, *rest)  # type: ignore[arg-type]
+            chosen = choose_strategy(name, *rest)  # type: ignore[arg-type]
             if way is None:
                 return chosen
             return replace(chosen, forward_units=way.forward_units, at_once=way.at_once)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, head_shapes_of
 from bmburst.attention.local import local_backward, local_forward
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.streams import BUFFERS, RECORDINGS, current_stream, is_capturing
 from bmburst.comm.waits import working
@@ -52,7 +53,7 @@ def at_once_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend
             attend(call.outer, Span(0, own_kv), queries, keys, values, Partial(out, lse))
 
     _run(call, work, is_recorded, rows, out)
-    statistics = lse.mT.contiguous().view(q.dtype)  # [batch, tokens, heads * words]
+    statistics = torch.stack((lse.mT,), 3).view(q.dtype).flatten(2)  # [batch, tokens, heads * words]
     home = _to_tokens(call, shapes, [statistics, out.flatten(2)])
     words = statistics.shape[2]
     own_lse = home[..., :words].view(lse.dtype).permute(1, 0, 3, 2).reshape(shapes.batch, -1, q.shape[1])
@@ -123,7 +124,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:
 
 def _to_heads(call: AttentionCall, shapes: HeadShapes, is_recorded: bool, parts: Sequence[Tensor]) -> Tensor:
     """Exchange parts by rank; return `[batch, tokens, features]` of this rank's heads, in the order of the sequence."""
-    arrived = call.comm.all_to_all_here(_packed(parts))
+    arrived = _exchanged(call, _packed(parts))
     order, _ = _orders(shapes.layout, shapes.batch, arrived.device)
     width = arrived.shape[3]
     size = shapes.batch * shapes.tokens, width
@@ -137,7 +138,12 @@ def _to_tokens(call: AttentionCall, shapes: HeadShapes, parts: Sequence[Tensor])
     packed = _packed(parts)
     _, order = _orders(shapes.layout, shapes.batch, packed.device)
     sent = _wide(packed.view(-1, packed.shape[2])).index_select(0, order).view(packed.dtype)
-    return call.comm.all_to_all_here(sent.view(shapes.degree, shapes.batch, -1, packed.shape[2]))
+    return _exchanged(call, sent.view(shapes.degree, shapes.batch, -1, packed.shape[2]))
+
+
+def _exchanged(call: AttentionCall, sent: Tensor) -> Tensor:
+    assert isinstance(call.comm, CheckedCommunicator)  # all ranks of the sequence exchange heads
+    return call.comm.all_to_all_here(sent)
 
 
 def _wide(rows: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     more = -features % (_WIDEST // parts[0].element_size()) if parts[0].element_size() < _WIDEST else 0
     if more:
         parts = [*parts, parts[0].new_zeros((*parts[0].shape[:-1], more))]
-    return torch.cat(parts, -1).contiguous()
+    return torch.cat([*parts], -1).contiguous()
 
 
 _WIDEST = 4  # bytes of a statistic of 16-bit tensors

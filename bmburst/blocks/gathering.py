@@ -144,6 +144,7 @@ class GatherMemory:
     def unchanged(self) -> Iterator[None]:
         """Weights do not change inside the `with` block, so they may stay gathered over several passes."""
         self._drop()
+        self.begin()
         self._keeps = True
         try:
             yield
@@ -155,7 +156,7 @@ class GatherMemory:
         """Begin a forward pass: weights may have changed since the last one."""
         if not self._keeps:
             self._forget()
-        bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
+            bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
 
     def end(self) -> None:
         """Free all memory, after a pass that no other follows with the same weights."""

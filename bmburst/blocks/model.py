@@ -256,6 +256,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         stage = stage or Stage.whole(config.num_layers)
         if stage.count > 1:
             policy.require_stages(stage.count)
+            if lora is not None:
+                lora.require_stages(stage.count, zero_level)
         self.config, self.tensor, self.lora, self.stage = config, tensor, lora, stage
         self.loss_chunk = loss_chunk
         self._checked_on_device = False

@@ -31,16 +31,16 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     Args:
         module: The module to wrap, as in `bmtrain.Block`.
         zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks.
-        memory: Memory of gathered blocks, shared by those of a model; None: its own.
+        memory: Memory of gathered blocks, shared by all blocks of a list.
 
     Attributes:
         after_scatter: Called in backward for each block; None: the gradient is complete when it is scattered.
     """
 
-    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory) -> None:
         super().__init__(module, use_checkpoint=False, zero_level=zero_level)
         self.after_scatter: AfterScatter | None = None
-        self._memory = memory or GatherMemory()
+        self._memory = memory
         self._layout = Layout.of(self)
         self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
         self._slot: Slot | None = None

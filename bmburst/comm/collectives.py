@@ -287,7 +287,7 @@ class BMTrainCommunicator(MessageMover):
             self._has_started = False
         # Without the wrappers of `bmtrain.nccl`, which look up the current stream for each message.
         library, row = self._nccl.C, tensor.nbytes // self.size
-        source, target, handle = tensor.data_ptr(), received.data_ptr(), self._handle.ptr
+        source, target, handle = tensor.data_ptr(), received.data_ptr(), self.handle.ptr
         stream = self._current_handle()
         with launched_together():
             for peer in range(self.size if row else 0):

@@ -272,14 +272,14 @@ def is_capturing() -> bool:
 
 
 class FixedBuffers:
-    """Buffers of a process that stay in place from call to call, one for each device, stream and name."""
+    """Buffers of a process that stay in place from call to call, one for each device, stream (thread) and name."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def get(self, device: torch.device, name: str, nbytes: int) -> Tensor:
         """Return a buffer, uint8 `[nbytes]`: the same memory until a larger one is requested on the current stream."""
-        key = device, name, current_stream(device.index) if device.type == "cuda" else None
+        key = device, name, current_stream(device.index) if device.type == "cuda" else threading.get_ident()
         found = self._buffers.get(key)
         if found is None or found.numel() < nbytes:
             found = self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)

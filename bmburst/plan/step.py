@@ -31,6 +31,7 @@ from bmburst.plan.stages import ends, send_seconds, stage_of
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
+MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
 _OPTIMIZER_BYTES = 44  # per parameter: AdamW with fp32 moments 30, norm of the gradient 10, clipping and clearing 4
 
@@ -118,13 +119,14 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
     parts = _outside_layers(candidate, hardware, operators)
     if not has_head:
         parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
-    issued = (hardware.layer_host + (hardware.zero_host if candidate.shards > candidate.tensor else 0.0)) * layers
-    issued += hardware.layer_host * OUTSIDE_BLOCKS
+    ranks = min(candidate.shards // candidate.tensor, candidate.task.gpus_per_node, MEASURED_RANKS)
+    issued = layers * (hardware.layer_host + hardware.zero_host * (ranks - 1)) + hardware.layer_host * OUTSIDE_BLOCKS
+    on_one_rank = 2 * (hardware.pass_host + hardware.call_start)  # of attention, which `layer_host` has
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        issued += count * attention.issued
+        issued += count * (attention.issued - on_one_rank) if candidate.sequence > 1 else 0.0
     parts = {name: passes * seconds for name, seconds in parts.items()}
     # The host waits for the passes before the optimizer, which needs little of its time.
     host = max(0.0, passes * issued - sum(parts.values()))

@@ -196,8 +196,8 @@ class ParallelConfig:
     )
     zero_level: Literal["auto", 2, 3] = field(
         "ZeRO stage: 3 shards weights, gradients and optimizer, and gathers weights before each pass; 2 keeps them "
-        "gathered from forward to backward, and over the micro-batches of a step. auto: 2 if the planner predicts a "
-        "faster step that fits, else 3; on a CPU, and in a pipeline, 3.",
+        "gathered from forward to backward, and over the micro-batches of a step. auto: 2 if the planner predicts "
+        "that this fits and is not slower, else 3; on a CPU, and in a pipeline, 3.",
         default="auto",
     )
     zero_group: Literal["world", "node", "auto"] | int = field(

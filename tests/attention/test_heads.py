@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bmburst
+from bmburst.attention import at_once
 from bmburst.attention import heads as executor
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
@@ -280,6 +281,7 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
     assert log == ["push", "push", "pull", "push", "pull", "pull"]
 
 
+@pytest.mark.parametrize("units", WAYS[:2], indirect=True)
 def test_kernels_write_where_results_go_home_from(monkeypatch, units):
     """Output and log-sum-exp alike: a kernel that can write there leaves nothing to copy."""
     boxes, written = set(), set()
@@ -310,9 +312,10 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
         asked.append(where)
         return SimpleNamespace(run=lambda work, varying: ran.append((where[1], varying)) or work())
 
-    monkeypatch.setattr(executor, "RECORDINGS", SimpleNamespace(get=recording))
-    monkeypatch.setattr(executor, "records_kernels", lambda *_: True)
-    monkeypatch.setattr(executor, "current_stream", lambda _: "stream")
+    for module in (executor, at_once):
+        monkeypatch.setattr(module, "RECORDINGS", SimpleNamespace(get=recording))
+        monkeypatch.setattr(module, "records_kernels", lambda *_: True)
+        monkeypatch.setattr(module, "current_stream", lambda _: "stream")
     monkeypatch.setattr(CpuKernel, "recordable", True)
 
     def body(comm):

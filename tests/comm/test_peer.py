@@ -70,13 +70,13 @@ def test_prepared_copies_say_their_bytes(driver):
 
 
 def test_exchanges_that_are_seen_once_do_not_pile_up(driver, monkeypatch):
-    monkeypatch.setattr(peer, "bounded_cache", partial(bounded_cache, nbytes=1 << 20))
-    route = [Move(Block(i, 1), Block(i, 1)) for i in range(500)]
+    monkeypatch.setattr(peer, "bounded_cache", partial(bounded_cache, nbytes=1 << 18))
+    route = [Move(Block(i, 1), Block(i, 1)) for i in range(125)]
 
     def body(comm):
         moved, alive = PeerCommunicator(comm, CPU), []
         for _ in range(40):
-            exchange = make_exchange(comm.rank, 2, 500, lambda *_: route)
+            exchange = make_exchange(comm.rank, 2, 125, lambda *_: route)
             calls = moved._prepared(exchange, pulled=True)
             assert calls is moved._prepared(exchange, pulled=True)
             alive.append(weakref.ref(calls.kept))

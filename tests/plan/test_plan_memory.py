@@ -62,6 +62,10 @@ MORE = [
     ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
+PARTS = (
+    *("block+every-3", "block+every-2+offload-first-3", "block+every-2+keep-attention-last-2"),
+    *("block-keep-attention:0.5+offload-all", "block-keep-attention+offload-mlp-first-3"),
+)
 TARGETS = (("q_proj", "v_proj"), ("all-linear",))
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
@@ -85,8 +89,10 @@ CASES = [
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
 BOTH_TARGETS = [i for i, case in enumerate(CASES) if case.get("lora", {}).get("targets") in TARGETS]
-LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2}
-"""Cases with adapters of which each policy and each choice of targets is in another."""
+LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2} | {
+    i for i, case in enumerate(CASES) if case["recompute"] in PARTS and "lora" not in case
+}
+"""Cases with adapters of which each policy and each choice of targets is in another, and parts of other policies."""
 TENSOR_CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
      "mlp_chunk": chunk}
