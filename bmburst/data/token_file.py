@@ -8,10 +8,10 @@ Layout, little-endian:
     offsets    int64 [documents + 1]: index of the first token of each document, and the number of tokens
     bytes      int64 [documents + 1]: bytes of UTF-8 text before each document, and in total
     keys       uint64 [documents]: hash of each document's text
-    loss mask  versions 2 to 4: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
+    loss mask  versions 2 to 5: one bit per token, bit i % 8 of byte i // 8: whether the token is part of an answer;
                version 4 with groups: after these, one bit per document: whether it continues the record before it;
                zeros up to a multiple of 8 bytes
-    weights    version 4: float64 [documents]: factor of the losses of each document's tokens
+    weights    versions 4 and 5: float64 [documents]: factor of the losses of each document's tokens, or of its pair
     JSON       counts, types, the tokenizer, a fingerprint of tokens and documents; CRC-32 of the tokens with their
                zeros, of the tables, of the loss mask with the weights, and last of the JSON itself; notes on the data
 
@@ -20,7 +20,7 @@ holds records (`bmburst.data.records`): documents have no added end-of-document 
 answers. Version 3 holds preference pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of pair i,
 each with its prompt, and have the same key. Version 4 is version 2 with weights of the records, or with groups, or with
 both, as its JSON says: in a group, each of several answers to a prompt is a document with the prompt, and the documents
-have the same key. An older bmburst rejects a later version by its number.
+have the same key. Version 5 is version 3 with weights. An older bmburst rejects a later version by its number.
 """
 
 import shlex
@@ -38,8 +38,7 @@ from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
-VERSION, MASKED_VERSION, PAIRED_VERSION, RECORDS_VERSION = 1, 2, 3, 4
-_VERSIONS = VERSION, MASKED_VERSION, PAIRED_VERSION, RECORDS_VERSION
+VERSION, MASKED_VERSION, PAIRED_VERSION, RECORDS_VERSION, WEIGHTED_PAIRS_VERSION = _VERSIONS = 1, 2, 3, 4, 5
 CACHED = "corpus-"
 """Prefix of file names in the cache of `open_corpus`, which writes missing files again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
@@ -113,10 +112,12 @@ class TokenFile:
             dtype, tokens, documents = header["dtype"], _count(header["tokens"]), _count(header["documents"])
             tables_at = PREAMBLE.size + aligned_size(tokens * np.dtype(dtype).itemsize)
             mask_at = tables_at + 8 * (3 * documents + 2)
-            pairs, has_parts = (header["version"] == version for version in (PAIRED_VERSION, RECORDS_VERSION))
+            version = header["version"]
+            pairs, has_parts = version in (PAIRED_VERSION, WEIGHTED_PAIRS_VERSION), version == RECORDS_VERSION
             groups = has_parts and header["groups"] is True
-            weights = documents if has_parts and header["weights"] is True else 0
-            mask_bytes = -(-(tokens + groups * documents) // 8) if header["version"] != VERSION else 0
+            is_weighted = version == WEIGHTED_PAIRS_VERSION or (has_parts and header["weights"] is True)
+            weights = documents if is_weighted else 0
+            mask_bytes = -(-(tokens + groups * documents) // 8) if version != VERSION else 0
             weights_at = mask_at + aligned_size(mask_bytes)
             if (
                 dtype not in DTYPES

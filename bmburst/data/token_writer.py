@@ -22,6 +22,7 @@ from bmburst.data.token_file import (
     PREAMBLE,
     RECORDS_VERSION,
     VERSION,
+    WEIGHTED_PAIRS_VERSION,
     TokenFile,
     aligned_size,
 )
@@ -257,7 +258,7 @@ class _Writer:
         if self._mask is None:
             return VERSION
         if self._pairs:
-            return PAIRED_VERSION
+            return WEIGHTED_PAIRS_VERSION if self._weighted else PAIRED_VERSION
         return RECORDS_VERSION if self._has_groups or self._weighted else MASKED_VERSION
 
     def _header(self) -> dict[str, Any]:

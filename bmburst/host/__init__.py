@@ -3,7 +3,7 @@
 Importing this package does not import torch, so that the launcher can use `stores` before its ranks start.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bmburst import public_name
 
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 __all__ = ["install", "is_installed", "silence_storage_warnings", "wrap_communication"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     return public_name(__name__, name, dict.fromkeys(__all__, "patches"))

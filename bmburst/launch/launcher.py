@@ -185,8 +185,10 @@ def _run(checked: CheckedLaunch, folder: Path, listener: socket.socket) -> Launc
     environment = {**os.environ, **checked.environment, **own}
     agent = AgentThread(checked.spec, checked.command, environment, folder, address)
     with _caught_signals() as caught:
+        # Importing torch takes seconds: the ranks do it at the same time. Where it is imported, the store comes first.
+        store = serve_at(listener, _STORE_TIMEOUT) if "torch" in sys.modules else None
         agent.start()
-        store = serve_at(listener, _STORE_TIMEOUT)  # imports torch, while the ranks do
+        store = store or serve_at(listener, _STORE_TIMEOUT)
         result = _wait(agent, caught, folder) or launch_result(checked.spec, agent.outcome, folder)
     del store  # held until here, for the ranks
     if result.status:

@@ -138,6 +138,11 @@ class _Protocol(H11Protocol):
         else:
             self._stop_waiting()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # came with the request before it
+            self._wait_for_header()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)

@@ -338,7 +338,7 @@ class _PairStep:
 
     def _mean(self, of_pairs: Tensor, total: Tensor) -> Tensor:
         ranks = self._objective.mesh.shape.size
-        return of_pairs * (ranks / torch.where(total > 0, total, 1)).to(of_pairs.dtype)
+        return of_pairs * (ranks / torch.where(total > 0, total, 1).double()).to(of_pairs.dtype)
 
 
 def pairs_of(batch: LocalBatch) -> int:

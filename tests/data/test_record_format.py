@@ -122,6 +122,9 @@ def test_weights_are_stored_and_verified(tmp_path):
     )
     file = open_corpus(path, None, tmp_path / "cache")
     assert file.weights.tolist() == [1, 0.25, 1, 3]
+    pairs = ({"prompt": "a", "chosen": f"{n}", "rejected": "no", "weight": w} for n, w in enumerate(weights))
+    of_pairs = open_corpus(chat.write(tmp_path / "w.jsonl", *pairs), None, tmp_path / "cache")
+    assert of_pairs.weights.tolist() == [1, 1, 0.25, 0.25, 1, 1, 3, 3] and of_pairs.pairs
     file.verify()
     plain = chat.write(tmp_path / "y.jsonl", *({"prompt": "a", "completion": f"{n}"} for n in range(4)))
     assert open_corpus(plain, None, tmp_path / "cache").fingerprint != file.fingerprint
