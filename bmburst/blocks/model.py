@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.config import AT_ONCE, LlamaConfig, LoRAConfig
 from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
-from bmburst.blocks.gathering import AT_ONCE, GatherMemory
+from bmburst.blocks.gathering import GatherMemory
 from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
