@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -108,8 +109,9 @@ class Case:
         kind = "full" if self.lora is None else "QLoRA" if self.lora.is_4bit else "LoRA"
         state = "" if self.state == "float32" else f", states {self.state}"
         batch = f"{self.batch} x " if self.batch > 1 else ""
+        gpus = f"{self.gpus} GPUs" if self.gpus > 1 else "1 GPU"
         limit = "" if self.gpu is None else f", {self.gpu:g} GB"
-        return f"{self.preset}{layers} {kind}{state}, {batch}{short(self.tokens)}, {self.gpus} GPUs{limit}"
+        return f"{self.preset}{layers} {kind}{state}, {batch}{short(self.tokens)}, {gpus}{limit}"
 
     @property
     def model(self) -> LlamaConfig:
@@ -151,7 +153,7 @@ def _beside(gpus: int, kept: Mapping[int, str], steps: int) -> tuple[Run, Run]:
 
 
 _KEEP = "block-keep-attention"
-_STATES: tuple[tuple[int, State], ...] = ((2, "bfloat16"), (2, "8bit"), (4, "bfloat16"), (4, "8bit"))
+_STATES: tuple[State, ...] = ("bfloat16", "8bit")
 SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
     {
         "adapters": (
@@ -161,7 +163,9 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((_70B(tokens=32 * K, gpus=2, lora=_LORA),)),
             Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, layers=20, steps=2),)),
         ),
-        "full": tuple(Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in _STATES),
+        "full": tuple(
+            Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
+        ),
         "pipeline": (
             *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
             *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
@@ -189,10 +193,11 @@ def main() -> int:
         return _rank(options)
     runs = _chosen(options)
     if options.start is not None:
-        words = ["-m", MODULE, *_words(options), "--rank", str(options.start)]
-        return launch(LaunchSpec(nproc=runs[0].gpus), words)
+        ((number, run),) = runs.items()
+        words = ["-m", MODULE, *_words(options, number), "--rank", str(options.start)]
+        return launch(LaunchSpec(nproc=run.gpus), words)
     if options.list:
-        for case in (case for run in runs for case in run.cases):
+        for case in (case for run in runs.values() for case in run.cases):
             print(_in_words(case, _plan(case, options.hardware)))
         return 0
     rows = _measured(runs, options)
@@ -213,18 +218,21 @@ def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
-def _chosen(options: argparse.Namespace) -> list[Run]:
-    """Return the runs that fit on the machine, with the layers and steps of the command line."""
-    runs = SUITES[options.suite]
-    chosen = [runs[number] for number in options.runs] if options.runs else runs
+def _chosen(options: argparse.Namespace) -> dict[int, Run]:
+    """Return the runs that fit on the machine, by number, with the layers and steps of the command line."""
+    runs = dict(enumerate(SUITES[options.suite]))
+    chosen = {number: runs[number] for number in options.runs or runs}
     given = {name: value for name in ("layers", "steps") if (value := getattr(options, name)) is not None}
-    changed = (replace(run, cases=tuple(replace(case, **given) for case in run.cases)) for run in chosen)
-    return [run for run in changed if run.gpus <= options.gpus]
+    return {
+        number: replace(run, cases=tuple(replace(case, **given) for case in run.cases))
+        for number, run in chosen.items()
+        if run.gpus <= options.gpus
+    }
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """Return the options of a started run, without the number of the run."""
-    words = [options.suite, "--hardware", options.hardware, "--runs", ",".join(map(str, options.runs or ()))]
+def _words(options: argparse.Namespace, number: int) -> list[str]:
+    """Return the options of a started run."""
+    words = [options.suite, "--hardware", options.hardware, "--runs", str(number)]
     for name in ("layers", "steps"):
         words += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
     return [*words, *(["--small"] if options.small else [])]
@@ -266,44 +274,44 @@ def _in_words(case: Case, plan: Prediction) -> str:
     )
 
 
-def _measured(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(runs: Mapping[int, Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run everything, in waves of runs that fit side by side, and return the rows in the order of the runs."""
     found: dict[int, list[dict[str, Any]]] = {}
-    numbers = {id(run): number for number, run in enumerate(runs)}
-    own = options.runs or range(len(SUITES[options.suite]))
     for wave in waves(runs, options.gpus if torch.cuda.is_available() else 0):
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bmburst-large-") as folder:
             started, first = [], 0
-            for run in wave:
-                number = numbers[id(run)]
-                chosen = argparse.Namespace(**{**vars(options), "runs": [own[number]]})
+            for number in wave:
                 log = stack.enter_context((Path(folder) / f"{number}.log").open("w+"))
-                started.append((number, log, _started(run, chosen, Path(folder) / f"{number}", first, log)))
-                first += run.gpus
+                visible = range(first, first + runs[number].gpus)
+                started.append((number, log, _started(number, options, Path(folder) / f"{number}", visible, log)))
+                first = visible.stop
             ends = time.monotonic() + _LIMIT
             for number, log, process in started:
                 found[number] = _ended(runs[number], process, log, Path(folder) / f"{number}", ends, options)
-    return [row for number in sorted(found) for row in found[number]]
+    return [row for number in runs for row in found[number]]
 
 
-def waves(runs: Sequence[Run], gpus: int) -> Iterator[list[Run]]:
-    """Yield the runs in order; as many at once as `gpus` GPUs have place for, at least one."""
-    wave: list[Run] = []
-    for run in runs:
-        if wave and (run.alone or wave[-1].alone or sum(each.gpus for each in (*wave, run)) > gpus):
+def waves(runs: Mapping[int, Run], gpus: int) -> Iterator[list[int]]:
+    """Yield the numbers of the runs in order; as many at once as `gpus` GPUs have place for, at least one."""
+    wave: list[int] = []
+    for number, run in runs.items():
+        at_once = [*(runs[each] for each in wave), run]
+        if wave and (any(each.alone for each in at_once) or sum(each.gpus for each in at_once) > gpus):
             yield wave
             wave = []
-        wave.append(run)
+        wave.append(number)
     if wave:
         yield wave
 
 
-def _started(run: Run, options: argparse.Namespace, folder: Path, first: int, log: Any) -> subprocess.Popen[bytes]:
+def _started(
+    number: int, options: argparse.Namespace, folder: Path, visible: range, log: Any
+) -> subprocess.Popen[bytes]:
     folder.mkdir()
     environment = dict(os.environ)
     if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(run.gpus))
-    words = [sys.executable, "-m", MODULE, *_words(options), "--gpus", str(run.gpus), "--start", str(folder)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
+    words = [sys.executable, "-m", MODULE, *_words(options, number), "--start", str(folder)]
     return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -349,7 +357,7 @@ def _planned(case: Case, hardware: str) -> dict[str, Any]:
 
 def _rank(options: argparse.Namespace) -> int:
     """Train the cases of a run, and write a row of each on rank 0."""
-    (run,) = _chosen(argparse.Namespace(**{**vars(options), "gpus": sys.maxsize}))
+    (run,) = _chosen(options).values()
     for number, case in enumerate(run.cases):
         if case.gpu is not None and torch.cuda.is_available():
             device = int(os.environ["LOCAL_RANK"])

@@ -135,11 +135,11 @@ class LoRAConfig:
                 "fix: --tensor-parallel 1, or --lora.base dtype"
             )
 
-    def allows_stages(self, stages: int, zero_level: int) -> bool:
-        """Return whether the base supports a number of pipeline stages with a ZeRO stage."""
-        return not self.is_4bit or stages == 1 or zero_level == 3
+    def allows_stages(self, stages: int, zero_level: int | str) -> bool:
+        """Return whether the base supports a number of pipeline stages with a ZeRO stage; "auto" is 3 in a pipeline."""
+        return not self.is_4bit or stages == 1 or zero_level != 2
 
-    def require_stages(self, stages: int, zero_level: int) -> None:
+    def require_stages(self, stages: int, zero_level: int | str) -> None:
         """Check that the base supports a number of pipeline stages with a ZeRO stage.
 
         Raises:

@@ -289,7 +289,8 @@ def test_held_out_losses_of_small_moments_stand_beside_those_of_fp32():
 
 def test_runs_of_large_models_share_the_gpus_of_a_machine():
     def gpus(suite, count):
-        return [[run.gpus for run in wave] for wave in large_models.waves(large_models.SUITES[suite], count)]
+        runs = dict(enumerate(large_models.SUITES[suite]))
+        return [[runs[number].gpus for number in wave] for wave in large_models.waves(runs, count)]
 
     assert gpus("adapters", 4) == [[1, 1, 1], [2, 2]]
     assert gpus("full", 4) == [[2], [2], [4], [4]]  # their optimizers need the host

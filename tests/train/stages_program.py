@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": _SHARED
     | {"model": _TIED, "recompute": "auto", "optimizer": OptimizerConfig(offload=True, state="bfloat16")},
 }
-ZERO = {"plain": 3, "tied": 2, "lora": 2, "4bit": 3, "offload": 3}
+ZERO: dict[str, Any] = {"plain": 3, "tied": 2, "lora": 2, "4bit": "auto", "offload": 3}
 
 
 @dataclass(frozen=True)
