@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.config import AT_ONCE
+from bmburst.comm.streams import current_stream
 
 if TYPE_CHECKING:
     from bmburst.blocks.sharded import ShardedBlock
+
+
+def current() -> Any:
+    """Return the current stream, in less time than torch's own function takes."""
+    return current_stream(bmt.config["load_stream"].device_index)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Slot:
         """Allocate a slot on the current stream."""
         memory = layout.allocate(frozenset(name for name, *_ in layout.storages))
         made = cls(layout, memory, layout.views(memory))
-        made.left.record()
+        made.left.record(current())
         return made
 
 
@@ -116,7 +122,7 @@ class GradientMemory:
         if self.scattered is None:
             self.scattered = torch.cuda.Event()
         else:
-            torch.cuda.current_stream().wait_event(self.scattered)
+            current().wait_event(self.scattered)
         pairs = [(view, each.grad) for view, each in zip(self.views, parameters, strict=True) if view is not None]
         missing = [view for view, gradient in pairs if gradient is None]
         if missing:
@@ -156,7 +162,7 @@ class GatherMemory:
         """Begin a forward pass: weights may have changed since the last one."""
         if not self._keeps:
             self._forget()
-            bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
+            bmt.config["load_stream"].wait_stream(current())  # after the changes
 
     def end(self) -> None:
         """Free all memory, after a pass that no other follows with the same weights."""
@@ -172,7 +178,7 @@ class GatherMemory:
         if self._begun is None:
             self._begun = torch.cuda.Event()
         self._begun.synchronize()
-        self._begun.record()
+        self._begun.record(current())
 
     def take(self, layout: Layout, block: "ShardedBlock") -> Slot:
         """Return a slot for a block whose weights are not gathered."""
@@ -197,7 +203,7 @@ class GatherMemory:
             slot: The slot.
             keep: Whether to keep its weights for its block until another one needs the memory.
         """
-        slot.left.record()
+        slot.left.record(current())
         slot.is_busy = False
         if not (keep or self._keeps) and slot.holds is not None:
             slot.holds.lose_slot()
@@ -232,5 +238,5 @@ class GatherMemory:
         """Free a slot's memory for the current stream."""
         if slot.holds is not None:
             slot.holds.lose_slot()
-        torch.cuda.current_stream().wait_event(slot.gathered)  # of a block that was not computed
+        current().wait_event(slot.gathered)  # of a block that was not computed
         self._slots.remove(slot)

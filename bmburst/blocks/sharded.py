@@ -13,7 +13,7 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.blocks.gathering import GatherMemory, Layout, Slot
+from bmburst.blocks.gathering import GatherMemory, Layout, Slot, current
 from bmburst.blocks.layers import with_graph
 from bmburst.comm.collectives import FlatStorage, launched_together
 
@@ -166,7 +166,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         slot = self._slot
         assert slot is not None
         slot.is_busy = self._ready = True
-        torch.cuda.current_stream().wait_event(slot.gathered)
+        current().wait_event(slot.gathered)
         for parameter, view in zip(self._ordered, slot.views, strict=True):
             assert view is not None
             parameter.data = view
@@ -195,7 +195,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             else:
                 gradients.memory[name][info["begin"] : info["end"]] += storage.grad
         load = bmt.config["load_stream"]
-        load.wait_stream(torch.cuda.current_stream())
+        load.wait_stream(current())
         with torch.cuda.stream(load):
             with launched_together():
                 for name, storage in trained.items():

@@ -236,7 +236,7 @@ def choose_zero_level(kept: Prediction, gathered: Prediction) -> LevelChoice:
     times = f"predicted {kept.seconds:.3g} s a step with 2, {gathered.seconds:.3g} s with 3"
     if not kept.memory.fits:
         return LevelChoice(3, "zero_level auto: 3, because whole weights do not fit")
-    if kept.seconds <= gathered.seconds or not gathered.memory.fits:
+    if kept.seconds <= gathered.seconds * (1 + ALIKE) or not gathered.memory.fits:
         return LevelChoice(2, f"zero_level auto: 2; {times}")
     return LevelChoice(3, f"zero_level auto: 3; {times}")
 
