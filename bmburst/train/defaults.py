@@ -7,7 +7,6 @@ are those of `TrainConfig`. Imports no torch at its top.
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from bmburst.errors import UserError
@@ -24,7 +23,7 @@ _AMPERE = (8, 0)
 GAIN = 0.01
 """Fraction of the time that a way must save over simpler ones."""
 LEVELS: tuple[Literal[2, 3], ...] = (3, 2)
-SPREAD = ("micro_batch_size", "parallel.zero_level")
+SPREAD = ("micro_batch_size",)
 """What `spread` chooses beside the degrees of `MESH` and the batch size."""
 MESH = tuple(f"parallel.{axis}_parallel" for axis in ("pipeline", "data", "sequence", "tensor", "head"))
 
@@ -64,12 +63,12 @@ def defaults_of(gpus: Gpus | None) -> dict[str, str]:
 
 
 def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> TrainConfig:
-    """Return a run with the data and sequence parallel degrees, micro-batch and ZeRO level that are predicted fastest.
+    """Return a run with the data and sequence parallel degrees and the micro-batch that are predicted to be fastest.
 
-    The planner compares them by tokens per second, each with its fastest recompute policy that fits in GPU memory. Of
-    ways that differ by less than `GAIN`, the one with the fewest ranks for a sequence is taken, then ZeRO 3, then the
-    smaller micro-batch. Without a given batch size, each group of ranks gets `micro_batch_size` sequences a step. If
-    nothing fits, the run is returned as it is.
+    The planner compares them by tokens per second, each with its fastest ZeRO stage and recompute policy that fit in
+    GPU memory, unless they are given. Of ways that differ by less than `GAIN`, the one with the fewest ranks for a
+    sequence is taken, then the smaller micro-batch. Without a given batch size, each group of ranks gets
+    `micro_batch_size` sequences a step. If nothing fits, the run is returned as it is.
 
     Args:
         config: The run.
@@ -83,7 +82,12 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus |
     from bmburst.plan.search import fastest  # here, because --help does not need the planner
 
     hardware, nodes = hardware_like(gpus.name), max(1, -(-ranks // gpus.count))
-    ways = [(way, found) for way in _ways(config, given, ranks) if (found := _planned(way, ranks, nodes, hardware))]
+    ways = [
+        (way, found)
+        for way in _ways(config, given, ranks)
+        for level in (LEVELS if way.parallel.zero_level == "auto" else (way.parallel.zero_level,))
+        if (found := _planned(way, level, ranks, nodes, hardware))
+    ]
     policies = POLICIES if config.recompute == AUTO else (config.recompute,)
     resident = [name for name in policies if "offload" not in name]  # the host's memory is not known here
     chosen = fastest([found for _, found in ways], hardware, resident, gain=GAIN)
@@ -98,11 +102,9 @@ def _ways(config: TrainConfig, given: Collection[str], ranks: int) -> Iterator[T
         own = replace(config.parallel, data_parallel=data, sequence_parallel=sequence)
         batch = config.batch_size if is_placed or "batch_size" in given else data * config.micro_batch_size
         micro = [config.micro_batch_size] if "micro_batch_size" in given else divisors(max(1, batch // data))
-        levels = [config.parallel.zero_level] if "parallel.zero_level" in given else LEVELS
-        for level, size in product(levels, micro):
+        for size in micro:
             with suppress(UserError):
-                parallel = replace(own, zero_level=level)
-                yield config.replace(parallel=parallel, batch_size=batch, micro_batch_size=size)
+                yield config.replace(parallel=own, batch_size=batch, micro_batch_size=size)
 
 
 def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> str:
@@ -115,18 +117,19 @@ def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpu
         chosen.append(f"data_parallel {shape.data} x sequence_parallel {shape.sequence}")
         if "batch_size" not in given:
             chosen.append(f"batch_size {config.batch_size}")
-    if ranks > 1:
-        values = {"micro_batch_size": config.micro_batch_size, "parallel.zero_level": config.parallel.zero_level}
-        chosen += [f"{name} {value}" for name, value in values.items() if name not in given]
+    if ranks > 1 and "micro_batch_size" not in given:
+        chosen.append(f"micro_batch_size {config.micro_batch_size}")
     if not chosen:
         return ""
     return f"chosen for {ranks} x {gpus.name}: {', '.join(chosen)}; the options of these names choose otherwise"
 
 
-def _planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> "Candidate | None":
+def _planned(
+    config: TrainConfig, level: Literal[2, 3], ranks: int, nodes: int, hardware: Hardware
+) -> "Candidate | None":
     from bmburst.train.machine import planned  # here, because --help does not need the planner
 
     try:
-        return planned(config, ranks, nodes, hardware)
+        return planned(config.replace(parallel=replace(config.parallel, zero_level=level)), ranks, nodes, hardware)
     except UserError:  # for example a batch that does not divide by the groups
         return None

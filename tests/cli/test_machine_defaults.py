@@ -93,17 +93,18 @@ def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
         if 8 % (data * micro) == 0:
             parallel = replace(made.parallel, data_parallel=data, zero_level=level)
             by_hand.append(seconds(made.replace(parallel=parallel, micro_batch_size=micro)))
-    assert seconds(found) <= 1.03 * min(by_hand) < math.inf
+    levels = [replace(found.parallel, zero_level=level) for level in (2, 3)]  # of which a run takes the faster one
+    assert min(seconds(found.replace(parallel=each)) for each in levels) <= 1.03 * min(by_hand) < math.inf
     assert found.parallel.data_parallel == gpus.count or tokens == 32768  # each sequence fits on one GPU
 
 
-def test_micro_batch_and_zero_level_that_are_given_are_kept():
+def test_micro_batch_and_degrees_that_are_given_are_kept():
     options = {"preset": "llama-3-8b", "sequence_length": "4096", "batch_size": "8"}
-    for given in ({"micro_batch_size": "1"}, {"parallel.zero_level": "3"}, {"parallel.data_parallel": "2"}):
+    for given in ({"micro_batch_size": "1"}, {"parallel.zero_level": "2"}, {"parallel.data_parallel": "2"}):
         made = resolve((), options | given, defaults=defaults_of(H200))
         found = spread(made, {*options, *given}, 4, H200)
         assert found.micro_batch_size == 1 or "micro_batch_size" not in given
-        assert found.parallel.zero_level == 3 or "parallel.zero_level" not in given
+        assert found.parallel.zero_level == (2 if "parallel.zero_level" in given else "auto")
         assert found.parallel.data_parallel == 2 or "parallel.data_parallel" not in given
 
 
@@ -112,10 +113,10 @@ def test_one_line_says_what_was_chosen():
     says(
         explained(made, (), 8, H100),
         "8 x NVIDIA H100 | dtype bfloat16 | recompute auto | data_parallel 8 x sequence_parallel 1 | batch_size 8 | "
-        "micro_batch_size 1 | parallel.zero_level 3",
+        "micro_batch_size 1",
         lines=1,
     )
-    given = ("dtype", "recompute", "parallel.data_parallel", "micro_batch_size", "parallel.zero_level")
+    given = ("dtype", "recompute", "parallel.data_parallel", "micro_batch_size")
     assert explained(made, given, 8, H100) == ""
 
 
