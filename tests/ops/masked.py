@@ -21,10 +21,24 @@ def gradient_bound(kernel):
 class Masked:
     """Inputs on the device, and what the definition gives for them."""
 
-    def __init__(self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2, softcap=None, spread=1.0):
+    def __init__(
+        self,
+        pattern,
+        queries,
+        keys,
+        heads,
+        kv_heads,
+        head_dim,
+        dtype,
+        batch=2,
+        softcap=None,
+        spread=1.0,
+        value_dim=None,
+    ):
         self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
-        k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype, spread)[1:3]
-        q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype, spread)
+        drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
+        k, v = draw(0, batch, keys, *drawn)[1:3]
+        q, _, _, grad, _ = draw(1, batch, queries, *drawn)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         self.mask = visible(pattern, queries, keys)
         out, lse = attention(*leaves, pattern, self.scale, softcap)
