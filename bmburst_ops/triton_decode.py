@@ -149,8 +149,8 @@ def split_kernel(
     """One program: up to ROWS query heads of one KV head over one split of a sequence.
 
     Grid: (KV heads * tiles, splits, batch). Strides of q are of (batch, head), those of the cache of (batch, token,
-    head). parts `[splits, batch, heads, VALUE_HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part of a
-    split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
+    head). parts `[splits, batch, heads, VALUE_HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part
+    of a split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
     """
     kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)

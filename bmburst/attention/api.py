@@ -146,8 +146,9 @@ def burst_attention(
             gradient, backward runs with "triton" or "reference".
 
     Returns:
-        The output, `[batch, local_tokens, heads, value_dim]`, typed as q; with `return_lse` also the log-sum-exp of the scores in nats,
-        `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
+        The output, `[batch, local_tokens, heads, value_dim]`, typed as q; with `return_lse` also the log-sum-exp of the
+        scores in nats, `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key
+        give zero and -inf.
 
     Raises:
         UserError: A value is unknown, shapes, dtypes or devices are not supported, or the ranks of the group disagree.

@@ -11,8 +11,8 @@ that could give wider gradients (the reference) lose precision. In both cases ea
 the final rounding that one device has too. Errors of parts are independent: where parts add up like random numbers,
 the sum has about one more rounding error at any number of ranks, as in a ring.
 
-Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D (of keys and values the mean), units
-of G KV heads with R query heads in total, in elements of the inputs' dtype:
+Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D (of keys and values the mean),
+units of G KV heads with R query heads in total, in elements of the inputs' dtype:
 
     forward: 2 buffers and 2 outboxes, each of K and V: 4 * B * S * G * D
     backward: that, and 2 outboxes and 2 sets of parts, each of dK and dV: up to 4 * B * (2 * S - S / P) * G * D;

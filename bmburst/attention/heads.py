@@ -5,9 +5,10 @@ only gradients of a KV head that several ranks share are summed. While a kernel 
 unit arrives and the previous results return to their owners. Tensors move without packing.
 
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and `q + k + v + dO`
-backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
-captured as CUDA graphs (`bmburst.comm.streams`), which keep the temporary memory of backward: sums in fp32, at most
-512 MiB; with GQA also those of keys and values; under a mask of several tiles the gradients of each and their sums.
+backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a unit each.
+Over the peer transport they stay allocated for the next call. There the kernels of short sequences are captured as CUDA
+graphs (`bmburst.comm.streams`), which keep the temporary memory of backward: sums in fp32, at most 512 MiB; with GQA
+also those of keys and values; under a mask of several tiles the gradients of each and their sums.
 """
 
 from collections.abc import Callable, Sequence
