@@ -13,7 +13,7 @@ from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, some_heads, som
 from tests.pairs import in_turn
 
 GPU = DEVICE == "cuda"
-QUERIES, KEYS = (301, 430) if GPU else (35, 50)
+QUERIES, KEYS = (301, 430) if GPU else (35, 40)
 DOCUMENTS = (0, 10, 10, 21, QUERIES), (0, 12, 20, 20, KEYS)  # without queries, without keys
 PATTERNS = {
     "causal": CAUSAL,
@@ -35,16 +35,15 @@ def able(pattern, softcap):
     return sorted({*able_kernels(q, q, needs=needs_of(pattern, softcap)), "triton"})
 
 
-CASES = [
-    (name, pattern, softcap) for pattern in PATTERNS for softcap in (None, SOFTCAP) for name in able(pattern, softcap)
-]
+CASES = [(name, pattern, None) for pattern in PATTERNS for name in able(pattern, None)]
+CASES += [(name, "windows of documents", SOFTCAP) for name in able("windows of documents", SOFTCAP)]
 
 
 @pytest.mark.parametrize(("name", "pattern", "softcap", "head_dim", "value_dim"), in_turn(CASES, WIDTHS))
 def test_equals_the_definition(name, pattern, softcap, head_dim, value_dim):
     dtype = torch.bfloat16 if GPU else torch.float32 if name == "triton" else torch.float64
     seen, needs = PATTERNS[pattern], needs_of(pattern, softcap)
-    tile = Masked(seen, QUERIES, KEYS, 4, 2, head_dim, dtype, softcap=softcap, value_dim=value_dim)
+    tile = Masked(seen, QUERIES, KEYS, 2, 1, head_dim, dtype, 2 if GPU else 1, softcap, value_dim=value_dim)
     kernel = select_kernel(name, tile.q, tile.k, False, needs, value_dim)
     assert kernel.name == name
     wide = torch.promote_types(dtype, torch.float32)
