@@ -183,9 +183,8 @@ class Problem:
         sequence = shapes.outer, self.length, self.mask
         areas = key_areas(*sequence) if keys_stay else rank_areas(*sequence)
         most = max(map(lambda area, cut: area + EDGE_KEYS * cut, areas, narrowed_queries(*sequence)))
-        return (
-            shapes.pair_flops(backward=backward) * shapes.batch * most / self.hardware.attention_rate(backward=backward)
-        )
+        flops = shapes.pair_flops(backward=backward) * shapes.batch * most
+        return flops / self.hardware.attention_rate(backward=backward)
 
     def link(self, transport: str) -> Link:
         """Return the link between two ranks of a node; transports on CPUs use the numbers of the host."""
@@ -236,9 +235,8 @@ class _StrategyCost:
         joining = more_calls * hardware.attention_call + self._merges(backward=backward)
         if self.shapes.groups == 1:
             # At the end of a call its longest tile runs on one multiprocessor, others idle; rectangles have no tail.
-            tile = (
-                KERNEL_TILE * most_keys(self.problem.mask, self.problem.length) * shapes.pair_flops(backward=backward)
-            )
+            pairs = KERNEL_TILE * most_keys(self.problem.mask, self.problem.length)
+            tile = pairs * shapes.pair_flops(backward=backward)
             tile *= hardware.attention_tail * hardware.multiprocessors / hardware.attention_rate(backward=backward)
             joining += more_calls * min(tile, whole)
         exposed = 0.0

@@ -133,7 +133,10 @@ class HeadShapes:
         return visiting, gradients * self.statistics_itemsize // self.itemsize
 
     def pair_flops(self, *, backward: bool) -> float:
-        """Return the FLOPs of a head for a query and a key: products with Q, K, dS of one width, V, dO of the other."""
+        """Return the FLOPs of one head for a query and a key, without those of padding inside a kernel.
+
+        Scores, dQ and dK are products over the width of keys; the output, dP and dV over that of values.
+        """
         if backward:
             return 2.0 * (3 * self.head_dim + 2 * self.value_width)
         return 2.0 * (self.head_dim + self.value_width)
