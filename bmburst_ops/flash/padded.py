@@ -74,7 +74,8 @@ class PaddedKernel:
         """See `Kernel.backward`."""
         inputs = given.q, given.k, given.v
         width = max(t.shape[-1] for t in inputs)
-        padded = BackwardInputs(*(_padded(t, width) for t in given[:4]), given.lse, given.delta)
+        grad_out, q, k, v = (_padded(t, width) for t in given[:4])
+        padded = BackwardInputs(grad_out, q, k, v, given.lse, given.delta)
         found = self.kernel.backward(padded, pattern=pattern, scale=scale, deterministic=deterministic, softcap=softcap)
         cut = Gradients(*(grad[..., : t.shape[-1]] for grad, t in zip(found, inputs, strict=True)))
         return deliver_gradients(cut, into)
