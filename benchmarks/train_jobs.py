@@ -1,11 +1,15 @@
 """Jobs of `bmburst train`: runs the default one and records it, and writes the recipes of others.
 
     python -m benchmarks.train_jobs main-job --ranks 1 2 --output DIR
+    python -m benchmarks.train_jobs states --output DIR
     python -m benchmarks.train_jobs recipes
 
 main-job: a whole training job on 1, 2, ... ranks. The record (`main_job_<device>_<date>.md`) contains the command, the
 machine, each run's output and a table. The runs' metrics.jsonl are written next to it. Arguments after `--` are passed
 to `bmburst train`.
+
+states: the same job with each type of the optimizer's moments, one after another or each on GPUs of its own, and their
+held-out losses (`states_<device>_<date>.md`). On a GPU it is 300 steps of a model of 95 million parameters.
 
 recipes: the recipes of real models (recipes/*.yaml) and their table in docs/recipes.md, generated with the planner. Toy
 recipes (recipes/toy_*.yaml) are written by hand. tests/train/test_recipes.py recomputes the numbers.
@@ -15,12 +19,15 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +35,13 @@ import torch
 
 from benchmarks.engine.machine import describe_run
 from benchmarks.engine.report import markdown_table, versions
+from benchmarks.training import SHAPES
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli.files import FIRST_LINE, recipe, settings_of
-from bmburst.config import overlay
+from bmburst.config import overlay, to_dict
+from bmburst.optim.config import MOMENT_BYTES
 from bmburst.plan.candidates import Task
 from bmburst.plan.search import search
 from bmburst.schedule.hardware import load_hardware
@@ -46,6 +55,18 @@ NATIVE = {"qwen3-8b": 32 * K}
 """Trained context lengths of models whose config.json allows more tokens. For Qwen3, from its model card."""
 _BEGIN, _END = "<!-- table: python -m benchmarks.train_jobs recipes -->", "<!-- end of table -->"
 _WARM_UP = 10  # untimed steps, in which kernels are selected and memory is allocated
+
+
+_95M = SHAPES["llama-95m"]
+_OF_95M = [
+    *(word for name, value in to_dict(_95M).items() if value is not None for word in (f"--model.{name}", str(value))),
+    *("--steps", "300", "--sequence-length", "4096", "--batch-size", "8", "--micro-batch-size", "4"),
+    *("--dtype", "bfloat16", "--optimizer.lr", "1e-3", "--eval-every", "0", "--eval-sequences", "64"),
+    *("--sample-tokens", "0", "--checkpoint-every", "never"),
+]
+"""Options of `bmburst train` for the comparison of states on GPUs."""
+_MOST_WORSE = 0.005
+"""Fraction by which the held-out loss with small moments may be above that with fp32 moments."""
 
 
 class FinishedRun(NamedTuple):
@@ -63,15 +84,18 @@ def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     programs = parser.add_subparsers(required=True, metavar="WHAT")
-    main_job, recipes = programs.add_parser("main-job"), programs.add_parser("recipes")
+    main_job, states, recipes = map(programs.add_parser, ("main-job", "states", "recipes"))
     main_job.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to run on")
     main_job.add_argument("--output", type=Path, required=True, help="folder of the record")
     main_job.add_argument("options", nargs="*", help="options of bmburst train, after --")
     main_job.set_defaults(run=_main_job)
+    states.add_argument("--ranks", type=int, default=1, help="ranks of each run (default: 1)")
+    states.add_argument("--output", type=Path, required=True, help="folder of the record")
+    states.add_argument("options", nargs="*", help="options of bmburst train, after --, in place of the default job")
+    states.set_defaults(run=_states)
     recipes.set_defaults(run=_recipes)
     args = parser.parse_args()
-    args.run(args)
-    return 0
+    return int(args.run(args) or 0)
 
 
 def _main_job(args: argparse.Namespace) -> None:
@@ -80,7 +104,7 @@ def _main_job(args: argparse.Namespace) -> None:
     runs = [run_main_job(ranks, args.options) for ranks in args.ranks]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = describe_run(["python", "-m", "benchmarks.train_jobs", *sys.argv[1:]], device, max(args.ranks))
-    name = f"main_job_{machine['device'].split()[-1].lower() if device == 'cuda' else 'cpu'}_{time.strftime('%Y%m')}"
+    name = _name("main_job", machine, device)
     for run in runs:
         lines = "".join(json.dumps(line) + "\n" for line in run.metrics)
         (args.output / f"{name}_{run.ranks}_ranks.jsonl").write_text(lines)
@@ -88,8 +112,60 @@ def _main_job(args: argparse.Namespace) -> None:
     print(f"{args.output / name}.md")
 
 
-def run_main_job(ranks: int, options: list[str]) -> FinishedRun:
-    """Run the main job on some ranks of this machine.
+def _name(job: str, machine: dict[str, Any], device: str) -> str:
+    return f"{job}_{machine['device'].split()[-1].lower() if device == 'cuda' else 'cpu'}_{time.strftime('%Y%m')}"
+
+
+def _states(args: argparse.Namespace) -> int:
+    """Run a job with each type of moments and write the record; return 1 if a small one is worse by `_MOST_WORSE`."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    gpus, ranks = torch.cuda.device_count(), args.ranks
+    options = args.options or (_OF_95M if gpus else [])
+    at_once = max(1, gpus // ranks)
+
+    def run(number: int, state: str) -> FinishedRun:
+        first = number % at_once * ranks
+        visible = ",".join(map(str, range(first, first + ranks))) if gpus else None
+        return run_main_job(ranks, [*options, "--optimizer.state", state], visible)
+
+    with ThreadPoolExecutor(at_once) as threads:
+        runs = dict(zip(MOMENT_BYTES, threads.map(run, range(len(MOMENT_BYTES)), MOMENT_BYTES), strict=True))
+    device = "cuda" if gpus else "cpu"
+    machine = describe_run(["python", "-m", "benchmarks.train_jobs", *sys.argv[1:]], device, ranks)
+    name = _name("states", machine, device)
+    (args.output / f"{name}.md").write_text(states_record(runs, machine))
+    print(states_table(runs))
+    whole = runs["float32"].held_out["loss"]
+    return int(any(run.held_out["loss"] > whole * (1 + _MOST_WORSE) for run in runs.values()))
+
+
+def states_table(runs: Mapping[str, FinishedRun]) -> str:
+    """Return the held-out losses of runs by the type of their moments, as Markdown."""
+    columns = ["moments", "held-out loss", "to fp32", "bits per byte", "last loss", "tokens/s", "GiB a rank"]
+    whole, rows = runs["float32"].held_out["loss"], []
+    for state, run in runs.items():
+        loss, last = run.held_out["loss"], run.metrics[-1]
+        speed = statistics.median(line["tokens_per_second"] for line in run.metrics[_WARM_UP:] or run.metrics)
+        cells = [f"{loss:.5f}", f"{loss / whole - 1:+.3%}", f"{run.held_out['bits_per_byte']:.4f}"]
+        rows.append([state, *cells, f"{last['loss']:.4f}", f"{speed:,.0f}", f"{last['memory_gib']:.2f}"])
+    return "\n".join(markdown_table(columns, rows))
+
+
+def states_record(runs: Mapping[str, FinishedRun], machine: dict[str, Any]) -> str:
+    """Return the record of runs by the type of their moments as Markdown."""
+    lines = [
+        "# Types of optimizer moments",
+        "",
+        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        "",
+        states_table(runs),
+        *("", "```", *(f"$ {run.command}" for run in runs.values()), "```"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def run_main_job(ranks: int, options: list[str], visible: str | None = None) -> FinishedRun:
+    """Run the main job on some ranks of this machine; `visible`: its GPUs, as in CUDA_VISIBLE_DEVICES.
 
     Raises:
         RuntimeError: It failed; the message is its output.
@@ -98,7 +174,10 @@ def run_main_job(ranks: int, options: list[str]) -> FinishedRun:
         words = ["train", "--nproc", str(ranks), *options]
         command = [sys.executable, "-m", "bmburst", *words, "--output", f"{folder}/run"]
         started = time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment
+        )
         seconds = time.perf_counter() - started
         if done.returncode != 0:
             raise RuntimeError(done.stdout)

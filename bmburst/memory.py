@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+DRIVER_IS_FULL = "CUDA error: out of memory"
+"""What the `RuntimeError` says where CUDA itself, and not torch's allocator, finds no memory on a GPU."""
+
 _MEMORY = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")

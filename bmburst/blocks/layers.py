@@ -53,10 +53,12 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
     """
     degree = bmt.config["tp_size"]
     if split is None or degree == 1:
-        return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), group=NO_DECAY if len(shape) == 1 else None)
+        made = torch.empty(shape, dtype=dtype, device="cuda")  # unwritten: copies from the host would take time
+        return bmt.DistributedParameter(made, group=NO_DECAY if len(shape) == 1 else None)
     local = [size // degree if dim == split else size for dim, size in enumerate(shape)]
     # BMTrain always names the parameter group of such parameters "tp".
-    return bmt.DistributedParameter(torch.empty(local, dtype=dtype), tp_mode=True, tp_split_dim=split)
+    made = torch.empty(local, dtype=dtype, device="cuda")
+    return bmt.DistributedParameter(made, tp_mode=True, tp_split_dim=split)
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

@@ -13,7 +13,8 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
-from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of, with_graph
+from bmburst.blocks.gathering import AT_ONCE, GatherMemory
+from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.sharded import ShardedBlock
@@ -115,17 +116,18 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         self.config, self.tensor, self.stage, self.dtype = config, tensor, stage, dtype
         store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
         is_4bit = lora is not None and lora.is_4bit
+        # ZeRO-2 keeps the weights of all blocks gathered from forward to backward.
+        memory = self.gather_memory = GatherMemory(len(stage.layers) if zero_level == 2 else AT_ONCE)
 
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
             if offload_weights:
-                made = (StreamedFourBitBlock if is_4bit else StreamedBlock)(block, copies, number)
+                made = (StreamedFourBitBlock if is_4bit else StreamedBlock)(block, copies, number, memory)
                 if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                     host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
                     host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
                 return made
-            if is_4bit:
-                return FourBitBlock(block, zero_level)
-            return ShardedBlock(block, zero_level=zero_level)
+            kind = FourBitBlock if is_4bit else ShardedBlock
+            return kind(block, zero_level=zero_level, memory=memory)
 
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
@@ -164,7 +166,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         """
         cos, sin = rotary_tables(self.config, positions, length, self.dtype)
         if embedding is not None:
-            stream = with_graph(rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale))
+            stream = rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale)
         hidden: Tensor = self.layers(stream, cos, sin, length, within(self.config.sliding_window, mask), keys)
         return self.norm(hidden) if self.stage.is_last else hidden
 

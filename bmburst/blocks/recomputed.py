@@ -11,12 +11,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
-from bmburst.blocks.four_bit import FourBitBlock
 from bmburst.blocks.lean import Batch, BlockWork, KeepOutputs, MLPOutputs, whole_tape
-from bmburst.blocks.streamed import StreamedBlock
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
 from bmburst.recompute.host_store import MLP_OUTPUTS, OffloadGroup
@@ -155,7 +152,7 @@ class BlockSegments:
         self._open: _Segment | None = None
 
     def wrap(self, blocks: Iterable[Any]) -> None:
-        """Register the `bmtrain.Block` wrappers, which gather the weights of the model's blocks."""
+        """Register the `ShardedBlock` wrappers, which gather the weights of the model's blocks."""
         self._wrappers = {id(each._module): each for each in blocks}
 
     def join(self, done: _Pass, hidden: Tensor) -> "_Segment | None":
@@ -180,18 +177,8 @@ class BlockSegments:
     @contextmanager
     def gathered(self, block: "TransformerBlock") -> Iterator[None]:
         """Gather a block's weights for the duration of the context, as in its forward pass."""
-        wrapper = self._wrappers[id(block)]
-        if isinstance(wrapper, StreamedBlock | FourBitBlock):
-            with wrapper.gathered():
-                yield
-            return
-        flag = 2 if wrapper._zero_level == 2 else 0  # 2: use the weights that the forward pass left gathered
-        context = ZeroContext(wrapper, wrapper._layer_dict)
-        context.enter(flag)
-        try:
+        with self._wrappers[id(block)].gathered():
             yield
-        finally:
-            context.exit(flag)
 
 
 class _Segment:

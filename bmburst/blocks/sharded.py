@@ -1,10 +1,21 @@
-"""A `bmtrain.Block` that tells when backward has scattered its gradient."""
+"""A `bmtrain.Block` that gathers its weights and scatters its gradient with little work of the host.
 
-from collections.abc import Callable, Collection
+Parameters, storages and files are those of `bmtrain.Block`, as is what moves between ranks. See
+`bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, the host waits for no event,
+and the weights of the next block are gathered before the kernels of this one are launched.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import bmtrain as bmt
 import torch
+from torch import Tensor
+
+from bmburst.blocks.gathering import GatherMemory, Layout, Slot
+from bmburst.blocks.layers import with_graph
+from bmburst.comm.collectives import FlatStorage, launched_together
 
 AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 """Gets the storages of a block, whose gradients the load stream scatters; returns the stream that completes them."""
@@ -13,31 +24,253 @@ AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     """A block without BMTrain's checkpointing: `bmburst.recompute` replaces it, which would run the ring twice.
 
+    The module gets the stream first, and returns it. Put blocks into a `bmtrain.TransformerBlockList`.
+
     Args:
         module: The module to wrap, as in `bmtrain.Block`.
-        zero_level: BMTrain's ZeRO stage, 2 or 3.
+        zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks.
+        memory: Memory of gathered blocks, shared by those of a model; None: its own.
 
     Attributes:
         after_scatter: Called in backward for each block; None: the gradient is complete when it is scattered.
     """
 
-    def __init__(self, module: torch.nn.Module, *, zero_level: int) -> None:
+    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory | None = None) -> None:
         super().__init__(module, use_checkpoint=False, zero_level=zero_level)
         self.after_scatter: AfterScatter | None = None
+        self._memory = memory or GatherMemory()
+        self._layout = Layout.of(self)
+        self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
+        self._slot: Slot | None = None
+        self._is_in_backward = False
+        self._views = _ShardViews(self)
 
-    def release(self, flag: int) -> None:
-        """Release the weights. After a backward pass, also scatter the gradient."""
-        context = self._backward_block_ctx
-        scatters = context is not None and context._need_release
-        if scatters:
-            self.begin_scatter()
-        super().release(flag)
-        if scatters:
-            storages = self._storage_params.values()
-            self.end_scatter(bmt.config["load_stream"] if self.after_scatter is None else self.after_scatter(storages))
+    # `bmtrain.Block` finds its parameters in `__getattribute__`, which makes Python code of every attribute.
+    __getattribute__ = torch.nn.Module.__getattribute__
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._module._parameters
+        return found
+
+    @_parameters.setter
+    def _parameters(self, _own: object) -> None:
+        """Ignore what `torch.nn.Module` sets."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block with gathered weights. In backward they are there again."""
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
+            hidden = with_graph(hidden)
+            if self._is_first_layer:
+                hidden = _Entered.apply(self, hidden)  # type: ignore[no-untyped-call]
+        if self._is_first_layer and not self._ready:
+            self._memory.begin()
+        entered = self._enter()
+        try:
+            self.entered()
+            self.prepare(self.next_module())
+            result: Tensor = self._module(hidden, *args, **kwargs)
+        finally:
+            if entered:
+                self._leave(keep=has_graph)
+                if self._is_last_layer and not has_graph:
+                    self._memory.end()
+        if not has_graph:
+            return result
+        returned: Tensor = _Left.apply(self, result)  # type: ignore[no-untyped-call]
+        return returned
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the weights for the duration of the context, outside of the block's forward and backward."""
+        entered = self._enter()
+        try:
+            self.entered()
+            yield
+        finally:
+            if entered:
+                self._leave(keep=True)
+
+    def before_backward(self) -> None:
+        """Gather the weights, and scatter the gradient of the block after this one."""
+        self._is_in_backward = self._enter()
+        if self._is_in_backward:
+            for each in self._ordered:
+                if each.requires_grad:
+                    each.grad = None  # backward puts its own tensor there, without an addition
+        if (after := self.next_module()) is not None:
+            after.after_backward()
+        self.entered()
+        self.prepare(self.pre_module())
+
+    def after_backward(self) -> None:
+        """Scatter the gradient and release the weights."""
+        if not self._is_in_backward:
+            return
+        self._is_in_backward = False
+        self.begin_scatter()
+        self._scatter()
+        load = bmt.config["load_stream"]
+        storages = self._storage_params.values()
+        self.end_scatter(load if self.after_scatter is None else self.after_scatter(storages))
+        self._leave(keep=False)
+        self._views.show_gradients()
+        if self._is_first_layer:
+            self._memory.end()
+
+    def prepare(self, neighbour: "ShardedBlock | None") -> None:
+        """Begin to gather the weights of the block that comes next."""
+        if neighbour is not None and neighbour._slot is None and not neighbour._ready:
+            neighbour.gather()
+
+    def gather(self) -> None:
+        """Gather the weights on the load stream."""
+        slot = self._slot = self._memory.take(self._layout, self)
+        load = bmt.config["load_stream"]
+        load.wait_event(slot.left)
+        with torch.cuda.stream(load):
+            with launched_together():
+                for name, storage in self._storage_params.items():
+                    comm = self._storage_info[name]["zero_comm"]
+                    bmt.nccl.allGather(FlatStorage(storage.data), FlatStorage(slot.memory[name]), comm)
+            slot.gathered.record(load)
+
+    def lose_slot(self) -> None:
+        """Forget the gathered weights: another block gets their memory."""
+        self._slot = None
+
+    def entered(self) -> None:
+        """Use the gathered weights, which are the data of the parameters now."""
+
+    def left(self) -> None:
+        """Forget what was made of the gathered weights."""
 
     def begin_scatter(self) -> None:
         """Prepare for the gradient to be scattered and added to that of micro-batches before."""
 
     def end_scatter(self, writer: Any) -> None:
         """Use the gradient, which is complete after the work of stream `writer`."""
+
+    def _enter(self) -> bool:
+        """Make the gathered weights the data of the parameters; return False if they are already."""
+        if self._ready:
+            return False
+        if self._slot is None:
+            self.gather()
+        slot = self._slot
+        assert slot is not None
+        slot.is_busy = self._ready = True
+        torch.cuda.current_stream().wait_event(slot.gathered)
+        for parameter, view in zip(self._ordered, slot.views, strict=True):
+            assert view is not None
+            parameter.data = view
+        return True
+
+    def _leave(self, *, keep: bool) -> None:
+        """Make the shards the data of the parameters again."""
+        slot, self._ready = self._slot, False
+        self._views.show()
+        self.left()
+        assert slot is not None
+        self._memory.leave(slot, keep=keep)
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Add up the gradients of all ranks, and those of micro-batches before, each rank its shard."""
+        trained = {name: each for name, each in self._storage_params.items() if each.requires_grad}
+        if not trained:
+            return
+        gradients = self._memory.gradients(self._layout, frozenset(trained))
+        gradients.collect(self._ordered)
+        for name, storage in trained.items():
+            info = self._storage_info[name]
+            if storage.grad is None:
+                storage.grad = torch.empty_like(storage.data)
+            else:
+                gradients.memory[name][info["begin"] : info["end"]] += storage.grad
+        load = bmt.config["load_stream"]
+        load.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(load):
+            with launched_together():
+                for name, storage in trained.items():
+                    whole, comm = FlatStorage(gradients.memory[name]), self._storage_info[name]["zero_comm"]
+                    bmt.nccl.reduceScatter(whole, FlatStorage(storage.grad), "sum", comm)
+            gradients.scattered.record(load)
+
+
+class _ShardViews:
+    """Views of a block's shards for its parameters, made again only if the shards are elsewhere.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: ShardedBlock) -> None:
+        self._block = block
+        self._at: list[int] = []
+        self._data: list[Tensor] = []
+        self._gradients_at: list[int | None] = []
+        self._gradients: list[Tensor | None] = []
+
+    def show(self) -> None:
+        """Make the parameters this rank's shards."""
+        at = [each.data_ptr() for each in self._block._storage_params.values()]
+        if at != self._at:
+            self._at, self._data = at, [self._view(each, self._storage(each).data) for each in self._block._param_info]
+        for parameter, data in zip(self._block._ordered, self._data, strict=True):
+            parameter.data = data
+
+    def show_gradients(self) -> None:
+        """Make the gradients of the parameters those of the shards, after `show`."""
+        kept = [each.grad for each in self._block._storage_params.values()]
+        at = [None if each is None else each.data_ptr() for each in kept]
+        if at != self._gradients_at:
+            self._gradients_at = at
+            self._gradients = [self._gradient(each) for each in self._block._param_info]
+        for parameter, gradient in zip(self._block._ordered, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _storage(self, info: dict[str, Any]) -> torch.nn.Parameter:
+        found: torch.nn.Parameter = self._block._storage_params[info["kw_name"]]
+        return found
+
+    def _gradient(self, info: dict[str, Any]) -> Tensor | None:
+        gradient = self._storage(info).grad
+        has_one = gradient is not None and "begin" in info and info["parameter"].requires_grad
+        return self._view(info, gradient) if has_one and gradient is not None else None
+
+    @staticmethod
+    def _view(info: dict[str, Any], storage: Tensor) -> Tensor:
+        """Return a parameter's run of a shard; an empty tensor if the rank has none of it."""
+        if "begin" not in info:
+            return storage.new_empty(0)
+        return storage[info["begin"] : info["begin"] + info["end"][0]]
+
+
+class _Entered(torch.autograd.Function):
+    """Releases the first block after its backward; those after it are released by the blocks before them."""
+
+    @staticmethod
+    def forward(ctx: Any, block: ShardedBlock, hidden: Tensor) -> Tensor:
+        ctx.block = block
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.block.after_backward()
+        return None, grad
+
+
+class _Left(torch.autograd.Function):
+    """Gathers a block before its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: ShardedBlock, result: Tensor) -> Tensor:
+        ctx.block = block
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.block.before_backward()
+        return None, grad

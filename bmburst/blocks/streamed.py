@@ -11,10 +11,9 @@ from typing import Any
 
 import bmtrain as bmt
 import torch
-from bmtrain.zero_context import ZeroContext
 from torch import Tensor
 
-from bmburst.blocks.layers import with_graph
+from bmburst.blocks.gathering import GatherMemory
 from bmburst.blocks.sharded import ShardedBlock
 from bmburst.comm.host_memory import HostShard, ShardCopies
 
@@ -29,11 +28,14 @@ class StreamedBlock(ShardedBlock):
         module: The module to wrap, as in `bmtrain.Block`.
         copies: Buffers and streams, shared by all blocks of a model.
         order: Index of the block in the model.
+        memory: See `ShardedBlock`.
     """
 
-    def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int) -> None:
-        super().__init__(module, zero_level=3)
-        self._copies, self._visible = copies, False
+    def __init__(
+        self, module: torch.nn.Module, copies: ShardCopies, order: int, memory: GatherMemory | None = None
+    ) -> None:
+        super().__init__(module, zero_level=3, memory=memory)
+        self._copies = copies
         self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
         self._point_to_shards()
 
@@ -41,36 +43,26 @@ class StreamedBlock(ShardedBlock):
         """Return the bytes of each shard of the weights; `trained`: only of those that require a gradient."""
         return [each.weights.nbytes for each in self._shards if each.parameter.requires_grad or not trained]
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; after its kernels are launched, prefetch the weights of the next block."""
-        found = super().forward(with_graph(hidden), *args, **kwargs)
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block; after its kernels are launched, copy the weights of the next block to the GPU."""
+        found = super().forward(hidden, *args, **kwargs)
         if not self._is_last_layer:
             self._next_module.prefetch()
         return found
 
-    def pre_hook(self, *args: Any) -> list[Any]:
-        """Gather the weights before the forward pass."""
-        self._show()
-        found: list[Any] = super().pre_hook(*args)
-        self._hide()
-        return found
+    def gather(self) -> None:
+        """Copy the weights to the GPU and gather them."""
+        load = bmt.config["load_stream"]
+        self._copies.show(self._shards, load)
+        super().gather()
+        self._copies.hide(self._shards, load)
 
-    def post_hook(self, out: Any) -> Any:
-        """Release the weights after the forward pass."""
-        found = super().post_hook(out)
-        if isinstance(found, Tensor):
-            return _ShownInBackward.apply(self, found)[0]  # type: ignore[no-untyped-call]
-        return _ShownInBackward.apply(self, *found)  # type: ignore[no-untyped-call]
+    def prepare(self, neighbour: ShardedBlock | None) -> None:
+        """Leave the weights of the next block in host memory until the kernels of this one are launched."""
 
-    def prefetch(self) -> None:
-        """Start to copy the weights to the GPU."""
-        if not self._ready:
-            self._copies.prefetch(self._shards)
-
-    def release_next_module(self, flag: int) -> None:
-        """Reduce the gradient of the next block. BMTrain's backward calls this after gathering this block's weights."""
-        self._hide()
-        super().release_next_module(flag)
+    def before_backward(self) -> None:
+        """See `ShardedBlock.before_backward`; then copy the weights of the block before this one to the GPU."""
+        super().before_backward()
         if not self._is_first_layer:
             self._pre_module.prefetch()
 
@@ -81,21 +73,19 @@ class StreamedBlock(ShardedBlock):
     def end_scatter(self, writer: Any) -> None:
         """Copy the gradient to host memory."""
         self._copies.send_gradients(self._shards, writer)
-        self._point_to_shards()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the weights for the duration of the context, outside of the block's forward and backward."""
-        self._show()
-        context = ZeroContext(self, self._layer_dict)
-        context.enter()
-        self._hide()
-        if not self._is_last_layer:
-            self._next_module.prefetch()
-        try:
+        """See `ShardedBlock.gathered`; meanwhile, copy the weights of the next block to the GPU."""
+        with super().gathered():
+            if not self._is_last_layer:
+                self._next_module.prefetch()
             yield
-        finally:
-            context.exit()
+
+    def prefetch(self) -> None:
+        """Start to copy the weights to the GPU."""
+        if self._slot is None and not self._ready:
+            self._copies.prefetch(self._shards)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `bmtrain.Block`."""
@@ -117,7 +107,9 @@ class StreamedBlock(ShardedBlock):
         for each in self._shards:
             each.settle()
             each.parameter.data = each.weights.to(each.device, copy=True)
-        self._point_to_shards()
+        for parameter in self._ordered:
+            parameter.grad = None  # it is in host memory
+        self._views.show()
         try:
             yield
         finally:
@@ -127,40 +119,6 @@ class StreamedBlock(ShardedBlock):
                 each.version += 1
             self._point_to_shards()
 
-    def _show(self) -> None:
-        if not self._ready:
-            self._visible = True
-            self._copies.show(self._shards, bmt.config["load_stream"])
-
-    def _hide(self) -> None:
-        if self._visible:
-            self._visible = False
-            self._copies.hide(self._shards, bmt.config["load_stream"])
-
     def _point_to_shards(self) -> None:
-        """Make the block's parameters views of its shards, as BMTrain does after each pass."""
-        for info in self._param_info:
-            storage = self._storage_params[info["kw_name"]]
-            parameter = info["parameter"]
-            parameter.grad = None
-            if "begin" not in info:
-                parameter.data = storage.data.new_empty(0)
-                continue
-            run = slice(info["begin"], info["begin"] + info["end"][0])
-            parameter.data = storage.data[run]
-            if storage.grad is not None and parameter.requires_grad:
-                parameter.grad = storage.grad[run]
-
-
-class _ShownInBackward(torch.autograd.Function):
-    """Copies a block's weights to the GPU in backward, before BMTrain's hook gathers them."""
-
-    @staticmethod
-    def forward(ctx: Any, block: StreamedBlock, *out: Tensor) -> tuple[Tensor, ...]:
-        ctx.block = block
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.block._show()
-        return None, *grads
+        self._views.show()
+        self._views.show_gradients()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from bmburst.errors import UserError
+from bmburst.errors import RunError, UserError
 from bmburst.host import stores
+from bmburst.memory import DRIVER_IS_FULL
 from bmburst.schedule.parallelism import MeshShape
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def start(*, seed: int = 0, tensor: int | None = None, pipe: int | None = None) 
     Raises:
         UserError: The environment does not define a rank, BMTrain is missing, a degree does not divide the ranks or
             differs from that of a running BMTrain, the seed is invalid, or MASTER_PORT is taken.
+        RunError: The GPU has no memory left for another process.
     """
     import torch
 
@@ -134,6 +136,14 @@ def _start_bmtrain(seed: int, tensor: int, pipe: int) -> None:
     try:
         # -1: BMTrain makes no communicators for stages.
         bmtrain.init.init_distributed(seed=seed, tp_size=tensor, pipe_size=pipe if pipe > 1 else -1)
+    except RuntimeError as error:
+        if DRIVER_IS_FULL not in str(error):
+            raise
+        raise RunError(
+            f"GPU {os.environ.get('LOCAL_RANK', '0')} has no memory left for this rank: {DRIVER_IS_FULL}\n"
+            "fix: end the other programs on it, which nvidia-smi lists, or choose GPUs with CUDA_VISIBLE_DEVICES",
+            on_all_ranks=False,
+        ) from error
     finally:
         bmtrain.init.print_dict = print_dict
         torch.backends.cudnn.enabled = cudnn  # BMTrain switches it off for the whole process

@@ -23,6 +23,7 @@ from bmburst.checkpoint.tensor_files import SafetensorsWriter, open_tensors
 from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from bmburst.train.trainer import Trainer
     from bmburst.zero import NamedShard, ShardData
 
 # Trained parameters before the first step, gradients of the first step, parameters after the last step.
@@ -60,11 +61,20 @@ def record_steps(config: TrainConfig, steps: int) -> None:
 
     Raises:
         UserError: The configuration is not possible.
+        RunError: Out of memory.
     """
+    from bmburst.train.memory_plan import explained
     from bmburst.train.trainer import Trainer
 
-    trainer = Trainer(config)
-    trainer.restore()
+    with explained(config):
+        trainer = Trainer(config)
+    with explained(trainer.config):
+        trainer.restore()
+        _record(trainer, steps)
+
+
+def _record(trainer: "Trainer", steps: int) -> None:
+    config = trainer.config
     # Import after the trainer has started BMTrain.
     from bmburst.optim.states import MASTER
     from bmburst.zero import ShardData, gradient_of, named_shards

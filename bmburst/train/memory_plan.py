@@ -17,7 +17,7 @@ from bmburst.amounts import GIB, bytes_text
 from bmburst.comm import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.launch.spec import ALLOCATOR, EXPANDING
-from bmburst.memory import available_bytes, peak_bytes
+from bmburst.memory import DRIVER_IS_FULL, available_bytes, peak_bytes
 from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.memory import KEPT, Memory, memory_of
@@ -236,6 +236,7 @@ _MORE_RANKS = (2, 4, 8)
 _FRAGMENTS = 0.05  # fraction of the GPU that is reserved but not allocated
 _LESS = 0.95  # times the prediction for the settings that did not fit
 _HOST_IS_FULL = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
+_OUTSIDE = 4 * GIB  # of a GPU, outside torch's allocator: more than CUDA, NCCL and kernels of a rank take
 _FRUGAL, _DEFAULT = "block", "block-keep-attention"
 _STREAMED = "--optimizer.offload --optimizer.offload_weights"
 
@@ -250,6 +251,7 @@ class DeviceMemory:
         allocated: Memory of tensors.
         peak: Peak memory of tensors in this step.
         reserved: Memory reserved by torch's allocator.
+        free: Memory that the driver could still give to any program; None if unknown.
         host: Free memory of its host; None if unknown.
         expands: Whether torch's allocator uses expandable segments, as set by the launcher.
     """
@@ -259,6 +261,7 @@ class DeviceMemory:
     allocated: int
     peak: int
     reserved: int
+    free: int | None = None
     host: int | None = None
     expands: bool = False
 
@@ -273,6 +276,7 @@ class DeviceMemory:
             allocated=torch.cuda.memory_allocated(),
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.memory_reserved(),
+            free=torch.cuda.mem_get_info()[0],
             host=available_bytes(),
             expands=any(EXPANDING in os.environ.get(name, "") for name in ALLOCATOR),
         )
@@ -280,18 +284,21 @@ class DeviceMemory:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Convert torch's out-of-memory errors to `RunError`; for a GPU, the message lists the memory of each part.
+    """Convert out-of-memory errors to `RunError`; for a GPU, the message lists the memory of each part.
+
+    torch's allocator raises `torch.OutOfMemoryError`. What asks the driver for memory by itself (a stream, a library,
+    a kernel that is loaded) raises `RuntimeError` with the driver's words.
 
     Raises:
         RunError: Out of memory.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), _here(), str(error))
-        raise RunError(text, on_all_ranks=False) from error
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or DRIVER_IS_FULL in str(error):
+            ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+            text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), _here(), str(error))
+            raise RunError(text, on_all_ranks=False) from error
         asked = _HOST_IS_FULL.search(str(error))
         if asked is None:
             raise
@@ -323,6 +330,10 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
         f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
     ]
+    if memory.free is not None and (outside := memory.total - memory.free - memory.reserved) > _OUTSIDE:
+        lines.append(
+            f"  {_gib(outside)} of it are outside torch's allocator: other programs on this GPU, see nvidia-smi"
+        )
     if not memory.expands and memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
         lines.append(f"  much is reserved and not allocated: {ALLOCATOR[0]}={EXPANDING} may help")
     predicted = _memory(config, ranks, nodes, hardware)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import families, hugging_face, lora_peers, sparse_cross, train_jobs
+from benchmarks import families, hugging_face, large_models, lora_peers, sparse_cross, train_jobs
 from benchmarks.engine.machine import publish, write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
@@ -256,3 +256,39 @@ def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():
     assert "2026-11-22, H200: bmburst 0.1 (abc), python 3.12, bmtrain 1.0.1." in text
     assert re.search(r"^\| 2 \| 2\.5000 \| 5\.0000 \| 111 \| 0\.50 \| 61 \|$", text, re.M)
     assert "$ bmburst train --nproc 2\ndone\n" in text
+
+
+def test_held_out_losses_of_small_moments_stand_beside_those_of_fp32():
+    metrics = [{"tokens_per_second": 100.0, "loss": 5.0, "memory_gib": 0.5}]
+    runs = {
+        state: train_jobs.FinishedRun(1, "train", "", 1.0, metrics, {"loss": loss, "bits_per_byte": 2.5})
+        for state, loss in (("float32", 2.0), ("bfloat16", 2.002), ("8bit", 1.99))
+    }
+    rows = train_jobs.states_table(runs).splitlines()[2:]
+    assert [row.split("|")[3].strip() for row in rows] == ["+0.000%", "+0.100%", "-0.500%"]
+
+
+def test_runs_of_large_models_share_the_gpus_of_a_machine():
+    def gpus(suite, count):
+        return [[run.gpus for run in wave] for wave in large_models.waves(large_models.SUITES[suite], count)]
+
+    assert gpus("adapters", 4) == [[1, 1, 1], [2, 2]]
+    assert gpus("full", 4) == [[2], [2], [4], [4]]  # their optimizers need the host
+    assert gpus("pipeline", 4) == [[2, 2], [4], [4]]
+
+
+@pytest.mark.long
+def test_a_large_model_is_planned_and_its_plan_is_run_in_small(tmp_path):
+    output = tmp_path / "found.json"
+    words = [
+        *(sys.executable, "-m", "benchmarks.large_models", "pipeline", "--runs", "0"),
+        *("--steps", "1", "--small"),
+    ]
+    subprocess.run([*words, "--output", output], cwd=ROOT, check=True, timeout=240)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["case"].split(", ")[2] for row in rows] == ["8 x 4K", "8 x 16K"]
+    for row in rows:
+        assert len(row["seconds_of_steps"]) == 2 and row["planned"]["fits"]
+        assert row["losses"][0] == pytest.approx(math.log(256), rel=0.05)  # of random tokens
+        assert "--pipeline-parallel 2" in row["command"]
+    assert output.with_suffix(".md").read_text().count("pipe 2 x data 1 x sequence 1") == 2

@@ -35,8 +35,9 @@ def run_program(
     from the processes unless `on_gpus`. `tensor` ranks share each matrix, and `pipe` stages share the layers.
     """
     with held_port() as port:
-        if on_gpus or fresh or size > LARGEST or torch.cuda.is_available():
-            job = start_ranks(size, _enter, (size, port, on_gpus, tensor, pipe, body, args), fresh=on_gpus)
+        has_gpus = torch.cuda.is_available()
+        if fresh or size > LARGEST or has_gpus:
+            job = start_ranks(size, _enter, (size, port, on_gpus, tensor, pipe, body, args), fresh=has_gpus)
         else:
             job = pool(started_again).run(size, (size, port, tensor, pipe), body, args)
         join_ranks(job, body.__name__, seconds)

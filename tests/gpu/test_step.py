@@ -99,14 +99,14 @@ def test_adamws_kernel_is_bmtrains():
 
 
 def _adamws_kernel_is_bmtrains():
-    from bmburst import optim
+    from bmburst.optim.adamw import KERNELS, AdamW
 
     made = {}
-    for kernel in optim.KERNELS:
+    for kernel in KERNELS:
         generator = torch.Generator().manual_seed(2)
         parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16().cuda()) for n in (1, 4099)]
         rates = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.1}
-        made[kernel] = optim.AdamW(parameters, **rates, kernel=kernel), parameters
+        made[kernel] = AdamW(parameters, **rates, kernel=kernel), parameters
     for step in range(5):
         for optimizer, parameters in made.values():
             generator = torch.Generator().manual_seed(step)

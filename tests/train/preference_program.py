@@ -26,6 +26,7 @@ class Case(NamedTuple):
     micro: int
     lora: bool
     pack: str = "trees"
+    zero_group: Any = "world"
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -40,8 +41,8 @@ CASES = [
     Case(1, 1, 1, "zigzag", 3, False),
     Case(1, 1, 1, "zigzag", 1, True, "documents"),
     Case(1, 2, 1, "zigzag", 3, True),
-    Case(1, 2, 1, "balanced", 1, False),
-    Case(1, 3, 1, "contiguous", 1, True),  # the answers of a pair lie on different ranks
+    Case(1, 2, 1, "balanced", 1, False, zero_group=1),
+    Case(1, 3, 1, "contiguous", 1, True, zero_group=1),  # the answers of a pair lie on different ranks
 ]
 MORE = [
     Case(1, 1, 1, "zigzag", 1, True),
@@ -71,6 +72,7 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
             sequence_parallel=case.sequence,
             tensor_parallel=case.tensor,
             layout=case.layout,  # type: ignore[arg-type]
+            zero_group=case.zero_group,
         ),
         "lora": LORA if case.lora else LoRAConfig(),
         "dpo": DPOConfig(beta=BETA, reference=other),

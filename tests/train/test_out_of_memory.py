@@ -1,16 +1,20 @@
 """What a rank says when its GPU's memory is over, and that it says it once."""
 
 import re
+import sys
+import types
 
 import pytest
 import torch
 
 from bmburst.blocks.presets import preset
 from bmburst.errors import RunError
+from bmburst.launch.start import _start_bmtrain
 from bmburst.memory import peak_bytes
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
+from bmburst.train.check import record_steps
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import DeviceMemory, expected_memory, explain, explained, planned
 from tests.refusals import refused
@@ -30,13 +34,14 @@ def long(length):
     return dataclasses.replace(preset("llama-3-8b"), max_position_embeddings=length)
 
 
-def said(run, ranks=8, gib=139.8, reserved=130.0, host=None, expands=False):
+def said(run, ranks=8, gib=139.8, reserved=130.0, free=None, host=None, expands=False):
     memory = DeviceMemory(
         device="NVIDIA H200",
         total=int(gib * GIB),
         allocated=int(125 * GIB),
         peak=int(126.5 * GIB),
         reserved=int(reserved * GIB),
+        free=None if free is None else int(free * GIB),
         host=None if host is None else int(host * GIB),
         expands=expands,
     )
@@ -159,19 +164,56 @@ def test_fragments_are_named_where_they_are_large():
     assert "expandable_segments" not in said(config(2**20), reserved=138, expands=True)  # it is done already
 
 
+def test_other_programs_on_the_gpu_are_named():
+    assert "29.30 GiB of it are outside" in said(config(2**20), reserved=110, free=0.5)
+    assert "outside" not in said(config(2**20), reserved=136, free=1.0)  # CUDA's context and NCCL
+
+
 def test_a_model_that_the_planner_cannot_spread_is_said_in_words():
     text = said(config(2**20, parallel=ParallelConfig(data_parallel=3)), ranks=7)
     assert "the planner cannot say" in text
 
 
-def test_torchs_error_becomes_ours(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has"), "Tried to allocate 5.00 GiB"),
+        (
+            RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in"),
+            "CUDA error: out of memory",
+        ),
+    ],
+    ids=["allocator", "driver"],
+)
+def test_torchs_error_becomes_ours(monkeypatch, error, words):
     monkeypatch.setenv("RANK", "5")
     with (
-        refused("rank 5", "GPU memory", "Tried to allocate 5.00 GiB", error=RunError, lines=50) as caught,
+        refused("rank 5", "GPU memory", words, error=RunError, lines=50) as caught,
         explained(config(2**17)),
     ):
-        raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has")
+        raise error
     assert not caught.value.on_all_ranks
+
+
+def test_check_explains_them_too(monkeypatch, tmp_path):
+    def full(_trainer, _config):
+        raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr("bmburst.train.trainer.Trainer.__init__", full)
+    with refused("GPU memory", error=RunError, lines=50):
+        record_steps(config(2**17, output=tmp_path / "run"), 1)
+
+
+def test_a_gpu_without_memory_for_a_rank_is_no_traceback(monkeypatch):
+    def full(**_options):
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in")
+
+    init = types.SimpleNamespace(init_distributed=full, print_dict=None)
+    monkeypatch.setitem(sys.modules, "bmtrain", types.SimpleNamespace(init=init, config={"initialized": False}))
+    monkeypatch.setitem(sys.modules, "bmtrain.init", init)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with refused("GPU 3", "no memory left", "nvidia-smi", error=RunError):
+        _start_bmtrain(0, 1, 1)
 
 
 def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):

@@ -1,0 +1,460 @@
+"""Steps of large models in the ways that `bmburst plan` plans: `python -m benchmarks.large_models SUITE --output FILE`.
+
+SUITE is one of:
+
+adapters: LoRA and QLoRA of llama-3-70b on 1 and 2 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
+full: all weights of qwen3-32b on 2 and 4 GPUs, with small optimizer states in host memory
+pipeline: llama-3-8b in two stages, beside ZeRO-3 over the same GPUs
+
+Weights are random, and so are tokens. The planner chooses mesh, recompute policy and offload of each case on a machine
+with the host memory of the case. Each run of a suite starts its own ranks and trains one case after another: a first
+step, which creates states and compiles kernels, and some measured ones. Runs that fit side by side on the machine's
+GPUs run at the same time, unless their optimizer needs the processors of the host.
+
+A row has the median seconds of a step, the peak of torch's allocator on the fullest rank, and the first step, beside
+the planner's numbers. `--list` prints the plans without running them. `--small` runs the same plans with narrow layers
+and short sequences, also on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import bmburst
+from benchmarks.engine.machine import beside_peak, publish
+from benchmarks.engine.report import markdown_table
+from bmburst.amounts import GIB, short
+from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.cli.files import settings_of
+from bmburst.config import build_config, overlay, to_dict
+from bmburst.launch.launcher import LaunchSpec, launch
+from bmburst.memory import peak_bytes
+from bmburst.optim.config import State
+from bmburst.plan.candidates import ZERO, Offload, Task
+from bmburst.plan.presentation import command
+from bmburst.plan.remedies import remedy
+from bmburst.plan.search import Prediction, search
+from bmburst.recompute.policy import POLICIES
+from bmburst.schedule.hardware import load_hardware
+from bmburst.train.config import TrainConfig
+
+MODULE = "benchmarks.large_models"
+K = 1024
+_LORA = LoRAConfig(rank=16, alpha=32.0, targets=("all-linear",))
+_QLORA = replace(_LORA, base="4bit")
+_SHORTER = 256  # times, with --small
+_SMALL = MappingProxyType(
+    {"hidden_size": 64, "intermediate_size": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "vocab_size": 256}
+)
+_LIMIT = 280.0  # seconds of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to train a model; what is not given, the planner chooses.
+
+    Attributes:
+        preset: The model.
+        tokens: Tokens of a sequence.
+        gpus: Number of GPUs.
+        layers: Number of layers; None: those of the preset.
+        batch: Sequences of a step, each a micro-batch.
+        lora: Adapters; None: all weights are trained.
+        state: Type of the optimizer's moments.
+        pipe: Stages of a pipeline.
+        zero: ZeRO stages.
+        recompute: Recompute policies.
+        offload: What may be in host memory.
+        host: GiB of host memory that the run may count on.
+        gpu: GB of a GPU that torch may take; None: all.
+        steps: Measured steps.
+    """
+
+    preset: str
+    tokens: int
+    gpus: int
+    layers: int | None = None
+    batch: int = 1
+    lora: LoRAConfig | None = None
+    state: State = "float32"
+    pipe: int = 1
+    zero: tuple[int, ...] = ZERO
+    recompute: tuple[str, ...] = POLICIES
+    offload: tuple[Offload, ...] = tuple(Offload)
+    host: float = 230.0
+    gpu: float | None = None
+    steps: int = 3
+
+    @property
+    def name(self) -> str:
+        """The case in a few words."""
+        layers = "" if self.layers is None else f" x{self.layers}"
+        kind = "full" if self.lora is None else "QLoRA" if self.lora.is_4bit else "LoRA"
+        state = "" if self.state == "float32" else f", states {self.state}"
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        limit = "" if self.gpu is None else f", {self.gpu:g} GB"
+        return f"{self.preset}{layers} {kind}{state}, {batch}{short(self.tokens)}, {self.gpus} GPUs{limit}"
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's configuration."""
+        whole = PRESETS[self.preset]
+        longest = max(self.tokens, whole.max_position_embeddings)
+        return replace(whole, num_layers=self.layers or whole.num_layers, max_position_embeddings=longest)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Cases whose ranks are started once.
+
+    Attributes:
+        cases: The cases, on the same number of GPUs and stages.
+        alone: Whether no other run may use the machine at the same time.
+    """
+
+    cases: tuple[Case, ...]
+    alone: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.cases[0].gpus
+
+
+_70B = partial(Case, preset="llama-3-70b")
+_32B = partial(Case, preset="qwen3-32b", tokens=32 * K)
+_8B = partial(Case, preset="llama-3-8b", batch=8, state="bfloat16", offload=(Offload.NOTHING,))
+
+
+def _beside(gpus: int, kept: Mapping[int, str], steps: int) -> tuple[Run, Run]:
+    """Return runs of two stages and of ZeRO-3, over sequence lengths, with the same recompute policy."""
+    several = [(tokens, (policy,), max(1, steps if tokens < 64 * K else 1)) for tokens, policy in kept.items()]
+    stages = tuple(_8B(tokens=t, gpus=gpus, recompute=policy, steps=n, pipe=2) for t, policy, n in several)
+    shards = tuple(_8B(tokens=t, gpus=gpus, recompute=policy, steps=n, zero=(3,)) for t, policy, n in several)
+    return Run(stages), Run(shards)
+
+
+_KEEP = "block-keep-attention"
+SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
+    {
+        "adapters": (
+            Run((_70B(tokens=32 * K, gpus=1, lora=_LORA, host=300.0, steps=2),)),
+            Run((_70B(tokens=32 * K, gpus=1, lora=_QLORA, host=110.0, steps=2),)),
+            Run((Case(preset="llama-3-8b", tokens=64 * K, gpus=1, lora=_QLORA, host=60.0, gpu=40.0),)),
+            Run((_70B(tokens=32 * K, gpus=2, lora=_LORA),)),
+            Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, layers=20, steps=2),)),
+        ),
+        "full": tuple(
+            Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True)
+            for gpus, state in ((2, "bfloat16"), (2, "8bit"), (4, "bfloat16"), (4, "8bit"))
+        ),
+        "pipeline": (
+            *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
+            *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
+        ),
+    }
+)
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--runs", type=_numbers, metavar="N,...", help="runs of the suite, from 0 (default: all)")
+    parser.add_argument("--gpus", type=int, default=4, metavar="N", help="GPUs of this machine (default: 4)")
+    parser.add_argument("--hardware", default="h100", help="machine of the plans (default: h100)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of all models (default: those of the cases)")
+    parser.add_argument("--steps", type=int, metavar="N", help="measured steps of all cases (default: their own)")
+    parser.add_argument("--list", action="store_true", help="print the plans only")
+    parser.add_argument("--small", action="store_true", help="narrow layers and short sequences, also on a CPU")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file of the results; its table is also .md")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        return _rank(options)
+    runs = _chosen(options)
+    if options.start is not None:
+        words = ["-m", MODULE, *_words(options), "--rank", str(options.start)]
+        return launch(LaunchSpec(nproc=runs[0].gpus), words)
+    if options.list:
+        for case in (case for run in runs for case in run.cases):
+            print(_in_words(case, _plan(case, options.hardware)))
+        return 0
+    rows = _measured(runs, options)
+    hardware = load_hardware(options.hardware).name
+    publish(
+        options.output,
+        MODULE,
+        table(rows, small=options.small),
+        options.gpus,
+        hardware=hardware,
+        small=options.small,
+        rows=rows,
+    )
+    return 0 if all("seconds" in row for row in rows) else 1
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def _chosen(options: argparse.Namespace) -> list[Run]:
+    """Return the runs that fit on the machine, with the layers and steps of the command line."""
+    runs = SUITES[options.suite]
+    chosen = [runs[number] for number in options.runs] if options.runs else runs
+    given = {name: value for name in ("layers", "steps") if (value := getattr(options, name)) is not None}
+    changed = (replace(run, cases=tuple(replace(case, **given) for case in run.cases)) for run in chosen)
+    return [run for run in changed if run.gpus <= options.gpus]
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return the options of a started run, without the number of the run."""
+    words = [options.suite, "--hardware", options.hardware, "--runs", ",".join(map(str, options.runs or ()))]
+    for name in ("layers", "steps"):
+        words += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
+    return [*words, *(["--small"] if options.small else [])]
+
+
+@cache
+def _plan(case: Case, hardware: str) -> Prediction:
+    """Return the planner's first choice for a case, which may not fit."""
+    machine = load_hardware(hardware)
+    memory = machine.memory if case.gpu is None else case.gpu * 1e9
+    machine = replace(machine, memory=memory, host_memory=case.host * GIB)
+    return search(_task(case), machine, recompute=case.recompute, **_limits(case))[0]
+
+
+def _limits(case: Case) -> dict[str, Any]:
+    return {"zero": case.zero, "tensor": (1,), "pipe": (case.pipe,), "offload": case.offload}
+
+
+def _task(case: Case) -> Task:
+    return Task(
+        model=case.model,
+        preset=case.preset,
+        sequence=case.tokens,
+        gpus=case.gpus,
+        batch=case.batch,
+        state=case.state,
+        lora=case.lora,
+        host_memory=case.host,
+    )
+
+
+def _in_words(case: Case, plan: Prediction) -> str:
+    memory = plan.memory
+    does = "fits" if memory.fits else f"does not fit: it needs {remedy(_task(case), plan.hardware, **_limits(case))}"
+    return (
+        f"{case.name}: {plan.seconds:.2f} s, {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
+        f"{memory.in_host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB of the host, {does}\n"
+        f"  {plan.candidate.name}"
+    )
+
+
+def _measured(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run everything, in waves of runs that fit side by side, and return the rows in the order of the runs."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    numbers = {id(run): number for number, run in enumerate(runs)}
+    own = options.runs or range(len(SUITES[options.suite]))
+    for wave in waves(runs, options.gpus if torch.cuda.is_available() else 0):
+        with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bmburst-large-") as folder:
+            started, first = [], 0
+            for run in wave:
+                number = numbers[id(run)]
+                chosen = argparse.Namespace(**{**vars(options), "runs": [own[number]]})
+                log = stack.enter_context((Path(folder) / f"{number}.log").open("w+"))
+                started.append((number, log, _started(run, chosen, Path(folder) / f"{number}", first, log)))
+                first += run.gpus
+            ends = time.monotonic() + _LIMIT
+            for number, log, process in started:
+                found[number] = _ended(runs[number], process, log, Path(folder) / f"{number}", ends, options)
+    return [row for number in sorted(found) for row in found[number]]
+
+
+def waves(runs: Sequence[Run], gpus: int) -> Iterator[list[Run]]:
+    """Yield the runs in order; as many at once as `gpus` GPUs have place for, at least one."""
+    wave: list[Run] = []
+    for run in runs:
+        if wave and (run.alone or wave[-1].alone or sum(each.gpus for each in (*wave, run)) > gpus):
+            yield wave
+            wave = []
+        wave.append(run)
+    if wave:
+        yield wave
+
+
+def _started(run: Run, options: argparse.Namespace, folder: Path, first: int, log: Any) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    environment = dict(os.environ)
+    if torch.cuda.is_available():
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(run.gpus))
+    words = [sys.executable, "-m", MODULE, *_words(options), "--gpus", str(run.gpus), "--start", str(folder)]
+    return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _ended(
+    run: Run, process: subprocess.Popen[bytes], log: Any, folder: Path, ends: float, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Wait for a run, and return a row for each case: what was measured, or the end of the output."""
+    late = ""
+    try:
+        process.wait(max(0.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its ranks
+        process.wait()
+        late = f"not done after {_LIMIT:.0f} s"
+    log.seek(0)
+    output = log.read()
+    print(output, end="", flush=True)
+    file = folder / "rows.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    rows += [{"failed": late or " ".join(output.split()[-60:])}] * (len(run.cases) - len(rows))
+    return [_planned(case, options.hardware) | row for case, row in zip(run.cases, rows, strict=True)]
+
+
+def _planned(case: Case, hardware: str) -> dict[str, Any]:
+    plan = _plan(case, hardware)
+    memory = plan.memory
+    return {
+        "case": case.name,
+        "layers": case.model.num_layers,
+        "way": plan.candidate.name,
+        "command": command(plan.candidate),
+        "planned": {
+            "fits": memory.fits,
+            "seconds": plan.seconds,
+            "allocated_gib": memory.allocated / GIB,
+            "total_gib": memory.total / GIB,
+            "host_gib": memory.in_host / GIB,
+            "parts": asdict(plan.time),
+            "lines": {name: nbytes / GIB for name, nbytes in {**memory.lines, **memory.host}.items()},
+        },
+    }
+
+
+def _rank(options: argparse.Namespace) -> int:
+    """Train the cases of a run, and write a row of each on rank 0."""
+    (run,) = _chosen(argparse.Namespace(**{**vars(options), "gpus": sys.maxsize}))
+    for number, case in enumerate(run.cases):
+        if case.gpu is not None and torch.cuda.is_available():
+            device = int(os.environ["LOCAL_RANK"])
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(case.gpu * 1e9 / total, device)
+        row = _trained(case, options, options.rank / str(number))
+        if int(os.environ["RANK"]) == 0:
+            with (options.rank / "rows.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{case.name}: {row['seconds']:.3f} s a step, first {row['seconds_of_steps'][0]:.1f} s", flush=True)
+        gc.collect()
+        bmburst.empty_cache()
+    return 0
+
+
+def _trained(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train a case's steps, and return its row. All ranks must call it."""
+    from bmburst.train.memory_plan import explained
+    from bmburst.train.trainer import Trainer
+
+    config = _config(case, options, folder)
+    begun = time.perf_counter()
+    with explained(config):
+        trainer = Trainer(config)
+        trainer.optimizer.prepare(after=trainer.model.host_memory.wait)
+        ready = time.perf_counter() - begun
+        steps = [trainer.step() for _ in range(config.steps)]
+    seconds = [step.seconds for step in steps]
+    row: dict[str, Any] = {
+        "seconds": statistics.median(seconds[1:]),
+        "seconds_of_steps": seconds,
+        "ready_seconds": ready,
+        "losses": [step.loss for step in steps],
+        "grad_norms": [step.grad_norm for step in steps],
+        "exposed_seconds": [step.exposed_seconds for step in steps],
+        "process_gib": peak_bytes()[0] / GIB,
+    }
+    if torch.cuda.is_available():
+        row["allocated_gib"] = max(step.memory_gib for step in steps)
+        row["reserved_gib"] = max(step.reserved_gib or 0.0 for step in steps)
+        row["beside_gib"] = beside_peak(torch.device("cuda", torch.cuda.current_device())) / GIB
+    return row
+
+
+def _config(case: Case, options: argparse.Namespace, folder: Path) -> TrainConfig:
+    """Return the configuration of a case: the planned command, with random tokens and without files."""
+    from benchmarks.training.measure import write_random_tokens
+
+    way = _plan(case, options.hardware).candidate
+    if options.small:
+        task = replace(way.task, model=_narrow(way.task.model), sequence=case.tokens // _SHORTER, host_memory=None)
+        way = replace(way, task=task)
+    task = way.task
+    tokens = folder.parent / f"{folder.name}.tokens"
+    if os.environ["RANK"] == "0":
+        partial_file = tokens.with_suffix(".part")
+        write_random_tokens(partial_file, tokens=task.sequence * task.batch, vocab_size=task.model.vocab_size)
+        partial_file.rename(tokens)
+    while not tokens.exists():
+        time.sleep(0.1)
+    more = {
+        "model": to_dict(task.model),
+        "steps": 1 + case.steps,
+        "output": folder,
+        "data": {"source": str(tokens)},
+        "checkpoint_every": None,
+        "sample_tokens": 0,
+    }
+    return build_config(TrainConfig, overlay(settings_of(way), more))
+
+
+def _narrow(model: LlamaConfig) -> LlamaConfig:
+    """Return a model with the same layers, each of them tiny."""
+    return replace(model, **_SMALL)  # type: ignore[arg-type]
+
+
+def table(rows: Sequence[Mapping[str, Any]], *, small: bool) -> str:
+    """Return the rows as Markdown; errors of the plans only if the models were not `small`."""
+    columns = ["case", "s a step", "planned", "error", "first step, s", "ready after, s"]
+    columns += ["GiB allocated", "planned", "error", "first loss", "way"]
+    lines, reasons = [], []
+    for row in rows:
+        planned, seconds, held = row["planned"], row.get("seconds"), row.get("allocated_gib")
+        cells = [
+            _number(seconds, ".3f"),
+            f"{planned['seconds']:.3f}",
+            _error(planned["seconds"], None if small else seconds),
+        ]
+        cells += [_number(row.get("seconds_of_steps", [None])[0], ".1f"), _number(row.get("ready_seconds"), ".0f")]
+        cells += [_number(held, ".1f"), f"{planned['allocated_gib']:.1f}"]
+        cells += [_error(planned["allocated_gib"], held), _number(row.get("losses", [None])[0], ".3f"), row["way"]]
+        lines.append([row["case"], *cells])
+        reasons += [f"{row['case']}: {row['failed']}"] if "failed" in row else []
+    return "\n".join([*markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _error(planned: float, measured: float | None) -> str:
+    return "-" if not measured else f"{planned / measured - 1:+.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Measures training steps on rows with a shared prompt, as a prefix tree and row by row; start it with torchrun.
+
+    torchrun --nproc-per-node 2 -m benchmarks.shared_prefixes --output found.json
+
+The step is that of `benchmarks.hugging_face`: a transformers model under FSDP2 with random weights. A case is a prompt
+and answers of equal length, `8K+8x4K` by default among others. "tree" computes `bmburst.pack_tree` of the rows in one
+call of the model. "rows" computes the rows one after another and adds up their gradients. Both have the mean loss over
+the labels of all rows, and one update, with a learning rate of 0. FLOPs are those of the model's matrix products and
+attention, with attention's backward counted 2.5 times; the ideal speedup is their ratio. Of many rows only `--rows` are
+measured, and the time of the rest is that of their median.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import bmburst
+from benchmarks.engine.machine import publish, start_ranks, write_record
+from benchmarks.engine.report import markdown_table
+from benchmarks.hugging_face import Training
+from bmburst.amounts import GIB, short, tokens
+from bmburst.blocks.presets import PRESETS
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import SplitSequences, register
+
+MODULE = "benchmarks.shared_prefixes"
+CASES = "8K+8x4K,64K+2x4K,64K+16x4K"
+
+
+class Case(NamedTuple):
+    """Rows with a shared prompt.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        answers: Number of rows.
+        answer: Tokens of each answer.
+    """
+
+    prompt: int
+    answers: int
+    answer: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """Return the case of a text such as `8K+8x4K`."""
+        try:
+            prompt, rest = text.split("+")
+            answers, answer = rest.split("x")
+            return cls(tokens(prompt), int(answers), tokens(answer))
+        except ValueError:
+            raise UserError(f"--cases {text}\nallowed: PROMPT+ANSWERSxTOKENS\nfix: for example 8K+8x4K") from None
+
+    @property
+    def name(self) -> str:
+        """The text that `parse` reads."""
+        return f"{short(self.prompt)}+{self.answers}x{short(self.answer)}"
+
+    @property
+    def pairs(self) -> tuple[float, float]:
+        """Visible pairs of a query and a key, of the tree and of the rows."""
+        node = self.answer * (self.prompt + self.answer / 2)
+        return self.prompt**2 / 2 + self.answers * node, self.answers * (self.prompt**2 / 2 + node)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the tree and of the rows."""
+        return self.prompt + self.answers * self.answer, self.answers * (self.prompt + self.answer)
+
+    def flops(self, config: Any, weights: int) -> tuple[float, float]:
+        """Return the FLOPs of a step, of the tree and of the rows.
+
+        Args:
+            config: Configuration of the model.
+            weights: Weights of the model that are multiplied, for each token once: without the embedding.
+        """
+        attention = 4 * 3.5 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        tree, rows = (6.0 * weights * n + attention * pairs for n, pairs in zip(self.tokens, self.pairs, strict=True))
+        return tree, rows
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="preset (default: llama-3-8b)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: that of the preset)")
+    parser.add_argument("--cases", default=CASES, help=f"default: {CASES}")
+    parser.add_argument("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (default: 3)")
+    parser.add_argument("--rows", type=int, default=4, help="measured rows of a step (default: 4)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; its table is written as .md")
+    options = parser.parse_args()
+    options.keep_gathered = False
+    try:
+        cases = [Case.parse(text) for text in options.cases.split(",")]
+    except UserError as error:
+        parser.error(str(error))
+    device = start_ranks()
+    register()
+    training = Training(options, device)
+    training.split = SplitSequences(training.mesh, layout="balanced")
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0  # the weights stay, so that the losses of the tree and of the rows can be compared
+    found: dict[str, Any] = {
+        "model": options.model,
+        "layers": training.model.config.num_hidden_layers,
+        "recompute": options.recompute,
+        "rows": [],
+    }
+    for case in cases:
+        found["rows"].append(_measure(training, case, options))
+        if dist.get_rank() == 0:
+            print(found["rows"][-1], flush=True)
+            write_record(options.output, MODULE, dist.get_world_size(), **found)
+    if dist.get_rank() == 0:
+        publish(options.output, MODULE, table(found), ranks=dist.get_world_size(), **found)
+    dist.destroy_process_group()
+    return 0
+
+
+def _measure(training: Training, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    vocabulary = training.model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompt, *answers = (
+        torch.randint(vocabulary, (n,), generator=generator).tolist()
+        for n in (case.prompt, *[case.answer] * case.answers)
+    )
+    rows = [prompt + answer for answer in answers]
+    packed = bmburst.pack_tree(rows)
+    assert packed.length == case.tokens[0] - 1, f"the prompt of {case.name} is too short to be shared"
+    tree_seconds, tree_loss, tree_peak = _tree(training, packed, options.steps)
+    row_seconds, row_loss, row_peak = _rows(training, rows[: options.rows], len(rows))
+    embedding = training.model.get_input_embeddings().weight.numel()
+    ideal = case.flops(training.model.config, training.num_weights - embedding)
+    return {
+        "case": case.name,
+        "tree_seconds": tree_seconds,
+        "rows_seconds": row_seconds,
+        "measured_rows": min(options.rows, len(rows)),
+        "speedup": row_seconds / tree_seconds,
+        "flops_ratio": ideal[1] / ideal[0],
+        "tree_loss": tree_loss,
+        "rows_loss": row_loss,
+        "tree_peak_gib": tree_peak / GIB,
+        "rows_peak_gib": row_peak / GIB,
+    }
+
+
+def _tree(training: Training, packed: Any, steps: int) -> tuple[float, float, float]:
+    """Return the seconds of a step, the first loss, and the peak memory of the slowest rank."""
+    seconds, losses = [], []
+    for _ in range(1 + steps):
+        began = _together()
+        loss = training.split.part(tree=packed).loss(training.model)
+        loss.backward()
+        _update(training)
+        losses.append(training.split.mean(loss.detach()))
+        seconds.append(_since(training, began))
+    return statistics.median(seconds[1:]), losses[0], _peak(training)
+
+
+def _rows(training: Training, rows: list[list[int]], count: int) -> tuple[float, float, float]:
+    """Return the seconds of a step over `count` rows like these, the mean of the first losses, and the peak memory."""
+    seconds, losses = [], []
+    for row in (rows[0], *rows):  # the first is for warm-up
+        began = _together()
+        loss = training.split.part(torch.tensor([row])).loss(training.model) / count
+        loss.backward()
+        losses.append(training.split.mean(loss.detach()) * count)
+        seconds.append(_since(training, began))
+    began = _together()
+    _update(training)
+    update = _since(training, began)
+    return count * statistics.median(seconds[1:]) + update, statistics.fmean(losses[1:]), _peak(training)
+
+
+def _update(training: Training) -> None:
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def _together() -> float:
+    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _since(training: Training, began: float) -> float:
+    """Return the seconds since `began` on the slowest rank."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return _largest(training, time.perf_counter() - began)
+
+
+def _peak(training: Training) -> float:
+    on_gpu = torch.cuda.is_available()
+    peak = _largest(training, torch.cuda.max_memory_allocated() if on_gpu else 0)
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def _largest(training: Training, value: float) -> float:
+    world = training.mesh.world
+    own = torch.tensor([[value]], dtype=torch.float64, device=world.device)
+    return float(world.all_gather(own).wait()[0].max())
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the rows as Markdown."""
+    columns = ["rows", "s a step, tree", "s a step, rows", "speedup", "ratio of FLOPs", "GiB, tree", "GiB, rows"]
+    lines = [
+        [
+            row["case"],
+            f"{row['tree_seconds']:.3f}",
+            f"{row['rows_seconds']:.3f}",
+            f"{row['speedup']:.2f}",
+            f"{row['flops_ratio']:.2f}",
+            f"{row['tree_peak_gib']:.1f}",
+            f"{row['rows_peak_gib']:.1f}",
+        ]
+        for row in found["rows"]
+    ]
+    title = f"{found['model']}, {found['layers']} layers, recompute {found['recompute']}:"
+    return "\n".join([title, "", *markdown_table(columns, lines)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Memory of gathered blocks: the weights that ZeRO gathers before a pass, and the gradients that it scatters after.
+
+BMTrain allocates the weights of a block for each pass, makes a tensor for each parameter, and lets the host wait until
+the GPU has reached the block before. Here blocks share `Slot`s, each with room for the weights of one block and with
+views for its parameters. Events between streams order a slot's uses, so the host never waits.
+
+A slot keeps the weights of its block until another block needs it. With room for two blocks this is ZeRO-3: one block
+computes while the next one is gathered. With room for all blocks it is ZeRO-2: backward finds what forward gathered.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bmburst.blocks.sharded import ShardedBlock
+
+AT_ONCE = 2
+"""Blocks that are gathered at the same time: one in work, and the next one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where ZeRO puts the parameters of a block in its flat storages. Blocks with equal layouts can share memory.
+
+    Attributes:
+        storages: Name, elements over all ranks and dtype of each storage.
+        parameters: Storage, offset and shape of each parameter.
+        device: The GPU.
+    """
+
+    storages: tuple[tuple[str, int, torch.dtype], ...]
+    parameters: tuple[tuple[str, int, tuple[int, ...]], ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, block: bmt.Block) -> "Layout":
+        """Return the layout of a block."""
+        held = block._storage_params
+        sizes = ((name, each["partition_size"] * each["world_size"]) for name, each in block._storage_info.items())
+        return cls(
+            tuple((name, size, held[name].dtype) for name, size in sizes),
+            tuple((each["kw_name"], each["offset"], tuple(each["shape"])) for each in block._param_info),
+            next(iter(held.values())).device,
+        )
+
+    def allocate(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Return memory for the named storages, filled with zeros: gradients of the padding must be finite."""
+        return {
+            name: torch.zeros(size, dtype=dtype, device=self.device)
+            for name, size, dtype in self.storages
+            if name in names
+        }
+
+    def views(self, memory: dict[str, Tensor]) -> list[Tensor | None]:
+        """Return a view for each parameter; None where its storage has no memory."""
+        return [
+            memory[name].narrow(0, offset, prod(shape)).view(shape) if name in memory else None
+            for name, offset, shape in self.parameters
+        ]
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for the weights of one block at a time.
+
+    Attributes:
+        layout: Layout of the blocks that it fits.
+        memory: The storages, flat.
+        views: A view for each parameter.
+        holds: The block whose weights it has; None: nobody's.
+        is_busy: Whether that block needs them now.
+        gathered: Event after the gather into it.
+        left: Event after the work of the block that had it last.
+    """
+
+    layout: Layout
+    memory: dict[str, Tensor]
+    views: list[Tensor | None]
+    holds: "ShardedBlock | None" = None
+    is_busy: bool = False
+    gathered: Any = field(default_factory=lambda: torch.cuda.Event())
+    left: Any = field(default_factory=lambda: torch.cuda.Event())
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Slot":
+        """Allocate a slot on the current stream."""
+        memory = layout.allocate(frozenset(name for name, *_ in layout.storages))
+        made = cls(layout, memory, layout.views(memory))
+        made.left.record()
+        return made
+
+
+@dataclass(eq=False)
+class GradientMemory:
+    """Memory in which the gradients of one block at a time are put together, to be scattered.
+
+    Attributes:
+        memory: The trained storages, flat.
+        views: A view for each parameter; None for those that are not trained.
+        scattered: Event after the last scatter.
+    """
+
+    memory: dict[str, Tensor]
+    views: list[Tensor | None]
+    scattered: Any = None
+
+    @torch.no_grad()
+    def collect(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Copy the gradients of a block's parameters; those without one get zeros. Backward has made them just now."""
+        if self.scattered is None:
+            self.scattered = torch.cuda.Event()
+        else:
+            torch.cuda.current_stream().wait_event(self.scattered)
+        pairs = [(view, each.grad) for view, each in zip(self.views, parameters, strict=True) if view is not None]
+        missing = [view for view, gradient in pairs if gradient is None]
+        if missing:
+            torch._foreach_zero_(missing)
+        found = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if found:
+            torch._foreach_copy_(*map(list, zip(*found, strict=True)))
+
+
+class GatherMemory:
+    """Slots of the blocks of a model, and the memory of their gradients.
+
+    Args:
+        room: Blocks whose weights may stay gathered while memory is needed for others, at least `AT_ONCE`.
+    """
+
+    def __init__(self, room: int = AT_ONCE) -> None:
+        self._room = max(room, AT_ONCE)
+        self._slots: list[Slot] = []  # in the order of use, the most recent one last
+        self._gradients: dict[tuple[Layout, frozenset[str]], GradientMemory] = {}
+        self._keeps = False
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Weights do not change inside the `with` block, so they may stay gathered over several passes."""
+        self._drop()
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._drop()
+
+    def begin(self) -> None:
+        """Begin a forward pass: weights may have changed since the last one."""
+        if not self._keeps:
+            self._forget()
+        bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
+
+    def end(self) -> None:
+        """Free all memory, after a pass that no other follows with the same weights."""
+        if not self._keeps:
+            self._drop()
+
+    def take(self, layout: Layout, block: "ShardedBlock") -> Slot:
+        """Return a slot for a block whose weights are not gathered."""
+        idle = [each for each in self._slots if not each.is_busy and each.layout == layout]
+        free = next((each for each in idle if each.holds is None), None)
+        if free is None and idle and len(self._slots) >= self._room:
+            free = idle[0]
+        if free is None:
+            free = Slot.of(layout)
+        else:
+            self._slots.remove(free)
+            if free.holds is not None:
+                free.holds.lose_slot()
+        free.holds, free.is_busy = block, True
+        self._slots.append(free)
+        return free
+
+    def leave(self, slot: Slot, *, keep: bool) -> None:
+        """Let other blocks use a slot after the work of the current stream.
+
+        Args:
+            slot: The slot.
+            keep: Whether to keep its weights for its block until another one needs the memory.
+        """
+        slot.left.record()
+        slot.is_busy = False
+        if not (keep or self._keeps) and slot.holds is not None:
+            slot.holds.lose_slot()
+            slot.holds = None
+        for each in [each for each in self._slots if not each.is_busy][: max(len(self._slots) - self._room, 0)]:
+            self._free(each)
+
+    def gradients(self, layout: Layout, trained: frozenset[str]) -> GradientMemory:
+        """Return the memory for the gradients of the trained storages of a block."""
+        found = self._gradients.get((layout, trained))
+        if found is None:
+            memory = layout.allocate(trained)
+            found = self._gradients[layout, trained] = GradientMemory(memory, layout.views(memory))
+        return found
+
+    def _forget(self) -> None:
+        for slot in self._slots:
+            if slot.holds is not None:
+                slot.holds.lose_slot()
+            slot.holds, slot.is_busy = None, False
+
+    def _drop(self) -> None:
+        self._forget()
+        for slot in list(self._slots):
+            self._free(slot)
+        for gradients in self._gradients.values():
+            for each in gradients.memory.values():
+                each.record_stream(bmt.config["load_stream"])  # which may still scatter it
+        self._gradients.clear()
+
+    def _free(self, slot: Slot) -> None:
+        """Free a slot's memory for the current stream."""
+        if slot.holds is not None:
+            slot.holds.lose_slot()
+        torch.cuda.current_stream().wait_event(slot.gathered)  # of a block that was not computed
+        self._slots.remove(slot)
