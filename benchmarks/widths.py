@@ -72,11 +72,12 @@ def _measured(group: RankGroup, tokens: int, kernel: str, strategy: str) -> dict
     def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, pad(v, (0, HEAD_DIM - VALUE_DIM)))[..., :VALUE_DIM]
 
-    given = [t.requires_grad_() for t in (q, k, v, wide)]
+    for tensor in (q, k, v, wide):
+        tensor.requires_grad_()
     calls = {
-        "own": partial(both, attend, *given[:3], grad),
-        "padded": partial(both, padded, *given[:3], grad),
-        "equal": partial(both, attend, *given[:2], given[3], wide_grad),
+        "own": partial(both, attend, q, k, v, grad),
+        "padded": partial(both, padded, q, k, v, grad),
+        "equal": partial(both, attend, q, k, wide, wide_grad),
     }
     row: dict[str, Any] = {"kernel": kernel, "strategy": strategy}
     times = in_turns(*calls.values(), group=group, repeats=_REPEATS, seconds=_SECONDS)

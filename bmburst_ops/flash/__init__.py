@@ -20,7 +20,7 @@ from bmburst_ops.flash.kernel import (
     ReferenceKernel,
     TwoWidths,
 )
-from bmburst_ops.flash.padded import PaddedKernel
+from bmburst_ops.flash.padded import padded
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
@@ -83,7 +83,7 @@ def select_kernel(
         deterministic: Whether backward must be deterministic.
         needs: What the patterns of the calls need, and "softcap" if scores are capped.
         value_dim: Head dim of the values; default: that of the keys. A kernel that takes equal head dims only is
-            returned as a `PaddedKernel`.
+            returned as a `bmburst_ops.flash.padded.PaddedKernel`.
 
     Raises:
         KernelError: The name is unknown, or the named kernel does not support these inputs.
@@ -92,7 +92,7 @@ def select_kernel(
         widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
         kernel = select_kernel(name, widest, widest, deterministic, needs)
         is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, value_dim, needs)
-        return kernel if is_able else PaddedKernel(kernel)
+        return kernel if is_able else padded(kernel)
     if name == "auto":
         return next(_able(q, k, deterministic, needs))
     for kernel in KERNELS:

@@ -4,7 +4,7 @@ The narrower tensors of a tile get zeros at the end of each head. Zeros of q and
 give zeros of the output, which are cut off. Tensors are padded for one kernel call: exchanges move them as they are.
 """
 
-from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,30 +13,16 @@ from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial,
 from bmburst_ops.pattern import Need, Pattern
 
 
-@dataclass(frozen=True, slots=True)
 class PaddedKernel:
     """`Kernel` for values `[batch, keys, kv_heads, value_dim]`, by a kernel that takes one head dim.
 
-    Attributes:
+    Args:
         kernel: It supports the wider one of both head dims.
     """
 
-    kernel: Kernel
-
-    @property
-    def name(self) -> str:
-        """The name of the kernel."""
-        return self.kernel.name
-
-    @property
-    def recordable(self) -> bool:
-        """See `Kernel`."""
-        return self.kernel.recordable
-
-    @property
-    def takes_delta(self) -> bool:
-        """See `Kernel`."""
-        return self.kernel.takes_delta
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.name, self.recordable, self.takes_delta = kernel.name, kernel.recordable, kernel.takes_delta
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -75,10 +61,16 @@ class PaddedKernel:
         inputs = given.q, given.k, given.v
         width = max(t.shape[-1] for t in inputs)
         grad_out, q, k, v = (_padded(t, width) for t in given[:4])
-        padded = BackwardInputs(grad_out, q, k, v, given.lse, given.delta)
-        found = self.kernel.backward(padded, pattern=pattern, scale=scale, deterministic=deterministic, softcap=softcap)
+        wider = BackwardInputs(grad_out, q, k, v, given.lse, given.delta)
+        found = self.kernel.backward(wider, pattern=pattern, scale=scale, deterministic=deterministic, softcap=softcap)
         cut = Gradients(*(grad[..., : t.shape[-1]] for grad, t in zip(found, inputs, strict=True)))
         return deliver_gradients(cut, into)
+
+
+@cache
+def padded(kernel: Kernel) -> PaddedKernel:
+    """Return a kernel for two head dims: the same object at each call."""
+    return PaddedKernel(kernel)
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
