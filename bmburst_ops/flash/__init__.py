@@ -1,7 +1,8 @@
 """Attention of one tile on one device: the table of kernels in order of preference, and `select_kernel`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from bmburst_ops.flash.kernel import (
     ReferenceKernel,
     TwoWidths,
 )
-from bmburst_ops.flash.padded import padded
+from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
@@ -63,6 +64,7 @@ KERNELS: tuple[Kernel, ...] = (
     TritonKernel(),
     ReferenceKernel(),
 )
+_PADDED: Mapping[str, Kernel] = MappingProxyType({kernel.name: PaddedKernel(kernel) for kernel in KERNELS})
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 
 
@@ -92,7 +94,7 @@ def select_kernel(
         widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
         kernel = select_kernel(name, widest, widest, deterministic, needs)
         is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, value_dim, needs)
-        return kernel if is_able else padded(kernel)
+        return kernel if is_able else _PADDED[kernel.name]
     if name == "auto":
         return next(_able(q, k, deterministic, needs))
     for kernel in KERNELS:

@@ -4,8 +4,6 @@ The narrower tensors of a tile get zeros at the end of each head. Zeros of q and
 give zeros of the output, which are cut off. Tensors are padded for one kernel call: exchanges move them as they are.
 """
 
-from functools import cache
-
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -65,12 +63,6 @@ class PaddedKernel:
         found = self.kernel.backward(wider, pattern=pattern, scale=scale, deterministic=deterministic, softcap=softcap)
         cut = Gradients(*(grad[..., : t.shape[-1]] for grad, t in zip(found, inputs, strict=True)))
         return deliver_gradients(cut, into)
-
-
-@cache
-def padded(kernel: Kernel) -> PaddedKernel:
-    """Return a kernel for two head dims: the same object at each call."""
-    return PaddedKernel(kernel)
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
