@@ -42,7 +42,7 @@ test test-long test-all: export PYTHONDONTWRITEBYTECODE =
 
 test test-long test-all: install
 	$(BIN)/python -m compileall -q -j 2 bmburst bmburst_ops model_center_ext benchmarks
-	$(BIN)/python -m pytest $(SPREAD) --part $(PART) $(WHICH) $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) --part=$(PART) $(WHICH) $(ARGS)
 
 test: WHICH := -m "not long"
 test-long: WHICH := -m long

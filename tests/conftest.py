@@ -22,11 +22,13 @@ import torch
 
 from tests.distributed.launched import START, from_server
 from tests.interpreter import names_replaced_once
+from tests.pairs import part
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # TRL's, from a thread that stays and would end a pool's rank
 os.environ["XDG_STATE_HOME"] = os.path.join(
     tempfile.gettempdir(), f"bmburst-tests-{os.getuid()}"
 )  # of refused commands
@@ -38,10 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="of the long tests, run part K of N only")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a part that cannot be, before anything is collected."""
+    part(config.getoption("part"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the long tests of one part. All cases of a test are in one part: they share what they need."""
-    part, parts = map(int, config.getoption("part").split("/"))
-    elsewhere = [item for item in items if item.get_closest_marker("long") and _part(item, parts) != part]
+    mine, parts = part(config.getoption("part"))
+    elsewhere = [item for item in items if item.get_closest_marker("long") and _part(item, parts) != mine]
     config.hook.pytest_deselected(items=elsewhere)
     left_out = set(elsewhere)
     items[:] = [item for item in items if item not in left_out]

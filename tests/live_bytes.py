@@ -1,12 +1,12 @@
 """How many bytes of tensors are alive: what a test of memory needs where there is no allocator to ask."""
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -18,11 +18,12 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
-                self._add(tensor.untyped_storage())
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in inputs:
+                self._add(storage)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -36,3 +37,14 @@ class LiveBytes(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in what an operation takes or returns; torch's `tree_leaves` takes four times as long."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -4,6 +4,7 @@
 @pytest.mark.parametrize(("head_dim", "dtype"), in_turn([64, 128, 256], DTYPES))
 """
 
+import re
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
@@ -45,6 +46,18 @@ def in_turn(*axes: Iterable[Any]) -> Cases:
 def long(*cases: Any) -> Cases:
     """Return cases, all marked long; a tuple holds the values of several parameters."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+
+
+def part(text: str) -> tuple[int, int]:
+    """Return K and N of `--part K/N`, the part of the long tests that is to run.
+
+    Raises:
+        pytest.UsageError: It is not two whole numbers of which the second is not the smaller one.
+    """
+    found = re.fullmatch(r"0*([1-9]\d*)/0*([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--part is {text!r}, allowed: K/N with K from 1 to N, as PART=1/3 of make test-long")
+    return int(found[1]), int(found[2])
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:

@@ -16,6 +16,7 @@ from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
 from bmburst_ops.flash import inputs, mask_corrections, triton
 from bmburst_ops.pattern import Band, Cells, Segments
 from tests.distributed.threads import run_ranks
+from tests.pairs import in_turn
 
 KIB = 1 << 10
 PLANNERS = (
@@ -148,8 +149,7 @@ def one_megabyte(monkeypatch):
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-@pytest.mark.parametrize("strategy", ["ring", "gather", "auto"])
+@pytest.mark.parametrize(("layout", "strategy"), in_turn(["zigzag", "balanced"], ["ring", "gather", "auto"]))
 def test_masks_that_are_seen_once_do_not_pile_up(one_megabyte, layout, strategy):
     rng, alive = np.random.default_rng(0), []
 

@@ -4,7 +4,8 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import in_turn, long, pairwise
+from tests.pairs import in_turn, long, pairwise, part
+from tests.refusals import refused
 
 AXES = ([1, 2, 3, 4], ["a", "b", "c"], [True, False], ["x", "y", "z"], [None, 5])
 
@@ -39,3 +40,10 @@ def test_every_value_has_its_turn(axes):
 def test_what_is_long_is_marked():
     assert [case.values for case in long(4, (1, 2))] == [(4,), (1, 2)]
     assert not short(long(4, (1, 2)))
+
+
+@pytest.mark.parametrize("text", ["", "2", "4/3", "0/3", "1/0", "-1/3", "1/3/3", "a/b", "1.5/3"])
+def test_a_part_that_is_none_is_refused(text):
+    with refused(repr(text), "K/N", "1 to N", error=pytest.UsageError):
+        part(text)
+    assert part("2/3") == (2, 3)

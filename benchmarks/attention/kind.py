@@ -213,6 +213,8 @@ def _speed(suite: str, rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
     if suite in MASKS:  # suites "documents" and "window"
         head = "time over one GPU's for as many FLOPs of plain causal attention: forward / forward + backward"
         lines += grid(head, rows, column, _over_arithmetic, notes)
+    if any("host_us" in row for _, row in rows):
+        lines += grid("host: microseconds a call, forward / backward", rows, column, _host, notes)
     lines += grid("peak GiB a GPU / GB received / exposed ms (forward + backward)", rows, column, _costs, notes)
     return lines
 
@@ -221,6 +223,11 @@ def _costs(row: Row) -> str:
     both = row["forward_backward"]
     moved = None if both["bytes"] is None else both["bytes"] / 1e9
     return f"{known(row['peak_memory_gib'])} / {known(moved, '.2f')} / {both['exposed_ms']:.2f}"
+
+
+def _host(row: Row) -> str:
+    own = row.get("host_us")
+    return "-" if own is None else f"{own['forward']:.0f} / {own['backward']:.0f}"
 
 
 def _over_arithmetic(row: Row) -> str:

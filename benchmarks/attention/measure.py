@@ -1,6 +1,7 @@
 """Measures a cell of the attention benchmark on a rank: time relative to one GPU's kernel, or errors against fp64."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -109,6 +110,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
     * `ratio`: the method's rate divided by that of one GPU, median over the rounds.
     * `exposed_ms`: the median time minus the time of one GPU's kernel for the same FLOPs. It includes exposed transfers
       and other work of the method (layout changes, merges, smaller tiles).
+    * `host_us`: median microseconds of the host per call, forward (with autograd) and backward, of the slowest rank.
     * Under documents and windows, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
       plain causal mask; and `times_arithmetic`: the method's time divided by that, median over the rounds.
     """
@@ -121,6 +123,8 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
     others = _others(cell, setting)
     row: dict[str, Any] = {"peak_memory_gib": None if peak is None else peak / GIB, **decided}
     row |= facts(cell.mask, cell.tokens)
+    if calls.host is not None:
+        row["host_us"] = host_microseconds(calls.host, setting.group)
     for direction, factor in (("forward", 1.0), ("forward_backward", 1 + ATTENTION_BACKWARD)):
         moved = None if traffic is None else getattr(traffic, direction)
         together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
@@ -129,6 +133,32 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
             title = timeline_title(cell, direction)
             record_timeline(together[0], job.trace_folder, f"{cell.key}/{direction}", title, setting.group)
     return row
+
+
+def host_microseconds(host: Callable[[], tuple[float, float]], group: RankGroup) -> dict[str, float]:
+    """Return the median microseconds of the host in forward and backward, of the slowest rank. All ranks call it.
+
+    Each call begins on an idle GPU and is not waited for: there it is the time between call and return. On a CPU the
+    kernels count too, but not the waits for other ranks. Long calls are repeated less often.
+    """
+
+    def once() -> tuple[float, float]:
+        group.barrier()
+        return host()
+
+    began = time.perf_counter()
+    once()
+    group.barrier()
+    (took,) = group.all_reduce(torch.tensor([time.perf_counter() - began], device=group.device), dist.ReduceOp.MAX)
+    calls = min(_HOST_CALLS, int(_HOST_SECONDS / float(took)) + 1)
+    seconds = [once() for _ in range(calls)][calls // 4 :]  # graphs are captured after a few calls
+    medians = torch.tensor(seconds, dtype=torch.float64, device=group.device).median(0).values * 1e6
+    forward, backward = group.all_reduce(medians, dist.ReduceOp.MAX).tolist()
+    return {"forward": forward, "backward": backward}
+
+
+_HOST_CALLS = 24
+_HOST_SECONDS = 2.0
 
 
 def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:

@@ -6,8 +6,10 @@ slow them down.
 """
 
 import importlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from benchmarks.attention import (
 )
 from benchmarks.engine import ONE_GPU
 from benchmarks.engine.machine import RankGroup
+from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.layout import make_layout
 from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
@@ -187,6 +190,11 @@ class Method(ABC):
         own = sizes(cell)
         return own.held + own.q * own.wide
 
+    def meter(self, setting: Setting) -> WaitMeter | None:
+        """Return the meter of waits of the host; None on a GPU, where the host does not wait, or if unknown."""
+        del setting
+        return None
+
     @abstractmethod
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """Return the method's attention on this rank. It may raise errors of a missing package."""
@@ -280,17 +288,43 @@ class Calls:
     Attributes:
         forward: Attention without autograd.
         both: Attention and the gradients of q, k and v.
+        host: Returns the seconds of the host in attention with autograd, and in its backward pass; None if unknown.
     """
 
     forward: Callable[[], object]
     both: Callable[[], object]
+    host: Callable[[], tuple[float, float]] | None = None
 
 
 def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
     """Return calls of the method on random q, k, v and dO of this rank's shapes."""
     attend = method.bind(cell, setting)
     q, k, v, grad = random_inputs(method, cell, setting.group.device, setting.group.rank)
-    return Calls(lambda: forward_without_grad(attend, q, k, v), lambda: both(attend, q, k, v, grad))
+    meter = method.meter(setting)
+
+    def host() -> tuple[float, float]:
+        with waits_of(meter) as waited:
+            began = time.perf_counter()
+            out = attend(q, k, v)
+            middle, first = time.perf_counter(), waited()
+            torch.autograd.grad(out, (q, k, v), grad)
+            return middle - began - first, time.perf_counter() - middle - waited()
+
+    return Calls(lambda: forward_without_grad(attend, q, k, v), lambda: both(attend, q, k, v, grad), host)
+
+
+@contextmanager
+def waits_of(meter: WaitMeter | None) -> Iterator[Callable[[], float]]:
+    """Return a function that returns the seconds of the host in waits for other ranks since its last call."""
+    if meter is None:
+        yield lambda: 0.0
+        return
+    meter.read()
+    meter.running = True
+    try:
+        yield meter.read
+    finally:
+        meter.running = False
 
 
 def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -> tuple[Tensor, ...]:

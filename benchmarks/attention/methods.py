@@ -19,6 +19,7 @@ from benchmarks.attention.peers import AllGatherKV, RingLi, TensorParallelV1, Te
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
+from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.gather_plan import Visibility, pulled
 from bmburst.schedule.layout import Balanced
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS
@@ -73,6 +74,14 @@ class Ours(Method):
             return out
 
         return attend
+
+    def meter(self, setting: Setting) -> WaitMeter | None:
+        """See `Method.meter`."""
+        if setting.group.device.type == "cuda":
+            return None
+        comm = resolve_group(self._group(setting))
+        comm.meter = comm.meter or WaitMeter(on_gpu=False)
+        return comm.meter
 
     def _group(self, setting: Setting) -> object:
         # For None, the library chooses the communicator of all ranks: BMTrain's if BMTrain is initialized.

@@ -14,7 +14,7 @@ from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
-from bmburst.comm.streams import RECORDINGS
+from bmburst.comm.streams import BUFFERS, RECORDINGS
 from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
@@ -252,6 +252,7 @@ def empty_cache() -> None:
     """
     PEER_GROUPS.release()
     RECORDINGS.clear()
+    BUFFERS.clear()
     torch.cuda.empty_cache()
 
 

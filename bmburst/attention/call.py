@@ -16,6 +16,7 @@ from bmburst.comm.transports import (
     StridedSubgroup,
     device_name,
     double_ring_groups,
+    exchanging_group,
     find_nodes,
     over_transport,
 )
@@ -155,9 +156,14 @@ def _heads_plan(
         rank,
         tuple(Strides.of(each, shapes) for each in strides),
         backward=backward,
-        most=strategy.most_kv_heads,
-        pace=strategy.pace,
+        units=strategy.units(backward=backward),
     )
+
+
+@bounded_cache(maxsize=256)
+def head_shapes_of(call: AttentionCall, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype) -> HeadShapes:
+    """Return the sizes of a rank's queries and keys after the head exchange of a call."""
+    return replace(_shapes_of(call.layout, q, k, v, dtype), degree=call.strategy.ulysses_degree)
 
 
 @bounded_cache(maxsize=64)
@@ -312,7 +318,7 @@ class StrategyRequest:
         Raises:
             UserError: The strategy cannot work with these shapes.
         """
-        placement = placement or Placement(self.comm.transport, None)
+        placement = placement or self._placed(self.comm.transport)
         return choose_strategy(self.name, shapes, length, mask, placement, self.hardware, self.ulysses_degree)
 
     def place(self, call: Call, shapes: HeadShapes) -> Call:
@@ -327,9 +333,11 @@ class StrategyRequest:
         has_own_groups = STRATEGIES[self.name].needs("double-ring")  # groups with their own transports
         moved = comm if has_own_groups else over_transport(comm, self.transport)
         placement = self._placement(moved.transport)
-        if moved is comm and placement.nodes is None:
+        if moved is comm and placement.nodes is None and not call.strategy.at_once:
             return call
         strategy = self.choose(shapes, call.length, call.mask, placement)
+        if strategy.at_once:
+            return replace(call, comm=exchanging_group(comm), strategy=strategy)
         if strategy.outer != "double-ring":
             return replace(call, comm=moved, strategy=strategy)
         assert placement.nodes is not None
@@ -340,18 +348,21 @@ class StrategyRequest:
         """Return the placement of the ranks. They are asked for their nodes only if the choice depends on it."""
         spec = STRATEGIES[self.name]
         if self.comm.size == 1 or transport == "peer":  # peers are on one node
-            return Placement(transport, 1 if transport == "peer" else None)
+            return self._placed(transport, 1 if transport == "peer" else None)
         if "double-ring" not in spec.outer and spec.exchange != "some":
-            return Placement(transport, None)
+            return self._placed(transport)
         nodes = find_nodes(self.comm)
         if nodes.uneven and spec.needs("double-ring"):
             raise UserError(f"strategy '{self.name}' cannot work: {nodes.uneven}\nfix: use strategy='auto'")
         within = None if self.transport == "auto" else self.transport
-        return Placement(transport, nodes.count, not nodes.uneven, within)
+        return replace(self._placed(transport, nodes.count), even=not nodes.uneven, within=within)
+
+    def _placed(self, transport: str, nodes: int | None = None) -> Placement:
+        return Placement(transport, nodes, collectives=self.transport != "peer")
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Describe what must be equal on every rank, in names that users know. The pace follows from the rest."""
+    """Describe what must be equal on every rank, in names that users know."""
     keys = f", key_layout {call.layout.keys.name}" if call.is_cross else ""
     facts = {
         "q": describe_tensors(q),
@@ -364,7 +375,7 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
         "softcap": call.softcap,
         "kernel": call.kernel.name,
         "transport": options.transport,
-        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items() if name != "pace"},
+        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items()},
     }
     named = (f"{name} {value}" for name, value in facts.items())
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bmburst.attention.at_once import Attend, at_once_backward, at_once_forward
 from bmburst.attention.call import AttentionCall, Executor
 from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.attention.local import empty_partial, local_backward, local_forward
@@ -37,14 +38,10 @@ _SHORT = 1 << 19  # tokens; for longer sequences, overlapping kernel tails is no
 def executor_of(call: AttentionCall) -> Executor:
     """Return the executor of a call: a head exchange, one rank alone, a gather or a ring."""
     if call.strategy.ulysses_degree > 1:
-        return _HEADS
+        return _AT_ONCE if call.strategy.at_once else _HEADS
     if call.comm.size == 1:
         return _LOCAL
     return _GATHER if call.strategy.outer == "gather" else _RING
-
-
-Attend = Callable[[AttentionCall, Span, Tensor, Tensor, Tensor, Partial], object]
-"""Attends with some KV heads of a rank: `(call, kv_heads, q, k, v, into)`, where q, k and v hold only these heads."""
 
 
 def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Partial:
@@ -61,7 +58,7 @@ def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend:
             the head exchange (`AttentionCall.outer`). It writes its results into the last argument.
     """
     if call.strategy.ulysses_degree > 1:
-        return heads_forward(call, q, k, v, attend)
+        return (at_once_forward if call.strategy.at_once else heads_forward)(call, q, k, v, attend)
     into = empty_partial(q, v)
     attend(call, Span(0, k.shape[2]), q, k, v, into)
     return into
@@ -115,6 +112,7 @@ def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
 
 
 _HEADS = Executor(heads_forward, heads_backward)
+_AT_ONCE = Executor(at_once_forward, at_once_backward)
 _LOCAL = Executor(local_forward, local_backward)
 _GATHER = Executor(gather_forward, gather_backward)
 _RING = Executor(ring_forward, ring_backward)
@@ -167,7 +165,7 @@ def _by_units(
 def _is_recorded(call: AttentionCall, plan: HeadsPlan) -> bool:
     """Return whether the kernels run as CUDA graphs: memory must stay in place, without transfers between kernels."""
     is_local = call.outer.comm.size == 1
-    return is_local and call.kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
+    return is_local and call.kernel.recordable and records_kernels(call.comm.transport == "peer", plan.sums_nbytes)
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:

@@ -24,6 +24,8 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import MeshShape
 
+AT_ONCE = 2
+"""Blocks whose weights ZeRO-3 holds gathered at the same time: one in work, and the next one."""
 AUTOMATIC_CHUNK = 16384
 """Tokens. Matmuls run at full rate from a few thousand tokens on. For LLaMA-3-8B the tensors of a chunk take 2.2 GiB.
 Accumulating its weight gradients moves 1.3 GiB, 2 % of the time of its matmuls on an H200."""

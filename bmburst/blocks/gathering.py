@@ -1,8 +1,8 @@
 """Memory of gathered blocks: the weights that ZeRO gathers before a pass, and the gradients that it scatters after.
 
-BMTrain allocates the weights of a block for each pass, makes a tensor for each parameter, and lets the host wait until
-the GPU has reached the block before. Here blocks share `Slot`s, each with room for the weights of one block and with
-views for its parameters. Events between streams order a slot's uses, so the host never waits.
+BMTrain allocates the weights of a block for each pass, and makes a tensor for each parameter. Here blocks share
+`Slot`s, each with room for the weights of one block and with views for its parameters. Events between streams order a
+slot's uses.
 
 A slot keeps the weights of its block until another block needs it. With room for two blocks this is ZeRO-3: one block
 computes while the next one is gathered. With room for all blocks it is ZeRO-2: backward finds what forward gathered.
@@ -18,11 +18,10 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
+from bmburst.blocks.config import AT_ONCE
+
 if TYPE_CHECKING:
     from bmburst.blocks.sharded import ShardedBlock
-
-AT_ONCE = 2
-"""Blocks that are gathered at the same time: one in work, and the next one."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class GradientMemory:
             torch._foreach_zero_(missing)
         found = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if found:
-            torch._foreach_copy_(*map(list, zip(*found, strict=True)))
+            torch._foreach_copy_([view for view, _ in found], [gradient for _, gradient in found])
 
 
 class GatherMemory:
@@ -139,11 +138,13 @@ class GatherMemory:
         self._slots: list[Slot] = []  # in the order of use, the most recent one last
         self._gradients: dict[tuple[Layout, frozenset[str]], GradientMemory] = {}
         self._keeps = False
+        self._begun: Any = None
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Weights do not change inside the `with` block, so they may stay gathered over several passes."""
         self._drop()
+        self.begin()
         self._keeps = True
         try:
             yield
@@ -155,12 +156,23 @@ class GatherMemory:
         """Begin a forward pass: weights may have changed since the last one."""
         if not self._keeps:
             self._forget()
-        bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
+            bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())  # after the changes
 
     def end(self) -> None:
         """Free all memory, after a pass that no other follows with the same weights."""
         if not self._keeps:
             self._drop()
+
+    def keep_pace(self) -> None:
+        """Let the host wait, before a block, until the GPU has begun the block before it.
+
+        A host that ran further ahead would allocate new memory for each block where `Tensor.record_stream` holds what
+        another stream has used. A host that is behind does not wait.
+        """
+        if self._begun is None:
+            self._begun = torch.cuda.Event()
+        self._begun.synchronize()
+        self._begun.record()
 
     def take(self, layout: Layout, block: "ShardedBlock") -> Slot:
         """Return a slot for a block whose weights are not gathered."""

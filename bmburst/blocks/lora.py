@@ -135,17 +135,20 @@ class LoRAConfig:
                 "fix: --tensor-parallel 1, or --lora.base dtype"
             )
 
-    def require_stages(self, stages: int) -> None:
-        """Check that the base supports a number of pipeline stages.
+    def allows_stages(self, stages: int, zero_level: int) -> bool:
+        """Return whether the base supports a number of pipeline stages with a ZeRO stage."""
+        return not self.is_4bit or stages == 1 or zero_level == 3
+
+    def require_stages(self, stages: int, zero_level: int) -> None:
+        """Check that the base supports a number of pipeline stages with a ZeRO stage.
 
         Raises:
-            UserError: The base is in 4 bits, and all ranks must quantize a matrix together.
+            UserError: The base is in 4 bits, and ZeRO 2 would keep all matrices of a stage dequantized.
         """
-        if self.is_4bit and stages > 1:
+        if not self.allows_stages(stages, zero_level):
             raise UserError(
-                f"lora.base 4bit with pipeline_parallel {stages}: all ranks quantize a matrix together\n"
-                "allowed: --pipeline-parallel 1, with any number of data and sequence parallel ranks\n"
-                "fix: --pipeline-parallel 1, or --lora.base dtype"
+                f"lora.base 4bit with pipeline_parallel {stages} and zero_level {zero_level}, which keeps the weights "
+                "of a stage gathered\nallowed: zero_level 3\nfix: --parallel.zero_level 3, or --lora.base dtype"
             )
 
     def modules(self, layer: int) -> tuple[str, ...]:

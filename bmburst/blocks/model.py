@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.config import LlamaConfig, LoRAConfig
+from bmburst.blocks.config import AT_ONCE, LlamaConfig, LoRAConfig
 from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
-from bmburst.blocks.gathering import AT_ONCE, GatherMemory
+from bmburst.blocks.gathering import GatherMemory
 from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
@@ -256,6 +256,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         stage = stage or Stage.whole(config.num_layers)
         if stage.count > 1:
             policy.require_stages(stage.count)
+            if lora is not None:
+                lora.require_stages(stage.count, zero_level)
         self.config, self.tensor, self.lora, self.stage = config, tensor, lora, stage
         self.loss_chunk = loss_chunk
         self._checked_on_device = False

@@ -1,8 +1,8 @@
 """A `bmtrain.Block` that gathers its weights and scatters its gradient with little work of the host.
 
 Parameters, storages and files are those of `bmtrain.Block`, as is what moves between ranks. See
-`bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, the host waits for no event,
-and the weights of the next block are gathered before the kernels of this one are launched.
+`bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, and the weights of the next
+block are gathered before the kernels of this one are launched.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,26 +24,30 @@ AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     """A block without BMTrain's checkpointing: `bmburst.recompute` replaces it, which would run the ring twice.
 
-    The module gets the stream first, and returns it. Put blocks into a `bmtrain.TransformerBlockList`.
+    The module gets the stream first, and returns it. Put blocks into a `bmtrain.TransformerBlockList`. For backward,
+    the module must save its parameters themselves, as `bmburst_ops.linears` does: views of their data would be those of
+    another block then.
 
     Args:
         module: The module to wrap, as in `bmtrain.Block`.
         zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks.
-        memory: Memory of gathered blocks, shared by those of a model; None: its own.
+        memory: Memory of gathered blocks, shared by all blocks of a list.
 
     Attributes:
         after_scatter: Called in backward for each block; None: the gradient is complete when it is scattered.
     """
 
-    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory) -> None:
         super().__init__(module, use_checkpoint=False, zero_level=zero_level)
         self.after_scatter: AfterScatter | None = None
-        self._memory = memory or GatherMemory()
+        self._memory = memory
         self._layout = Layout.of(self)
         self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
         self._slot: Slot | None = None
         self._is_in_backward = False
         self._views = _ShardViews(self)
+
+    _ready: bool  # BMTrain's: whether the parameters are the gathered weights
 
     # `bmtrain.Block` finds its parameters in `__getattribute__`, which makes Python code of every attribute.
     __getattribute__ = torch.nn.Module.__getattribute__
@@ -156,6 +160,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         """Make the gathered weights the data of the parameters; return False if they are already."""
         if self._ready:
             return False
+        self._memory.keep_pace()
         if self._slot is None:
             self.gather()
         slot = self._slot

@@ -151,7 +151,6 @@ def _gathered_blocks(blocks: Iterable[bmt.Block]) -> Iterator[None]:
     """BMTrain's hooks do nothing for a block that is gathered already."""
     contexts = []
     for block in blocks:
-        block._layer_dict.clear()  # copies that an evaluation left
         contexts.append(ZeroContext(block, block._layer_dict))
         contexts[-1].enter(0, True)
     yield

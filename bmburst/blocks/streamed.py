@@ -31,9 +31,7 @@ class StreamedBlock(ShardedBlock):
         memory: See `ShardedBlock`.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, copies: ShardCopies, order: int, memory: GatherMemory | None = None
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int, memory: GatherMemory) -> None:
         super().__init__(module, zero_level=3, memory=memory)
         self._copies = copies
         self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]

@@ -23,7 +23,7 @@ _PIECE = NF4_BLOCK << 18  # numbers that are read at once for their maxima
 
 
 def quantized_piece(shard: "NamedShard", read: Read, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return this rank's words of a matrix. Every rank must call it for the same matrix.
+    """Return this rank's words of a matrix. Every rank that holds the matrix must call it: in a pipeline, a stage's.
 
     Args:
         shard: The shard of the matrix's words.
@@ -43,7 +43,8 @@ def quantized_piece(shard: "NamedShard", read: Read, shape: tuple[int, int], dty
         numbers = read(begin, end).to(device=shard.device, dtype=dtype)
         maxima[blocks] = nf4.block_maxima(numbers)
         codes = nf4.number_codes(numbers, maxima[blocks])[first - begin // 2 : last - begin // 2]
-    maxima = bmt.distributed.all_reduce(maxima, op="max")
+    holders = bmt.config["comm" if bmt.config["pipe_size"] == 1 else "pp_zero_comm"]
+    maxima = bmt.distributed.all_reduce(maxima, "max", holders)
     begin, end = (max(at - layout.code_words, 0) for at in (shard.begin, shard.end))
     return torch.cat((nf4.in_words(codes), nf4.packed_scales(maxima)[begin:end]))
 

@@ -24,7 +24,7 @@ from bmburst.config import (
     to_dict,
 )
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.sources import check_sources, hold_records
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
         if "work" in request and spec.nproc == 1:  # needs neither BMTrain nor a group
-            return _WORK[request["work"]](request)
+            return run_here(_WORK[request["work"]], request)
         return run_on_ranks(__name__, request, spec)
 
 

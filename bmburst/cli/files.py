@@ -70,8 +70,8 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
         type=Path,
-        metavar="FILE",
-        help="jinja file with the chat template of messages (default: the tokenizer's)",
+        metavar="NAME|FILE",
+        help="chat template of messages: chatml, gemma, llama2, llama3, or a jinja file (default: the tokenizer's)",
     )
     parser.add_argument(
         "--max-tokens", type=tokens, metavar="N", help="leave out records of more tokens (default: keep all)"

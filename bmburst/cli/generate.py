@@ -18,7 +18,8 @@ from bmburst.cli import any_text
 from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
 from bmburst.cli.progress import note_length, progress_bar
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.beginning import Beginning
+from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
         if spec.nproc == 1:  # needs no group
-            return _answer(request)
+            return run_here(partial(_answer, beginning=Beginning.of_process("checks and imports")), request)
         return run_on_ranks(__name__, request, spec)
 
 
@@ -102,7 +103,8 @@ def run_rank(request: Request) -> int:
     os.environ[VERIFIED] = request["verified"]
     from bmburst.comm.groups import in_group
 
-    return in_group(partial(_answer, request))
+    beginning = Beginning.of_process("imports", before="checks")
+    return in_group(partial(_answer, request, beginning))
 
 
 @contextmanager
@@ -182,7 +184,7 @@ def _holds_answers(path: Path) -> bool:
         return False
 
 
-def _answer(request: Request) -> int:
+def _answer(request: Request, beginning: Beginning) -> int:
     import numpy as np
 
     from bmburst.comm.groups import communicator
@@ -190,6 +192,7 @@ def _answer(request: Request) -> int:
     from bmburst.inference.prompts import Prompt
     from bmburst.inference.sampling import GenerationOptions
 
+    beginning.end("ranks")
     comm = communicator(None)
     is_main = comm.rank == 0
     adapter = None if request["adapter"] is None else Path(request["adapter"])
@@ -206,6 +209,9 @@ def _answer(request: Request) -> int:
         note_ignored(source.directory, request["max_new_tokens"])
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
+    beginning.end("weights")
+    if is_main:
+        print(beginning.until("the model"), file=sys.stderr, flush=True)
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
-from bmburst.config import FieldHelpFormatter, nearest_name, show_rare
+from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
 from bmburst.errors import UserError
 from bmburst.launch import last_error
 
@@ -148,7 +148,7 @@ class _Help(argparse.Action):
             raise UserError(f"--help {values}\nallowed: --help, or --help all\nfix: --help all lists every option")
         if values == "all":
             show_rare(parser)
-        parser.print_help()
+        print(parser.format_help().rstrip() if values == "all" else short_help(parser) or parser.format_help().rstrip())
         parser.exit()
 
 
@@ -237,13 +237,12 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     Raises:
         UserError: There are fewer GPUs than ranks.
     """
-    import torch
-
+    from bmburst.launch import devices
     from bmburst.launch.spec import require_devices
 
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = devices or fewest if asked is None else asked
-    require_devices(nproc, devices)
+    here = len(devices.gpus())
+    nproc = here or fewest if asked is None else asked
+    require_devices(nproc, here)
     return nproc
 
 

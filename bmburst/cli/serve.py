@@ -19,7 +19,7 @@ from bmburst.cli import INTERRUPTED, any_text
 from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
 from bmburst.cli.progress import progress_bar
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.launch.watchdog import polite
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return run_joined_rank(__name__, partial(settle, args))
     with settle(args) as (request, spec):
         if spec.nproc == 1:  # needs no group
-            return INTERRUPTED if _serve(request) == signal.SIGINT else 0
+            return INTERRUPTED if run_here(_serve, request) == signal.SIGINT else 0
         return run_on_ranks(__name__, request, spec)
 
 

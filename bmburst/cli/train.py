@@ -56,11 +56,13 @@ def run_rank(request: Request) -> int:
     if request["verified"] is not None:
         os.environ[VERIFIED] = request["verified"]
 
+    from bmburst.launch.beginning import Beginning
     from bmburst.train.trainer import run as train
 
+    beginning = Beginning.of_process("imports", before="checks")
     try:
         with explaining_write_errors(config.output, config):
-            stopped = train(config)
+            stopped = train(config, beginning)
     except RunError as error:
         raise SystemExit(1 if error.on_all_ranks and leaves_errors_to_rank_0() else str(error)) from None
     if not stopped:

@@ -11,7 +11,7 @@ from bmburst.cli.run_folder import explaining_write_errors, require_no_file
 from bmburst.config import add_options, given_options, leaves
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.defaults import MESH, Gpus, defaults_of, explained, spread
+from bmburst.train.defaults import MESH, SPREAD, Gpus, defaults_of, explained, spread
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names
 from bmburst.train.resolve import resolve as _resolve
 
@@ -119,7 +119,7 @@ def _new_run(
     if before is None:
         config = _resolve(files, options, steps=steps, defaults=defaults_of(gpus))
         return config if gpus is None else spread(config, given, world_size or ranks_of(config), gpus)
-    kept = ["dtype", "recompute", "batch_size"]
+    kept = ["dtype", "recompute", "batch_size", *SPREAD]
     kept += MESH if not given.intersection(MESH) else ()
     values = {leaf.name: leaf.default for leaf in leaves(before)}
     return _resolve(files, options, steps=steps, defaults={name: values[name] for name in kept})

@@ -138,6 +138,15 @@ class Communicator(BlockMover, Protocol):
         ...
 
 
+@runtime_checkable
+class OnCurrentStream(Protocol):
+    """A communicator that can also launch an all-to-all on the current stream."""
+
+    def all_to_all_here(self, tensor: Tensor) -> Tensor:
+        """Return the result of `Communicator.all_to_all` of a contiguous tensor; the current stream waits for it."""
+        ...
+
+
 _BYTES = 1024
 
 

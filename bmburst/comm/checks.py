@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator, CompletedTransfer, Transfer
+from bmburst.comm import Communicator, CompletedTransfer, OnCurrentStream, Transfer
 from bmburst.comm.waits import WaitMeter, traced
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
@@ -87,6 +87,7 @@ class CheckedCommunicator:
         """The Ulysses degree: how many neighbouring ranks exchange attention heads; None: the cheapest."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
         self._state = _CheckState(self.always)
+        self._is_direct = isinstance(inner, OnCurrentStream)
 
     @property
     def active(self) -> bool:
@@ -240,6 +241,22 @@ class CheckedCommunicator:
         if self.size == 1:
             return CompletedTransfer((tensor,))
         return self._started(lambda: self.inner.all_to_all(tensor))
+
+    def all_to_all_here(self, tensor: Tensor) -> Tensor:
+        """Return the result of `all_to_all` on the current stream, which waits for it: the fewest calls of the host."""
+        self._check("all_to_all", tensor, one_row_a_rank=True)
+        if self.size == 1:
+            return tensor
+        if not self._is_direct:
+            return self._started(lambda: self.inner.all_to_all(tensor)).wait()[0]
+        inner: Any = self.inner
+        received: Tensor
+        if self.meter is None or not self.meter.running:
+            received = inner.all_to_all_here(tensor)
+            return received
+        with traced("exchange"), self.meter.waiting():
+            received = inner.all_to_all_here(tensor)
+            return received
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst.comm import CompletedTransfer, Transfer, device_of, gather_objects
 from bmburst.comm.memory import MessageMover, bytes_of, contiguous
-from bmburst.comm.streams import SideStreamTransfer
+from bmburst.comm.streams import SideStreamTransfer, current_handle
 from bmburst.errors import UserError
 
 # Names in torch 2.13, and in older releases.
@@ -74,6 +74,11 @@ class ProcessGroupCommunicator(MessageMover):
             return True
         return False
 
+    @property
+    def is_world(self) -> bool:
+        """Whether the group has all ranks of torch.distributed."""
+        return self.size == dist.get_world_size()
+
     def split(self, partition: Sequence[Sequence[int]]) -> "ProcessGroupCommunicator":
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition.
 
@@ -108,6 +113,12 @@ class ProcessGroupCommunicator(MessageMover):
         sent = tensor.detach().contiguous()
         received = torch.empty_like(sent)
         return self._started(dist.all_to_all_single, bytes_of(received), bytes_of(sent), received, sent)
+
+    def all_to_all_here(self, tensor: Tensor) -> Tensor:
+        """See `OnCurrentStream.all_to_all_here`."""
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(bytes_of(received), bytes_of(tensor), group=self._group)
+        return received
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
@@ -224,11 +235,20 @@ class BMTrainCommunicator(MessageMover):
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"
         self._device = torch.device("cpu" if on_host else "cuda")
+        self._has_started = False
+        """Whether the side stream has work that the current stream has not waited for."""
 
     @property
     def handle(self) -> Any:
         """BMTrain's communicator."""
         return self._handle
+
+    @property
+    def is_world(self) -> bool:
+        """Whether the group has all ranks of BMTrain."""
+        import bmtrain as bmt
+
+        return self.size == int(bmt.config["world_size"])
 
     def split(self, partition: Sequence[Sequence[int]]) -> "BMTrainCommunicator":
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition."""
@@ -258,6 +278,26 @@ class BMTrainCommunicator(MessageMover):
         return self._start(
             lambda: self._messages([*map(bytes_of, sent)], [*map(bytes_of, received)]), (received,), (sent,)
         )
+
+    def all_to_all_here(self, tensor: Tensor) -> Tensor:
+        """See `OnCurrentStream.all_to_all_here`."""
+        received = torch.empty_like(tensor)
+        if self._has_started:  # two streams must not share a communicator
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._has_started = False
+        # Without the wrappers of `bmtrain.nccl`, which look up the current stream for each message.
+        library, row = self._nccl.C, tensor.nbytes // self.size
+        source, target, handle = tensor.data_ptr(), received.data_ptr(), self.handle.ptr
+        stream = self._current_handle()
+        with launched_together():
+            for peer in range(self.size if row else 0):
+                library.ncclSend(source + peer * row, row, self._nccl.ncclUint8, peer, handle, stream)
+                library.ncclRecv(target + peer * row, row, self._nccl.ncclUint8, peer, handle, stream)
+        return received
+
+    def _current_handle(self) -> int:
+        on_host = self.transport == "gloo"
+        return int(torch.cuda.current_stream().cuda_stream) if on_host else current_handle(self._stream.device_index)
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
@@ -303,6 +343,7 @@ class BMTrainCommunicator(MessageMover):
         """Launch on the side stream, after the work of the current stream, without blocking the host."""
         if not any(tensor.numel() for tensor in (*received, *sent)):
             return CompletedTransfer(received)  # BMTrain divides by the number of elements
+        self._has_started = True
         pending = SideStreamTransfer(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), launched_together():

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bmburst.comm import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
@@ -236,6 +237,23 @@ def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, ev
         UserError: "peer" was requested and ranks of a node cannot read each other's memory.
     """
     return _double_ring_groups(comm.base, nodes, transport, every)
+
+
+def exchanging_group(comm: CheckedCommunicator) -> CheckedCommunicator:
+    """Return the group over a communicator that only moves heads. The first call for a group is collective.
+
+    NCCL runs the operations of a communicator one after another, so an exchange would wait for other collectives, such
+    as the gather of a later layer's weights. They use the communicator of all ranks of the job.
+    """
+    return _exchanging_group(comm.base) if comm.device.type == "cuda" else comm
+
+
+@lru_cache(maxsize=64)  # each entry owns a communicator
+def _exchanging_group(comm: CheckedCommunicator) -> CheckedCommunicator:
+    inner = comm.inner
+    if isinstance(inner, ProcessGroupCommunicator | BMTrainCommunicator) and inner.is_world:
+        return comm.over(inner.split([tuple(range(comm.size))]))
+    return comm
 
 
 @lru_cache(maxsize=64)  # each entry owns communicators

@@ -10,6 +10,7 @@ from bmburst.config.build import (
     option_name,
     overlay,
     read_layer,
+    short_help,
     show_rare,
     to_dict,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "read_config_file",
     "read_json",
     "read_layer",
+    "short_help",
     "show_rare",
     "to_dict",
     "write_json",

@@ -7,6 +7,7 @@ bounds and default in its help.
 
 import argparse
 import dataclasses
+import re
 import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -30,6 +31,7 @@ from bmburst.config.fields import (
 from bmburst.errors import UserError
 
 Config = TypeVar("Config")
+_COLUMNS = 80  # of a terminal, for which the short help is made
 _RARE = "rare_help"  # attribute of an option that help hides: its text
 
 
@@ -249,6 +251,27 @@ def show_rare(parser: argparse.ArgumentParser) -> bool:
     for action in rare:
         action.help = getattr(action, _RARE)
     return bool(rare)
+
+
+def short_help(parser: argparse.ArgumentParser) -> str:
+    """Return a line for each option that `add_options` does not hide; empty if it hides none.
+
+    A line has the option, what its help says up to the first comma, colon or period, and the default if there is room.
+    """
+    if not any(hasattr(action, _RARE) for action in parser._actions):
+        return ""
+    actions = [action for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
+    shown = {action.option_strings[0]: str(action.help) for action in actions}
+    width = max(map(len, shown))
+    lines = [parser.format_usage().rstrip() + "  # every option, with all that it takes"]
+    for option, text in shown.items():
+        said, _, notes = text.replace("%%", "%").partition(" [")
+        said = re.split(r"[,:.;](?: |$)", said)[0]
+        line = f"  {option:<{width}}  {textwrap.shorten(said, _COLUMNS - width - 5, placeholder=' ...')}"
+        default = re.search(r"default ([^;]+)]$", notes)
+        longer = f"{line} [{default[1]}]" if default else line
+        lines.append(longer if len(longer) < _COLUMNS else line)
+    return "\n".join(lines)
 
 
 def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:

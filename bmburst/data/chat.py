@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.data.chat_templates import TEMPLATES, require_tokens, template_text
 from bmburst.data.documents import SetupError
 from bmburst.data.messages import (
     MARKS,
@@ -18,10 +19,10 @@ from bmburst.data.messages import (
     for_template,
     is_learned,
     unread,
+    with_joined_parts,
     written_as_data,
 )
 from bmburst.data.record import AnyRecord, Pair, Record
-from bmburst.data.records import template_text
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line
@@ -31,7 +32,7 @@ Mask = npt.NDArray[np.bool_]
 ANSWERS_VERSION = 3
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPTION = "--chat-template FILE, in bmburst train --data.chat_template FILE"
+_OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
 _MARK = f"mark answers in it with {{% generation %}} ... {{% endgeneration %}}: {_OPTION}"
 
 
@@ -40,10 +41,11 @@ class ChatTemplate:
 
     Args:
         tokenizer: The tokenizer, whose folder has the template; see `bmburst.data.tokenizer_folder`.
-        file: A template that replaces that of the folder.
+        file: A file, or a name of `bmburst.data.chat_templates`, whose template replaces that of the folder.
 
     Raises:
-        UserError: There is no template, the file cannot be read, or transformers is not installed.
+        UserError: There is no template, the file cannot be read, a token of a named template is missing, or
+            transformers is not installed.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, file: Path | None = None) -> None:
@@ -64,6 +66,8 @@ class ChatTemplate:
             raise UserError(
                 "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
             ) from error
+        if file is not None:
+            require_tokens(file, tokenizer.name, self.tokenizer)
 
     def source(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None) -> str:
         """Return the source of the template for a conversation, which is another one with tools in some models.
@@ -128,7 +132,8 @@ class ChatTemplate:
     def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
         """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
 
-        This is what transformers' pipeline gives the model.
+        This is what transformers' pipeline gives the model. If the template takes contents as text alone, the parts of
+        a content are joined by line breaks, as servers of OpenAI's API do.
 
         Args:
             name: Origin of the messages for error messages.
@@ -141,14 +146,13 @@ class ChatTemplate:
         """
         self.source(name, messages, tools)
         continues = messages[-1]["role"] == "assistant"
-        return self.rendered(
-            name,
-            messages,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            tools=tools,
-            **options,
-        )
+        how = {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools, **options}
+        try:
+            return self.rendered(name, messages, **how)
+        except UserError:  # for example because it adds a list to a text
+            if not any(isinstance(message.get("content"), list) for message in messages):
+                raise
+            return self.rendered(name, with_joined_parts(messages), **how)
 
 
 class RecordEncoder:
@@ -161,7 +165,8 @@ class RecordEncoder:
 
     Args:
         tokenizer: Tokenizer of the model.
-        chat_template: A file whose template replaces that of the tokenizer.
+        chat_template: A file, or a name of `bmburst.data.chat_templates`, whose template replaces that of the
+            tokenizer.
         learned_roles: Roles whose messages have a loss. A message of another role than the assistant is found by
             rendering the conversation with and without it, and is learned from its text on.
 
@@ -185,7 +190,7 @@ class RecordEncoder:
     @property
     def identity(self) -> str:
         """Equal for two encoders only if they return the same ids and answers, with the same transformers version."""
-        template = self._file.read_text("utf-8") if self._file else getattr(self.tokenizer, "chat_template", None)
+        template = template_text(self._file) if self._file else getattr(self.tokenizer, "chat_template", None)
         parts = [self.tokenizer.identity, template, getattr(self.tokenizer, "special_tokens", None)]
         parts += [sorted(self._learned_roles)] if self._learned_roles != {"assistant"} else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "replace")).hexdigest()
@@ -260,7 +265,8 @@ class RecordEncoder:
                 fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
                 raise SetupError(f"{missing}\nfix: {fix}")
             if self._file is None and not self.tokenizer.chat_template:
-                raise SetupError(f"{missing}\nfix: give {_OPTION}, or a tokenizer that has one")
+                names = f"its own, {', '.join(TEMPLATES)}, or a Jinja file"
+                raise SetupError(f"{missing}\nallowed: {names}\nfix: give {_OPTION}, or a tokenizer that has one")
             try:
                 self._loaded = ChatTemplate(self.tokenizer, self._file)
             except UserError as error:

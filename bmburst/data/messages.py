@@ -145,6 +145,16 @@ def for_template(messages: tuple[Message, ...]) -> list[Message]:
     return [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
 
 
+def with_joined_parts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return messages whose contents are text: parts are joined by line breaks."""
+    return tuple(
+        {**message, "content": "\n".join(part["text"] for part in content)}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    )
+
+
 def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool = False) -> tuple[Message, ...] | None:
     """Return the messages of a line with `messages` or `conversations`; None if it has neither.
 

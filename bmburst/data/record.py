@@ -53,8 +53,8 @@ class Pair:
 
     @property
     def weight(self) -> float:
-        """Factor of its loss: 1."""
-        return 1.0
+        """Factor of its loss."""
+        return self.chosen.weight
 
 
 class Reading:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from bmburst.data.documents import KINDS, first_row, rows, with_others
@@ -43,7 +43,7 @@ RECORD_KEYS = {
     "text": "a text to learn; --data.text_field names another key",
     **dict.fromkeys(("tools", "chat_template_kwargs"), "variables of the chat template"),
     "loss_mask": "an entry for each message: 0 or false leaves an answer out of the loss",
-    "weight": "the factor of the losses of the record's tokens; 0: the record is left out",
+    "weight": "the factor of the losses of the record's tokens, or of the pair; 0: the record is left out",
 }
 """Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect, and named."""
 _TALK = frozenset({"system", "tools", "chat_template_kwargs"})
@@ -194,11 +194,9 @@ def _record(name: str, value: Any, text_field: str, reading: Reading) -> AnyReco
     _require_supported(name, value)
     weight = _weight(name, value.get("weight"))
     if {"chosen", "rejected"} & set(value):
-        if weight != 1:
-            raise wrong(name, "weight of a preference pair", weight, "1, or no weight: pairs count alike")
         pair, used = _pair(name, value, tools, options)
         _note(reading, value, used)
-        return pair
+        return Pair(*(replace(each, weight=weight) for each in (pair.chosen, pair.rejected)))
     if value.get("completions") is not None:
         group, used = _group(name, value, tools, options, weight)
         _note(reading, value, used)
@@ -423,19 +421,3 @@ def _split(name: str, chosen: Any, rejected: Any) -> dict[str, Any]:
             f"allowed: {PAIRS}\nfix: add the prompt to that line, or to both answers"
         )
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
-
-
-def template_text(path: Path) -> str:
-    """Return the chat template in a file.
-
-    Raises:
-        UserError: The file cannot be read, or is empty.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"chat template {path}: cannot be read: {reason}\nfix: give a file with a template") from None
-    if not text.strip():
-        raise UserError(f"chat template {path}: is empty\nfix: give a file with a jinja template")
-    return text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.config import read_json
+from bmburst.data.chat_templates import template_text
 from bmburst.errors import UserError, first_line
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -92,7 +93,7 @@ def kept_files(files: Mapping[str, Path], chat_template: Path | None = None) -> 
 
     Args:
         files: Paths by their names in the folder.
-        chat_template: A template that replaces all of the tokenizer.
+        chat_template: A file, or a name of `bmburst.data.chat_templates`, that replaces all of the tokenizer.
 
     Raises:
         OSError: A file cannot be read.
@@ -101,7 +102,7 @@ def kept_files(files: Mapping[str, Path], chat_template: Path | None = None) -> 
     further = [name for name in files if name.startswith(f"{TEMPLATES}/")]
     kept = {name: path.read_bytes() for name, path in files.items() if name not in further}
     if chat_template is not None:
-        return kept | {CHAT_TEMPLATE: chat_template.read_bytes()}
+        return kept | {CHAT_TEMPLATE: template_text(chat_template).encode()}
     if further:
         config = read_json(files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
         templates = _templates(files, config)

@@ -37,16 +37,21 @@ def serve(address: str, port: int, timeout: timedelta) -> Any:
     Raises:
         UserError: The port is taken, or the address does not belong to this host.
     """
+    with listen(address, port) as listener:
+        return serve_at(listener, timeout)
+
+
+def serve_at(listener: socket.socket, timeout: timedelta) -> Any:
+    """Return a TCPStore as `serve` does, at a socket of `listen`, which it takes over. Clients may be waiting there."""
     import torch.distributed as dist
 
     stores: Any = dist  # torch does not list TCPStore among the names it exports
-    with listen(address, port) as listener:
-        port = int(listener.getsockname()[1])
-        # multi_tenant: BMTrain's rank 0 serves a store at the same port, and must get this one.
-        return stores.TCPStore(
-            address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+    address, port = listener.getsockname()[:2]
+    # multi_tenant: BMTrain's rank 0 serves a store at the same port, and must get this one.
+    return stores.TCPStore(
+        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
+from bmburst.launch import devices
 from bmburst.launch.rank import FOLDER, REQUEST, limit_teardown
 from bmburst.launch.spec import LaunchSpec
+from bmburst.setup.kernel_caches import flash_attention_4
 
 Request = Mapping[str, Any]
 _KEY, _READERS = "request", "ranks that have read it"
@@ -44,6 +46,12 @@ def run_on_ranks(module: str, request: Request, spec: LaunchSpec) -> int:
     from bmburst.launch.launcher import launch
 
     return launch(spec, ["-m", "bmburst.launch.handover", module], json.dumps(request))
+
+
+def run_here(work: Callable[[Request], int], request: Request) -> int:
+    """Do the work of a single rank in this process, and return its result. Compiled kernels are kept, as in ranks."""
+    _keep_kernels()
+    return work(request)
 
 
 def run_joined_rank(
@@ -99,11 +107,17 @@ def _watched(module: str, request: Request, limits: Mapping[str, Any], token: st
 
     folder = Path(tempfile.gettempdir()) / f"bmburst-ranks-{token}"
     watch(LaunchSpec(nproc=int(os.environ["LOCAL_WORLD_SIZE"]), **limits), folder)
+    _keep_kernels()
     try:
         return _call(module, request)
     except BaseException:
         limit_teardown(folder)
         raise
+
+
+def _keep_kernels() -> None:
+    if devices.gpus():
+        os.environ.update(flash_attention_4(os.environ))
 
 
 def _call(module: str, request: Request) -> int:

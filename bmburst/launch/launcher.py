@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import signal
-import stat
+import socket
 import sys
 import tempfile
 import threading
@@ -25,7 +25,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from bmburst.errors import UserError
-from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, serve
+from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
+from bmburst.launch import devices
 from bmburst.launch.agent import (
     AgentThread,
     GracefulStop,
@@ -46,11 +47,11 @@ from bmburst.launch.rank import (
 )
 from bmburst.launch.result import LaunchResult, launch_result
 from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.setup.kernel_caches import flash_attention_4
 
 __all__ = ["LaunchSpec", "launch"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
@@ -92,25 +93,6 @@ def defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool) 
     return {name: value for name, value in found.items() if name not in own}
 
 
-def kernel_cache(folder: Path) -> dict[str, str]:
-    """Return the variables with which FlashAttention-4 keeps compiled kernels for later runs of this user on this node.
-
-    The package loads files there as code. So the cache is a folder that belongs to this user and that no other user can
-    write or read. If that is not possible, kernels are not cached.
-
-    Args:
-        folder: A folder on a local disk: the package locks files, which network disks may not do.
-    """
-    own = folder / f"bmburst-{os.getuid()}"
-    try:
-        own.mkdir(mode=0o700, exist_ok=True)
-        state = own.lstat()
-    except OSError:
-        return {}
-    is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077
-    return dict(zip(_KERNEL_CACHE, ("1", str(own / "flash-attn-4")), strict=True)) if is_private else {}
-
-
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
@@ -149,14 +131,13 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
             is 1.
     """
     require_command(command)
-    import torch
-
-    cuda = torch.cuda.is_available()
-    require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
+    here = len(devices.gpus())
+    cuda = here > 0
+    require_devices(spec.nproc, here)
     cores = usable_cores()
     found = defaults(os.environ, spec.nproc, cores, cuda=cuda)
-    if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
-        found |= kernel_cache(Path(tempfile.gettempdir()))
+    if cuda:
+        found |= flash_attention_4(os.environ)
     found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
     found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
@@ -181,14 +162,14 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
         UserError: See `check_launch`. No rank has been started.
     """
     checked = check_launch(spec, command)
-    store = serve(LOOPBACK, 0, _STORE_TIMEOUT)
-    address = StoreAddress(port=store.port, run=secrets.token_hex(8))
+    listener = listen(LOOPBACK, 0)
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     (folder / REQUEST).write_text(request, encoding="utf-8")
     guard = start_guard(folder)
     try:
-        result = _run(checked, folder, address)
+        result = _run(checked, folder, listener)
     finally:
+        listener.close()
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate()
     if result.message:
@@ -198,13 +179,16 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
     return result.status
 
 
-def _run(checked: CheckedLaunch, folder: Path, address: StoreAddress) -> LaunchResult:
+def _run(checked: CheckedLaunch, folder: Path, listener: socket.socket) -> LaunchResult:
+    address = StoreAddress(port=int(listener.getsockname()[1]), run=secrets.token_hex(8))
     own = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
     environment = {**os.environ, **checked.environment, **own}
     agent = AgentThread(checked.spec, checked.command, environment, folder, address)
     with _caught_signals() as caught:
         agent.start()
+        store = serve_at(listener, _STORE_TIMEOUT)  # imports torch, while the ranks do
         result = _wait(agent, caught, folder) or launch_result(checked.spec, agent.outcome, folder)
+    del store  # held until here, for the ranks
     if result.status:
         _end_leftovers(agent, folder)
     return result

@@ -1,5 +1,6 @@
 """AdamW on BMTrain's ZeRO shards, with its state on the GPU or in host memory: `AdamW`, `build_optimizer`."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
@@ -249,13 +250,18 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             if parameter.grad is not None and host_shard(parameter) is None and not self._is_half(parameter):
                 parameter.grad.mul_(self._factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
 
+    # torch wraps both methods so that torch.compile leaves them out; the first call of a wrapper imports the compiler,
+    # which takes 2 s and serves nothing here.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """See `torch.optim.Optimizer.zero_grad`. Gradients in host memory are always dropped."""
         self._factor = None
         for parameter in self._parameters():
             if host_shard(parameter) is not None:
                 parameter.grad = None
-        super().zero_grad(set_to_none)
+        self._zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:

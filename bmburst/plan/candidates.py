@@ -22,7 +22,7 @@ from bmburst.schedule.layout import Balanced, Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.parallelism import Outer, RingTensors, Strategy
 from bmburst.schedule.tree import Tree
-from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, most_kv_heads
+from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, with_units
 from bmburst_ops.bounded_cache import bounded_cache
 
 MOST_GPUS = 65536
@@ -330,12 +330,14 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes of attention's transfers and units, with the largest units, as if transfers took no time."""
+        """Sizes of attention's transfers and units, with units as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
         least = choose_ring_tensors(self.shapes)
         ring_tensors = least if self.ring_tensors == "auto" else cast(RingTensors, self.ring_tensors)
-        most = most_kv_heads(self.shapes, self.task.sequence, self.mask, self.placement.transport)
-        return Sizes(Strategy(self.ulysses_degree, outer, ring_tensors, most), self.shapes)
+        strategy = Strategy(self.ulysses_degree, outer, ring_tensors)
+        for backward in (False, True):
+            strategy = with_units(strategy, self.shapes, self.placement.transport, backward=backward)[-1]
+        return Sizes(strategy, self.shapes)
 
     def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
         """Return this candidate with another attention strategy; a single group has no outer strategy."""

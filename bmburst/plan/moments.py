@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bmburst.blocks.config import TARGETS
+from bmburst.blocks.config import AT_ONCE, TARGETS
 from bmburst.plan.buffers import Buffers, attention_memory
 from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import (
@@ -119,14 +119,13 @@ class StepMoments:
 
     def moments(self) -> Moments:
         """The moments at which memory can peak."""
-        between = {"from block to block": self._from_block_to_block}
         return {
             "attention forward": self._attention_forward,
             "MLP forward": self._mlp_forward,
             "loss": self._loss,
             "last norm backward": self._last_norm,
             **self.in_backward(),
-            **(between if self.model.num_layers > 1 else {}),
+            "from block to block": self._from_block_to_block,
         }
 
     def in_backward(self) -> Moments:
@@ -209,11 +208,22 @@ class StepMoments:
         return 0.0 if self.task.lora and not self.task.lora.trains_head else nbytes
 
     def _weights(self) -> float:
-        """A block's weights as gathered by ZeRO-3; with ZeRO-2 they are always on the GPU and counted elsewhere."""
-        return (self._gathered_bytes() if self.candidate.zero == 3 else 0.0) + self._dequantized_bytes()
+        """Weights of the blocks that ZeRO-3 has gathered at a time, and of one block that is dequantized.
+
+        With ZeRO-2 all blocks are on the GPU and counted elsewhere.
+        """
+        return self._slots() + self._dequantized_bytes()
+
+    def _slots(self) -> float:
+        """The memory in which ZeRO-3 gathers weights; it is kept from forward to backward."""
+        return self._gathered_bytes() * min(AT_ONCE, self.model.num_layers) if self.candidate.zero == 3 else 0.0
+
+    def _gradients(self) -> float:
+        return self._adapter_bytes() if self.task.lora else self._block_bytes()
 
     def _weights_and_gradients(self) -> float:
-        return self._weights() + (self._adapter_bytes() if self.task.lora else self._block_bytes())
+        """Also the gradients of the block after this one, in the memory from which they are scattered."""
+        return self._weights() + (self._gradients() if self.model.num_layers > 1 else 0.0)
 
     def _ids(self) -> float:
         angles = self.rows * self.model.head_dim * WIDE
@@ -226,6 +236,9 @@ class StepMoments:
 
     def _mlp_matrix(self) -> float:
         return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
+
+    def _output_matrix_bytes(self) -> float:
+        return float(self.candidate.own_heads * self.model.head_dim * self.model.hidden_size * self.task.itemsize)
 
     def _elements(self, alive: float, tensor: float) -> float:
         """Bytes alive inside an operator that holds `alive` bytes per element of a tensor."""
@@ -268,6 +281,7 @@ class StepMoments:
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
             "not yet let go to host memory": self._visiting(backward=False),
+            "gathered weights, gradients": self._slots(),
             "embedding and head": self._table() + self._of_head(table(model) * float(WIDE)),
             "gradients in flight": 2 * self.hidden,
             "loss chunk": logits + states * float(task.itemsize),
@@ -278,16 +292,18 @@ class StepMoments:
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
             "not yet let go to host memory": self._visiting(backward=False),
+            "gathered weights, gradients": self._slots(),
             "gradients in flight": self.hidden,
             "elementwise": inside,
         }
 
     def _activation_backward(self) -> Lines:
-        """All tensors of the block except the activation are alive, and the copies that its backward makes."""
+        """All tensors of the block except the activation, the copies that its backward makes, the gradient of down."""
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
             **self._block_in_backward(gone=self.activation),
             "gradients in flight": self.hidden + self.gathered_grad + self.inner,
+            "gradients of matrices": self._of_matrices(self._mlp_matrix()),
             "elementwise": inside,
         }
 
@@ -300,22 +316,20 @@ class StepMoments:
         }
 
     def _gate_up_backward(self) -> Lines:
-        """Gradients of gate and up, of their input, and of both matrices."""
+        """Gradients of gate and up, of their input, and of all three matrices."""
         return {
             **self._block_in_backward(gone=2 * self.inner + self.activation),
             "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
-            "gradients of matrices": self._of_matrices(2 * self._mlp_matrix()),
+            "gradients of matrices": self._of_matrices(3 * self._mlp_matrix()),
         }
 
     def _from_block_to_block(self) -> Lines:
-        """Weights and gradients of two blocks are alive; the activations of the first one are already freed.
-
-        Matrices in 4 bits are dequantized after those of the first block are freed.
-        """
+        """The gradients of a block are copied to where they are scattered; its activations are already freed."""
         return {
             "kept for backward": self._all_kept(self.kept()) + self.others.segment,
             "back from host memory": self._visiting(backward=True),
-            "gathered weights, gradients": 2 * self._weights_and_gradients() - self._dequantized_bytes(),
+            "gathered weights, gradients": self._weights() + self._gradients(),
+            "gradients of matrices": self._gradients(),
             "gradients in flight": self.hidden,
         }
 
@@ -335,6 +349,7 @@ class StepMoments:
         return {
             **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention()),
             "gradients in flight": self.hidden + self.query,
+            "gradients of matrices": self._of_matrices(3 * self._mlp_matrix() + self._output_matrix_bytes()),
             "attention": self._attention(self.attends.backward),
         }
 

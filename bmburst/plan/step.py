@@ -31,6 +31,7 @@ from bmburst.plan.stages import ends, send_seconds, stage_of
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
+MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
 _OPTIMIZER_BYTES = 44  # per parameter: AdamW with fp32 moments 30, norm of the gradient 10, clipping and clearing 4
 
@@ -118,21 +119,24 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
     parts = _outside_layers(candidate, hardware, operators)
     if not has_head:
         parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
+    ranks = min(candidate.shards // candidate.tensor, candidate.task.gpus_per_node, MEASURED_RANKS)
+    issued = layers * (hardware.layer_host + hardware.zero_host * (ranks - 1)) + hardware.layer_host * OUTSIDE_BLOCKS
+    on_one_rank = 2 * (hardware.pass_host + hardware.call_start)  # of attention, which `layer_host` has
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        parts["host"] += count * attention.host
+        issued += count * (attention.issued - on_one_rank) if candidate.sequence > 1 else 0.0
     parts = {name: passes * seconds for name, seconds in parts.items()}
+    # The host waits for the passes before the optimizer, which needs little of its time.
+    host = max(0.0, passes * issued - sum(parts.values()))
     parameters = candidate.task.trained / candidate.shards
     if candidate.offload is Offload.NOTHING:
-        parts["optimizer"] = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
+        optimizer = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
     else:
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
-        parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
-    least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
-    waits = parts.pop("host")
-    return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
+        optimizer = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
+    return StepTime(**parts, optimizer=optimizer, host=host)
 
 
 def _optimizer_bytes(task: Task) -> float:
@@ -224,7 +228,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
 def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
     """Return the seconds of embedding, head and loss, by part of `StepTime`."""
     lora = candidate.task.lora
-    inside = ("attention", "recompute", "attention_communication", "tensor", "offload", "host")
+    inside = ("attention", "recompute", "attention_communication", "tensor", "offload")
     return dict.fromkeys(inside, 0.0) | {
         "matmul": _logits(candidate, hardware, products=2 if lora and not lora.trains_head else 3),
         "elementwise": _loss(candidate, hardware, operators),

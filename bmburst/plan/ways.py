@@ -55,13 +55,14 @@ def candidates(
         Policy.parse(policy).require_layers(task.model.num_layers)
     if task.lora is not None:
         task.lora.require_tensor(1 if tensor is None else min(tensor))
-        task.lora.require_stages(max(pipe))
+        task.lora.require_stages(min(pipe), max(zero))
     found = [
         replace(each, recompute=policy, zero=stage)
         for stages in pipe
         for data, degree in _meshes(task, tensor, stages)
         for each in _attention_candidates(task, data, degree, stages)
         for policy, stage in product(recompute, zero)
+        if task.lora is None or task.lora.allows_stages(stages, stage)
     ]
     if not found:
         raise _none(task, tensor, pipe)

@@ -6,6 +6,7 @@ This is the only cost model. `burst_attention` takes the cheapest strategy (`bmb
 the kernels that run at the same time, except for the exposed share of its transport.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from bmburst.schedule.layout import key_areas, merged_queries, most_keys, narrow
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
-from bmburst.schedule.units import HeadShapes, Sizes, most_kv_heads
+from bmburst.schedule.units import HeadShapes, Sizes, with_units
 
 # Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.
 # RING_TILE counts only those queries and keys of a step that its tiles have.
@@ -36,6 +37,12 @@ EDGE_KEYS = 256.0
 """Additional cost, in keys, of a query that does not see the first key of the sequence: its tile has hidden pairs at
 both ends, and start and end of the tile's work weigh more. Fitted to forward on one GPU under windows and documents,
 attention_masks_2xh200_202611.json: 1.04 to 1.07 times the time of as many FLOPs of a causal mask."""
+UNITS_ALIKE = 0.005
+"""Fraction of a pass by which costs of units of heads may differ to count as equal.
+
+Kernels of few heads lose time that the formulas do not have. On 4 H200s, 28 query heads and 4 KV heads, 160K tokens:
+forward in units of 1, 5 and 1 head ran at 0.932 of one GPU's rate; one call, after an exchange over NCCL, at 0.956.
+"""
 HOST_HIDDEN = 0.75
 """Fraction of a pass's GPU time in which the host can launch its work. Fitted on 2 H200s: a gather of 8 query
 heads and one KV head, 64K tokens, in a window of 4,096 takes 4.37 ms forward and backward."""
@@ -72,11 +79,14 @@ class AttentionCost:
         forward: Seconds of the GPU, forward.
         backward: Seconds of the GPU, backward.
         host: Seconds that the GPU waits for the host in both passes; above 0 for short sequences only.
+        issued: Seconds of the host in both passes.
     """
 
     forward: Pass
     backward: Pass
     host: float = 0.0
+
+    issued: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,7 +95,8 @@ class AttentionCost:
 
     def times(self, calls: float) -> "AttentionCost":
         """Return the cost of several calls, one after the other."""
-        return AttentionCost(self.forward.times(calls), self.backward.times(calls), calls * self.host)
+        passes = self.forward.times(calls), self.backward.times(calls)
+        return AttentionCost(*passes, calls * self.host, calls * self.issued)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +108,14 @@ class Placement:
         nodes: Number of nodes; None: not known yet, which costs the same as one.
         even: Whether every node has the same number of consecutive ranks.
         within: Transport of a double ring inside a node. Default: "peer" if `transport` is "nccl", else `transport`.
+        collectives: Whether heads may be exchanged by a collective of the group instead of copy engines.
     """
 
     transport: str
     nodes: int | None = 1
     even: bool = True
     within: str | None = None
+    collectives: bool = True
 
     @property
     def inside(self) -> str:
@@ -153,10 +166,17 @@ class Problem:
     hardware: Hardware
 
     def in_units(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with the size of its units of heads."""
-        within = replace(self.shapes, degree=strategy.ulysses_degree)
-        most = most_kv_heads(within, self.length, self.mask, self.placement.transport)
-        return replace(strategy, most_kv_heads=most, pace=self._pace(within))
+        """Return the strategy with the cheapest way to move heads: in units of each pass, or by one collective."""
+        within, transport = replace(self.shapes, degree=strategy.ulysses_degree), self.placement.transport
+        pace = self._pace(within)
+        for backward in (False, True):
+            strategy = self._fewest_units(
+                with_units(strategy, within, transport, pace, backward=backward), backward=backward
+            )
+        if not (self.placement.collectives and within.can_exchange_at_once):
+            return strategy
+        at_once = replace(strategy, forward_units=(), backward_units=(), at_once=True)
+        return min(at_once, strategy, key=lambda way: self.cost(way).total)
 
     def cost(self, strategy: Strategy) -> AttentionCost:
         """Return the predicted seconds of a forward and a backward pass.
@@ -166,11 +186,11 @@ class Problem:
         """
         cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
         forward, backward = (cost.run(backward=direction) for direction in (False, True))
+        issued = [cost.host_seconds(backward=direction) for direction in (False, True)]
         waits = (
-            max(0.0, cost.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
-            for direction, each in ((False, forward), (True, backward))
+            max(0.0, own - HOST_HIDDEN * each.total) for own, each in zip(issued, (forward, backward), strict=True)
         )
-        return AttentionCost(forward, backward, sum(waits))
+        return AttentionCost(forward, backward, sum(waits), sum(issued))
 
     def head_seconds(self, shapes: HeadShapes, *, backward: bool = False, keys_stay: bool = False) -> float:
         """Return the seconds of one head in a pass on the rank with the most work.
@@ -192,6 +212,16 @@ class Problem:
         if transport in ("peer", "threads"):
             return Link(hardware.peer_bandwidth, hardware.peer_latency, hardware.peer_exposed)
         return Link(hardware.nccl_bandwidth, hardware.nccl_latency, hardware.nccl_exposed)
+
+    def _fewest_units(self, ways: Sequence[Strategy], *, backward: bool) -> Strategy:
+        """Return the way with the fewest units in a pass, of those that are the fastest up to `UNITS_ALIKE`."""
+        if len(ways) == 1:
+            return ways[0]
+        costs = [self.cost(way) for way in ways]
+        least = min(costs, key=lambda cost: cost.total)
+        limit = least.total + UNITS_ALIKE * (least.backward if backward else least.forward).total
+        alike = [(way, cost) for way, cost in zip(ways, costs, strict=True) if cost.total <= limit]
+        return min(alike, key=lambda found: (len(found[0].units(backward=backward)), found[1].total))[0]
 
     def _pace(self, shapes: HeadShapes) -> float:
         """Return the time to move one tensor of a head, divided by the forward time of attention with that head."""
@@ -251,18 +281,24 @@ class _StrategyCost:
         return Pass(kernel, joining, exposed)
 
     def host_seconds(self, *, backward: bool) -> float:
-        """Return the host's seconds to launch a pass over several ranks: its start, each kernel call, each ring hop.
+        """Return the host's seconds to launch a pass over several ranks.
 
-        If kernels run as CUDA graphs, as in a head exchange inside a node, calls take almost no host time.
+        In a head exchange: its start, kernels, and messages to each other rank or a collective each way. In a ring or a
+        gather: its start, each kernel call and each hop.
         """
-        if self.shapes.layout.size == 1:
+        hardware, shapes = self.problem.hardware, self.shapes
+        if shapes.layout.size == 1:
             return 0.0
-        if self.sizes.records_kernels(self.problem.placement.transport, self.nodes):
-            return self.problem.hardware.call_start
-        issued = self._calls(backward=backward)
-        if self.strategy.outer != "gather":
-            issued += self.stops - 1 + (backward and self.stops > 1)
-        return self.problem.hardware.call_start * (1 + issued)
+        calls = self._calls(backward=backward)
+        if shapes.groups > 1:
+            hops = self.stops - 1 + (backward and self.stops > 1) if self.strategy.outer != "gather" else 0
+            return hardware.call_start * (1 + calls + hops)
+        is_recorded = self.sizes.records_kernels(self.problem.placement.transport, self.nodes)
+        kernels = calls * (hardware.graph_host if is_recorded else hardware.call_start)
+        if self.strategy.at_once:
+            return hardware.pass_host + kernels + 2 * hardware.collective_host
+        messages = 2 * len(self.sizes.unit_shares(backward=backward)) * shapes.degree
+        return hardware.pass_host + kernels + messages * hardware.message_host
 
     def _calls(self, *, backward: bool) -> int:
         """Return the number of kernel calls of a pass; an upper bound for a tree, whose levels not all ranks meet."""
@@ -399,6 +435,8 @@ class _StrategyCost:
     def _mixed(self, ranks: int, near: int) -> Link:
         """Return the link into a rank that receives equally from `ranks` ranks, itself included; `near` on its node."""
         transport = self.problem.placement.transport
+        if self.strategy.at_once and transport == "peer":
+            transport = "nccl"
         home = self.problem.link(transport)
         if transport == "nccl":
             home = replace(home, bandwidth=self.problem.hardware.all_to_all_bandwidth)

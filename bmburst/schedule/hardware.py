@@ -29,8 +29,14 @@ class Hardware:
             call.
         multiprocessors: Multiprocessors of a GPU.
         cut_loss: Fraction by which the kernel is slower if the scores are divided into rectangles.
-        call_start: Host seconds until the first kernel of a pass runs, and for each further kernel call.
-        layer_host: Host seconds for a block, forward and backward; embedding, head and optimizer count as two blocks.
+        call_start: Host seconds until the first kernel of a pass runs, and for each further kernel call or hop.
+        pass_host: Host seconds of a pass of a head exchange, without its kernels and transfers.
+        graph_host: Host seconds to launch a kernel as a CUDA graph.
+        collective_host: Host seconds of a collective that exchanges heads, with the copies before and after it.
+        message_host: Host seconds of a message to a rank by copy engines, to this rank too.
+        layer_host: Host seconds for a block, forward and backward, with attention on one rank; embedding, head and
+            optimizer count as two blocks.
+        zero_host: Host seconds by which a block takes longer for each further rank of a ZeRO group.
         memory: Bytes of memory of a GPU.
         memory_bandwidth: Bytes per second that elementwise kernels read and write.
         reserved: Bytes of a GPU that torch cannot use: CUDA context and libraries, without NCCL.
@@ -65,7 +71,12 @@ class Hardware:
     multiprocessors: float
     cut_loss: float
     call_start: float
+    pass_host: float
+    graph_host: float
+    collective_host: float
+    message_host: float
     layer_host: float
+    zero_host: float
     memory: float
     memory_bandwidth: float
     reserved: float
@@ -102,10 +113,14 @@ class Hardware:
 
 NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name != "name")
 """The tables of a hardware file."""
-_SINCE = {"host_adam": 3.5e9}
+_SINCE = {
+    **{"host_adam": 3.5e9},
+    **{"pass_host": 5.2e-4, "graph_host": 2.8e-5, "collective_host": 1e-4, "message_host": 7e-5, "zero_host": 1.3e-3},
+}
 """Defaults of numbers that older files lack: those of an H200's host."""
 _MAY_BE_ZERO = (
     *("matmul_half_rows", "attention_half_rows", "attention_call", "attention_tail", "cut_loss", "call_start"),
+    *("pass_host", "graph_host", "collective_host", "message_host", "zero_host"),
     *("layer_host", "reserved", "nccl_memory", "workspace", "peer_latency", "peer_exposed", "nccl_latency"),
     *("nccl_exposed", "inter_latency", "inter_exposed"),
 )

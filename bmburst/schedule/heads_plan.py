@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
-from bmburst.schedule.layout import Run
+from bmburst.schedule.layout import Layout, Run
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, Unit, make_units
+from bmburst_ops.pattern import IntArray
 
 
 class Operand(IntEnum):
@@ -116,18 +119,28 @@ class HeadsPlan:
         return sizes.batch * sizes.tokens * sizes.own_heads * sizes.head_dim * sizes.statistics_itemsize
 
     def taken_nbytes(self, i: int) -> int:
-        """Return the workspace bytes of unit i's backward: sums of dQ, of dK and dV if heads share them, 3 statistics.
+        """Return the workspace bytes of unit i's backward."""
+        heads, kv_heads, _ = self.units[i]
+        return workspace_nbytes(self.shapes, len(heads), len(kv_heads))
 
-        This is the workspace of `_flash_attn_bwd` of flash-attn-4, apart from its padding of documents.
-        """
-        sizes, (heads, kv_heads, _) = self.shapes, self.units[i]
-        of_keys = len(kv_heads) * (sizes.head_dim + sizes.value_width) if len(heads) > len(kv_heads) else 0
-        summed = len(heads) * sizes.head_dim + of_keys
-        return sizes.batch * sizes.tokens * (summed + 3 * len(heads)) * sizes.statistics_itemsize
+
+def workspace_nbytes(shapes: HeadShapes, heads: int, kv_heads: int) -> int:
+    """Return the workspace bytes of backward: sums of dQ, of dK and dV if heads share them, 3 statistics.
+
+    This is the workspace of `_flash_attn_bwd` of flash-attn-4, apart from its padding of documents.
+
+    Args:
+        shapes: The sizes.
+        heads: Query heads of the kernel call.
+        kv_heads: Its KV heads.
+    """
+    of_keys = kv_heads * (shapes.head_dim + shapes.value_width) if heads > kv_heads else 0
+    numbers = heads * (shapes.head_dim + 3) + of_keys
+    return shapes.batch * shapes.tokens * numbers * shapes.statistics_itemsize
 
 
 def make_heads_plan(
-    shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int, pace: float = 0.0
+    shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, units: tuple[int, ...] = ()
 ) -> HeadsPlan:
     """Return a rank's plan.
 
@@ -140,29 +153,28 @@ def make_heads_plan(
         sources: Strides of these inputs, in that order; the heads of a token are contiguous. They may differ between
             ranks: all ranks divide tensors into the same blocks.
         backward: Whether it is a backward pass.
-        most: See `make_units`.
-        pace: See `make_units`.
+        units: Query heads of each unit; see `make_units`.
     """
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     sizes = zip(Operand, counts, strict=False)
     starts, nbytes = offsets_of([_rows(shapes, operand) * count * _item(shapes, operand) for operand, count in sizes])
-    units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
+    cuts = make_units(own, own_kv, units)
     views = (
         tuple(
             _view(shapes, operand, start, counts[operand], unit.kv_heads if operand.is_kv else unit.heads)
             for operand, start in zip(Operand, starts, strict=False)
         )
-        for unit in units
+        for unit in cuts
     )
     return HeadsPlan(
         shapes,
         backward,
         nbytes,
-        units,
+        cuts,
         tuple(views),
-        tuple(_inbound(shapes, rank, units, i, sources, starts, nbytes) for i in range(len(units))),
-        tuple(_outbound(shapes, rank, unit, backward=backward) for unit in units),
+        tuple(_inbound(shapes, rank, cuts, i, sources, starts, nbytes) for i in range(len(cuts))),
+        tuple(_outbound(shapes, rank, unit, backward=backward) for unit in cuts),
     )
 
 
@@ -314,12 +326,30 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _TokenRun, 
             )
 
 
+def token_order(layout: Layout, batch: int) -> IntArray:
+    """Return the place in `[batch, tokens]` of each token of `[ranks, batch, local_tokens]`, flat.
+
+    Args:
+        layout: The layout of the tokens; all ranks exchange heads.
+        batch: Sequences.
+    """
+    outer, places = layout.over_groups(layout.size), np.empty((layout.size, 1, layout.tokens), np.int64)
+    for rank in range(layout.size):
+        for run in _landing_runs(layout, outer, rank, layout.size):
+            places[rank, 0, run.offset : run.offset + run.tokens] = run.start + run.stride * np.arange(run.tokens)
+    return (places + layout.size * layout.tokens * np.arange(batch)[:, None]).ravel()
+
+
 def _landing(shapes: HeadShapes, operand: Operand, rank: int) -> list[Run]:
     """Return the positions of a rank's tokens in the token order of its group, as runs."""
     layout, outer = shapes.layout, shapes.outer
     if operand.is_kv:
         layout, outer = layout.keys, outer.keys
-    group = outer.runs(rank // shapes.degree)
+    return _landing_runs(layout, outer, rank, shapes.degree)
+
+
+def _landing_runs(layout: Layout, outer: Layout, rank: int, degree: int) -> list[Run]:
+    group = outer.runs(rank // degree)
     found = []
     for run in layout.runs(rank):
         into = next(each for each in group if 0 <= run.start - each.start < each.tokens * each.stride)

@@ -241,15 +241,24 @@ class Strategy:
         ulysses_degree: Neighbouring ranks that exchange heads (DeepSpeed Ulysses); 1 for none.
         outer: How groups of that many ranks share keys and values.
         ring_tensors: The tensors that the ring sends in backward; forward always sends keys and values.
-        most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
-        pace: Of a head exchange: time to move one head of one tensor / time of attention with that head.
+        most_kv_heads: KV heads that one step of a gather moves; 0: all in one step.
+        forward_units: Of a head exchange: query heads of a rank that are exchanged while others are computed, in order;
+            empty: all in one step.
+        backward_units: The same for backward.
+        at_once: Whether heads are exchanged by one collective each way, before and after all kernels.
     """
 
     ulysses_degree: int
     outer: Outer
     ring_tensors: RingTensors
     most_kv_heads: int = 0
-    pace: float = 0.0
+    forward_units: tuple[int, ...] = ()
+    backward_units: tuple[int, ...] = ()
+    at_once: bool = False
+
+    def units(self, *, backward: bool) -> tuple[int, ...]:
+        """Return the units of a pass."""
+        return self.backward_units if backward else self.forward_units
 
     @property
     def moves_queries(self) -> bool:

@@ -3,13 +3,13 @@
 A unit is the heads of one kernel call. The heads of other units are exchanged or gathered at the same time.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bmburst.schedule.layout import Layout, rank_areas
-from bmburst.schedule.mask import Mask
+from bmburst.schedule.layout import Layout
 from bmburst.schedule.parallelism import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
 from bmburst_ops import ATTENTION_BACKWARD, TILE_ROWS
@@ -17,7 +17,6 @@ from bmburst_ops import ATTENTION_BACKWARD, TILE_ROWS
 _OUTBOX_BYTES = 1 << 30
 _GATHERED_BYTES = 4 << 30
 _RECORDED_SUMS = 512 << 20  # bytes
-_PIPELINED_WORK = 2e11  # FLOPs of one head: 0.3 ms on an H200, as long as the host takes to start a unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +140,13 @@ class HeadShapes:
             return 2.0 * (3 * self.head_dim + 2 * self.value_width)
         return 2.0 * (self.head_dim + self.value_width)
 
+    @property
+    def can_exchange_at_once(self) -> bool:
+        """Whether one collective over all ranks of the sequence can exchange all heads."""
+        is_whole = 1 < self.degree == self.layout.size and self.layout.keys == self.layout
+        vector = self.batch * self.tokens * self.widest * self.itemsize
+        return is_whole and most_exchanged(self.own_heads, self.own_kv_heads, vector) == self.own_kv_heads
+
     def refusal(self) -> str | None:
         """Return why these heads cannot be exchanged, or None."""
         if self.layout.size % self.degree:
@@ -173,43 +179,67 @@ class Unit(NamedTuple):
     new_kv_heads: Span
 
 
-def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backward: bool) -> tuple[Unit, ...]:
-    """Divide the heads of a rank into units, one kernel call each, so that transfers overlap with kernels.
-
-    The first and the last unit are small, because the transfer to the first and from the last cannot be hidden. There
-    are few units between them, because each call takes host time. If the query heads of a KV head are divided, the
-    parts fill a kernel's tile evenly where possible, so that the kernel can share keys and values among them.
+def make_units(heads: int, kv_heads: int, counts: Sequence[int] = ()) -> tuple[Unit, ...]:
+    """Divide the heads of a rank into units, one kernel call each.
 
     Args:
         heads: Query heads of the rank.
         kv_heads: KV heads of the rank.
-        most: Maximum KV heads of a unit, to bound the outbox; `kv_heads` or more: no bound; 0: a single unit.
+        counts: Query heads of each unit, in order, of `unit_plans`; empty: a single unit.
+    """
+    group = heads // kv_heads
+    units, brought = [], 0
+    for start, stop in pairwise(accumulate(counts or (heads,), initial=0)):
+        kv = Span(start // group, -(-stop // group))
+        units.append(Unit(Span(start, stop), kv, Span(min(max(brought, kv.start), kv.stop), kv.stop)))
+        brought = max(brought, kv.stop)
+    return tuple(units)
+
+
+def unit_plans(
+    heads: int, kv_heads: int, *, most: int, pace: float, backward: bool, overlaps: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the divisions of a rank's heads that can be the fastest, as `make_units` takes them.
+
+    They are: a single unit; units of equal size; and units so that transfers overlap with kernels. Of these the first
+    and the last are small, because the transfer to the first and from the last cannot be hidden, or only one of them
+    is. There are few units between them, because each call takes host time. If the query heads of a KV head are
+    divided, the parts fill a kernel's tile evenly where possible, so that the kernel can share keys and values among
+    them.
+
+    Args:
+        heads: Query heads of the rank.
+        kv_heads: KV heads of the rank.
+        most: Maximum KV heads of a unit, to bound the outbox.
         pace: Time to move one head of one tensor / forward time of attention with one query head: a unit has no more
             heads than arrive while the units before it are computed.
         backward: Whether it is a backward pass: the query heads of a KV head stay together, since its gradient is their
             sum, and more tensors move.
+        overlaps: Whether transfers may overlap with kernels; if not, there are as few units as `most` allows.
     """
     group = heads // kv_heads
-    if most == 0 or heads == 1:
-        cuts = [(Span(0, heads), Span(0, kv_heads))]
-    elif kv_heads <= min(2, most) and heads >= 3 and group > 1 and not backward:
+    count = -(-kv_heads // most)
+    even = tuple(group * len(span) for span in even_spans(kv_heads, count))
+    if not overlaps or heads == 1:
+        return (even,)
+    moved, attended = (2 * group + 2, ATTENTION_BACKWARD * group) if backward else (group + 2, group)
+    growing = _counts(kv_heads, most, pace * moved / attended)
+    found = [even, tuple(group * n for n in growing)]
+    if kv_heads > 1:
+        found.append(tuple(group * len(span) for span in even_spans(kv_heads, max(2, count))))
+    if len(growing) > 2 and growing[-2] < most:
+        found.append(tuple(group * n for n in (*growing[:-2], growing[-2] + 1)))
+        found.append(tuple(group * n for n in (growing[0] + growing[1], *growing[2:])))
+    if kv_heads <= min(2, most) and heads >= 3 and group > 1 and not backward:
         fitting = (n for n in range(1, heads // 4 + 1) if TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
         edge = next(fitting, 1)
-        cuts = [
-            (Span(0, edge), Span(0, 1)),
-            (Span(edge, heads - edge), Span(0, kv_heads)),
-            (Span(heads - edge, heads), Span(kv_heads - 1, kv_heads)),
-        ]
-    else:
-        moved, attended = (2 * group + 2, ATTENTION_BACKWARD * group) if backward else (group + 2, group)
-        edges = accumulate(_counts(kv_heads, most, pace * moved / attended), initial=0)
-        spans = [Span(a, b) for a, b in pairwise(edges)]
-        cuts = [(Span(span.start * group, span.stop * group), span) for span in spans]
-    units, brought = [], 0
-    for own, kv in cuts:
-        units.append(Unit(own, kv, Span(min(max(brought, kv.start), kv.stop), kv.stop)))
-        brought = max(brought, kv.stop)
-    return tuple(units)
+        found.append((edge, heads - 2 * edge, edge))
+    return tuple(dict.fromkeys(found))
+
+
+def even_spans(heads: int, count: int) -> list[Span]:
+    """Divide heads into `count` spans of nearly equal size."""
+    return [Span(a, b) for a, b in pairwise(i * heads // count for i in range(count + 1))]
 
 
 def even_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
@@ -218,66 +248,49 @@ def even_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
     No unit is small: a rank has few queries, and a kernel of few heads would leave most of the GPU idle. The transfer
     of the first unit overlaps with attention to own keys.
     """
-    count = -(-kv_heads // most) if most else 1
-    spans = [Span(a, b) for a, b in pairwise(i * kv_heads // count for i in range(count + 1))]
     group = heads // kv_heads
+    spans = even_spans(kv_heads, -(-kv_heads // most) if most else 1)
     return tuple(Unit(Span(span.start * group, span.stop * group), span, span) for span in spans)
 
 
-def hides_transfers(transport: str, work: float) -> bool:
-    """Return whether it is faster to move some heads while kernels compute others.
-
-    Kernels must be long enough, and the transport must not slow them down.
-
-    Args:
-        transport: The transport.
-        work: Forward FLOPs of one head over all ranks.
-    """
-    return transport == "peer" and work >= _PIPELINED_WORK
+def overlaps(transport: str) -> bool:
+    """Return whether transfers of a transport can overlap with kernels without occupying multiprocessors."""
+    return transport == "peer"
 
 
-def records_kernels(transport: str, sums: float) -> bool:
-    """Return whether a rank runs the kernels of a head exchange as CUDA graphs.
+def records_kernels(stays: bool, sums: float) -> bool:
+    """Return whether the kernels of a head exchange run as CUDA graphs.
 
-    Their inputs and outputs must have fixed addresses, as the buffers of `peer` have. Graphs keep the memory that they
-    allocate, so it must be small. Where it is larger, kernels are long enough to hide the host's time.
+    Graphs keep the memory that they allocate, so it must be small. Where it is larger, kernels are long enough to hide
+    the host's time.
 
     Args:
-        transport: The transport.
+        stays: Whether inputs and outputs of the kernels stay at their addresses from call to call.
         sums: Bytes of fp32 or wider sums for all elements of a rank's queries: most of the workspace of a backward.
     """
-    return transport == "peer" and sums <= _RECORDED_SUMS
+    return stays and sums <= _RECORDED_SUMS
 
 
-def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -> int:
-    """Return how many KV heads one step of a head exchange moves, at least 1; 0: all in one step.
-
-    There are several steps if transfers are hidden by kernels (`hides`), else as few as an outbox of 1 GiB allows.
+def most_exchanged(heads: int, kv_heads: int, head_bytes: int) -> int:
+    """Return how many KV heads one step of a head exchange may move: as many as an outbox of 1 GiB holds, at least 1.
 
     Args:
         heads: Query heads of a rank after the exchange.
         kv_heads: KV heads of a rank after the exchange.
         head_bytes: Bytes of one head of a tensor after the exchange.
-        hides: See `hides_transfers`.
     """
-    most = _OUTBOX_BYTES // (head_bytes * (heads // kv_heads + 2))
-    return _bounded(most, kv_heads, hides=hides)
+    return min(kv_heads, max(1, _OUTBOX_BYTES // (head_bytes * (heads // kv_heads + 2))))
 
 
-def most_gathered(kv_heads: int, head_bytes: int, *, hides: bool) -> int:
-    """Return how many KV heads one step of a gather moves; its buffers may take 4 GiB. See `most_exchanged`.
+def most_gathered(kv_heads: int, head_bytes: int) -> int:
+    """Return how many KV heads one step of a gather may move: as many as buffers of 4 GiB hold, at least 1.
 
     Args:
         kv_heads: KV heads of a rank.
         head_bytes: Bytes of one head of a tensor of the whole sequence.
-        hides: See `hides_transfers`.
     """
-    bound = _GATHERED_BYTES // (12 * head_bytes)  # the formula of backward in `bmburst.attention.gather` for many ranks
-    return _bounded(min(-(-kv_heads // 2), bound) if hides else bound, kv_heads, hides=hides)
-
-
-def _bounded(most: int, kv_heads: int, *, hides: bool) -> int:
-    return max(1, most) if hides or most < kv_heads else 0
+    # The formula of backward in `bmburst.attention.gather` for many ranks.
+    return min(kv_heads, max(1, _GATHERED_BYTES // (12 * head_bytes)))
 
 
 def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:
@@ -316,23 +329,23 @@ class Sizes:
         return len(even_units(self.shapes.own_heads, self.shapes.own_kv_heads, self.strategy.most_kv_heads))
 
     def records_kernels(self, transport: str, nodes: int) -> bool:
-        """Return whether kernels run as CUDA graphs: only in a pure head exchange inside a node.
+        """Return whether kernels run as CUDA graphs: only in a pure head exchange, on memory that stays in place.
 
         Args:
             transport: The transport.
             nodes: Number of nodes of the ranks of the sequence.
         """
+        on_gpu = transport in ("peer", "nccl")
+        stays = on_gpu if self.strategy.at_once else transport == "peer" and nodes == 1
         sums = self.shapes.q_bytes * self.shapes.statistics_itemsize / self.shapes.itemsize
-        is_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and nodes == 1
-        return is_alone and records_kernels(transport, sums)
+        return self.shapes.degree > 1 and self.shapes.groups == 1 and records_kernels(stays, sums)
 
     def unit_shares(self, *, backward: bool) -> list[float]:
         """Return the fraction of the query heads in each unit of a head exchange."""
         return [len(unit.heads) / self.shapes.own_heads for unit in self._units(backward=backward)]
 
     def _units(self, *, backward: bool) -> tuple[Unit, ...]:
-        own, most, pace = self.shapes.own_heads, self.strategy.most_kv_heads, self.strategy.pace
-        return make_units(own, self.shapes.own_kv_heads, most=most, pace=pace, backward=backward)
+        return make_units(self.shapes.own_heads, self.shapes.own_kv_heads, self.strategy.units(backward=backward))
 
     def first_bytes(self, *, backward: bool) -> float:
         """Return the bytes of the inputs of the first unit in a head exchange; own parts included."""
@@ -365,18 +378,30 @@ class Sizes:
         return units * stops
 
 
-def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
-    """Return how many KV heads move in one step, which bounds memory; 0: all.
+def with_units(
+    strategy: Strategy, shapes: HeadShapes, transport: str, pace: float = 0.0, *, backward: bool
+) -> tuple[Strategy, ...]:
+    """Return the strategy with each division of a rank's heads that can be the fastest, largest units first.
 
     Args:
+        strategy: The strategy.
         shapes: Sizes; `degree` is the strategy's.
-        length: Real tokens of the sequence.
-        mask: Which keys a query sees.
         transport: The transport.
+        pace: See `unit_plans`.
+        backward: Whether the units of backward differ; else those of forward, or of both passes of a gather.
     """
-    work = shapes.pair_flops(backward=False) * shapes.batch * sum(rank_areas(shapes.layout, length, mask))
-    hides, vector = hides_transfers(transport, work), shapes.batch * shapes.widest * shapes.itemsize
+    vector = shapes.batch * shapes.widest * shapes.itemsize
     if shapes.degree == 1:
-        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens, hides=hides)
-    head_bytes = vector * max(shapes.tokens, shapes.key_tokens)
-    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, head_bytes, hides=hides)
+        if backward or strategy.outer != "gather":
+            return (strategy,)
+        most = most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens)
+        half = min(most, -(-shapes.kv_heads // 2))
+        mosts = dict.fromkeys((0 if most == shapes.kv_heads else most, *([half] if overlaps(transport) else [])))
+        return tuple(replace(strategy, most_kv_heads=each) for each in mosts)
+    heads = shapes.own_heads, shapes.own_kv_heads
+    most = most_exchanged(*heads, vector * max(shapes.tokens, shapes.key_tokens))
+    plans = unit_plans(*heads, most=most, pace=pace, backward=backward, overlaps=overlaps(transport))
+    counts = [plan if len(plan) > 1 else () for plan in plans]
+    if backward:
+        return tuple(replace(strategy, backward_units=units) for units in counts)
+    return tuple(replace(strategy, forward_units=units) for units in counts)

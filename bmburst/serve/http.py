@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bmburst.errors import UserError
 from bmburst.inference.prompts import PromptEncoder
@@ -31,6 +33,7 @@ from bmburst.serve.worker import STOPPING, End, Event, Failure, Job, Text, drain
 
 _KEEP_SECONDS = 65  # of an idle connection; clients close theirs after 5 s, and their requests must not meet the end
 _MOST_BYTES = 64 << 20  # of a request's body: several million tokens of text
+_HEADER_SECONDS = 30.0  # until the header of a request has arrived
 _READ_SECONDS = 60.0  # until a request's body has arrived
 _SEND_SECONDS = 5.0  # from the time-out of a request until its client has read what was sent
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0
@@ -76,7 +79,7 @@ class Server:
         self._app = _App(service, self.jobs)
         config = uvicorn.Config(
             self._app.routed(), log_level="error", access_log=False, lifespan="off", ws="none", loop="asyncio",
-            http="h11", server_header=False, timeout_keep_alive=_KEEP_SECONDS,
+            http=_Protocol, server_header=False, timeout_keep_alive=_KEEP_SECONDS,
             timeout_graceful_shutdown=int(_STOP_SECONDS),
         )  # fmt: skip
         self._server, self._listener = uvicorn.Server(config), listener
@@ -117,6 +120,36 @@ class Server:
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._listener]))
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which the header of a request does not arrive in time; uvicorn would wait for ever."""
+
+    _too_late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._wait_for_header()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # a part of a header
+            self._wait_for_header()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_header(self) -> None:
+        if self._too_late is None:
+            self._too_late = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._too_late is not None:
+            self._too_late.cancel()
+            self._too_late = None
 
 
 class _Waiting:

@@ -16,6 +16,7 @@ from importlib import metadata
 from bmburst.errors import one_line
 from bmburst.setup import bmtrain, system
 from bmburst.setup.bmtrain import capabilities
+from bmburst.setup.kernel_caches import kernel_caches
 from bmburst.setup.system import PIP, Finding, Status
 
 __all__ = ["CHECKS", "Check", "Finding", "Status", "can_train", "examine", "to_json", "to_text"]
@@ -121,6 +122,10 @@ def linear_attention(name: str) -> Finding:
     return Finding(name, "ok", _version("fla-core"))
 
 
+def _caches_of_gpus(name: str) -> Finding:
+    return kernel_caches(name) if capabilities() else Finding(name, "note", "needs a GPU")
+
+
 def _imported(name: str, module: str, distribution: str, absent: str, install: str, *, again: str = "") -> Finding:
     """Import a module. `absent` is the detail if it is missing, `again` are pip's options to replace a broken one."""
     if not _is_there(module):
@@ -195,6 +200,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
     Check("kernel fla", linear_attention),
+    Check("kernel caches", _caches_of_gpus),
     Check("numpy", PackageCheck("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
     Check("PyYAML", PackageCheck("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),
     Check("safetensors", PackageCheck("safetensors", "safetensors", "checkpoints"), needed=True, with_torch=False),

@@ -208,7 +208,7 @@ class TrainConfig:
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "schedule", schedule)
         optimizer.require_dtype(self.dtype)
-        if self.optimizer.offload_weights and self.parallel.zero_level != 3:
+        if self.optimizer.offload_weights and self.parallel.zero_level == 2:
             raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:
             Policy.parse(self.recompute).require_layers(self.model.num_layers)
@@ -402,7 +402,9 @@ class EvalConfig(RecordFormat):
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
-        "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
+        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        default=None,
+        default_text="the tokenizer's",
     )
     max_sequences: int | None = field(
         "Maximum number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1

@@ -4,19 +4,28 @@ What a file or an option gives is kept, and so is what a run that is resumed was
 are those of `TrainConfig`. Imports no torch at its top.
 """
 
-import shutil
-import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Literal
 
 from bmburst.errors import UserError
-from bmburst.recompute.policy import AUTO
+from bmburst.launch import devices
+from bmburst.recompute.policy import AUTO, POLICIES
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.parallelism import divisors
 from bmburst.train.config import TrainConfig
 
+if TYPE_CHECKING:
+    from bmburst.plan.candidates import Candidate
+
 _AMPERE = (8, 0)
-_QUERY = ("--query-gpu=name,compute_cap", "--format=csv,noheader")
+GAIN = 0.01
+"""Fraction of the time that a way must save over simpler ones."""
+LEVELS: tuple[Literal[2, 3], ...] = (3, 2)
+SPREAD = ("micro_batch_size", "parallel.zero_level")
+"""What `spread` chooses beside the degrees of `MESH` and the batch size."""
 MESH = tuple(f"parallel.{axis}_parallel" for axis in ("pipeline", "data", "sequence", "tensor", "head"))
 
 
@@ -36,22 +45,10 @@ class Gpus:
 
     @classmethod
     def here(cls) -> "Gpus | None":
-        """Return the GPUs of this machine; None without one. It opens none: a launcher leaves them to its ranks."""
-        import torch
-
-        if not torch.cuda.is_available():
+        """Return the GPUs of this machine; None without one."""
+        if not (found := devices.gpus()):
             return None
-        smi = shutil.which("nvidia-smi")
-        try:
-            said = subprocess.run(
-                [smi or "nvidia-smi", *_QUERY], capture_output=True, text=True, timeout=30, check=True
-            )
-            found = [line.rsplit(",", 1) for line in said.stdout.splitlines() if "," in line]
-            capabilities = [tuple(map(int, each.strip().split("."))) for _, each in found]
-            least = min((each[0], each[1]) for each in capabilities)
-        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-            return None  # unknown GPUs get the defaults of `TrainConfig`
-        return cls(torch.cuda.device_count(), found[0][0].strip(), least)
+        return cls(len(found), found[0].name, min(gpu.capability for gpu in found))
 
     @property
     def has_bfloat16(self) -> bool:
@@ -67,30 +64,45 @@ def defaults_of(gpus: Gpus | None) -> dict[str, str]:
 
 
 def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> TrainConfig:
-    """Return a run whose sequences are on as few ranks as they fit on, with data parallelism over the others.
+    """Return a run with the data and sequence parallel degrees, micro-batch and ZeRO level that are predicted fastest.
 
-    Without a given batch size, each group of ranks gets `micro_batch_size` sequences a step.
+    The planner compares them by tokens per second, each with its fastest recompute policy that fits in GPU memory. Of
+    ways that differ by less than `GAIN`, the one with the fewest ranks for a sequence is taken, then ZeRO 3, then the
+    smaller micro-batch. Without a given batch size, each group of ranks gets `micro_batch_size` sequences a step. If
+    nothing fits, the run is returned as it is.
 
     Args:
         config: The run.
-        given: Dotted names of the fields that a file or an option gives. If one of the parallel degrees is among them,
-            the run is returned as it is.
+        given: Dotted names of the fields that a file or an option gives, which are kept. If one of the parallel degrees
+            is among them, all of them are.
         ranks: Number of ranks.
         gpus: The GPUs of each machine; None: the run is returned as it is.
     """
-    if gpus is None or ranks == 1 or any(name in given for name in MESH):
+    if gpus is None or ranks == 1:
         return config
+    from bmburst.plan.search import fastest  # here, because --help does not need the planner
+
     hardware, nodes = hardware_like(gpus.name), max(1, -(-ranks // gpus.count))
-    for sequence in divisors(ranks):
-        data = ranks // sequence
-        parallel = replace(config.parallel, data_parallel=data, sequence_parallel=sequence)
-        changes: Mapping[str, object] = {"parallel": parallel}
-        if "batch_size" not in given:
-            changes = {**changes, "batch_size": data * config.micro_batch_size}
-        way = config.replace(**changes)
-        if _fits(way, ranks, nodes, hardware):
-            return way
-    return config
+    ways = [(way, found) for way in _ways(config, given, ranks) if (found := _planned(way, ranks, nodes, hardware))]
+    policies = POLICIES if config.recompute == AUTO else (config.recompute,)
+    resident = [name for name in policies if "offload" not in name]  # the host's memory is not known here
+    chosen = fastest([found for _, found in ways], hardware, resident, gain=GAIN)
+    return config if chosen is None else ways[chosen][0]
+
+
+def _ways(config: TrainConfig, given: Collection[str], ranks: int) -> Iterator[TrainConfig]:
+    """Yield the run in each way that is not given; first those with few ranks for a sequence."""
+    is_placed = any(name in given for name in MESH)
+    for sequence in [config.parallel.sequence_parallel] if is_placed else divisors(ranks):
+        data = config.parallel.data_parallel if sequence is None or is_placed else ranks // sequence
+        own = replace(config.parallel, data_parallel=data, sequence_parallel=sequence)
+        batch = config.batch_size if is_placed or "batch_size" in given else data * config.micro_batch_size
+        micro = [config.micro_batch_size] if "micro_batch_size" in given else divisors(max(1, batch // data))
+        levels = [config.parallel.zero_level] if "parallel.zero_level" in given else LEVELS
+        for level, size in product(levels, micro):
+            with suppress(UserError):
+                parallel = replace(own, zero_level=level)
+                yield config.replace(parallel=parallel, batch_size=batch, micro_batch_size=size)
 
 
 def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> str:
@@ -103,16 +115,18 @@ def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpu
         chosen.append(f"data_parallel {shape.data} x sequence_parallel {shape.sequence}")
         if "batch_size" not in given:
             chosen.append(f"batch_size {config.batch_size}")
+    if ranks > 1:
+        values = {"micro_batch_size": config.micro_batch_size, "parallel.zero_level": config.parallel.zero_level}
+        chosen += [f"{name} {value}" for name, value in values.items() if name not in given]
     if not chosen:
         return ""
     return f"chosen for {ranks} x {gpus.name}: {', '.join(chosen)}; the options of these names choose otherwise"
 
 
-def _fits(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> bool:
-    from bmburst.plan.memory import memory_of  # here, because --help does not need the planner
-    from bmburst.train.machine import planned
+def _planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> "Candidate | None":
+    from bmburst.train.machine import planned  # here, because --help does not need the planner
 
     try:
-        return memory_of(planned(config, ranks, nodes, hardware), hardware).fits
+        return planned(config, ranks, nodes, hardware)
     except UserError:  # for example a batch that does not divide by the groups
-        return False
+        return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
 from bmburst.errors import UserError
+from bmburst.launch import devices
 from bmburst.memory import available_bytes, total_bytes
 from bmburst.optim.config import OptimizerConfig
 from bmburst.plan.candidates import Candidate, Offload, Task
@@ -63,7 +64,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         tensor=shape.tensor,
         pipe=shape.pipe,
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
-        zero=parallel.zero_level,
+        zero=3 if parallel.zero_level == "auto" else parallel.zero_level,
         zero_ranks=None if group == ranks else int(group),
         transport=_transport(parallel.transport, hardware),
         offload=_offload(config.optimizer),
@@ -170,13 +171,13 @@ def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -
     Raises:
         UserError: They cannot.
     """
-    import torch  # imported here, because --help does not need it
-
-    has_gpus = torch.cuda.is_available()
+    has_gpus = bool(devices.gpus())
     if config.parallel.strategy != "auto":  # "auto" always finds one
         _require_strategy(config, world_size)
     _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
     if config.parallel.kernel != "auto":  # "auto" always finds one, without a query of the GPU
+        import torch  # imported here, because most runs do not need it before their ranks start
+
         _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Memory of a run: recompute and ZeRO group "auto", the check of host memory, messages of out-of-memory errors."""
+"""Memory of a run: recompute and ZeRO "auto", the check of host memory, messages of out-of-memory errors."""
 
 import contextlib
 import os
@@ -28,6 +28,7 @@ from bmburst.plan.search import (
     RecomputeChoice,
     choose_recompute,
     choose_zero_group,
+    choose_zero_level,
     predict,
     with_usable_memory,
 )
@@ -75,6 +76,34 @@ def zero_group_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[
     if mesh.rank == 0:
         sys.stderr.write(f"{choice.message} ({bytes_text(rate)}/s a rank between nodes)\n")
     return choice.ranks or "world"
+
+
+def zero_level_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[2, 3]:
+    """Return the ZeRO stage of a run, the same on all ranks. Every rank calls it before the model is created.
+
+    For "auto" on GPUs, rank 0 prints the choice.
+
+    Args:
+        config: The run, with its ZeRO group.
+        mesh: Its ranks.
+        local_size: Ranks on this host.
+    """
+    asked, size = config.parallel.zero_level, mesh.shape.size
+    if asked != "auto":
+        return asked
+    ranks = size if config.parallel.zero_group == "world" else config.parallel.zero_group
+    gathers = ranks != mesh.shape.tensor and mesh.shape.pipe == 1 and not config.optimizer.offload_weights
+    if not gathers or not torch.cuda.is_available():
+        return 3
+    room = _Room.of(config, mesh, local_size)
+    choice = choose_zero_level(*(room.predict(_at_level(config, level), room.nodes) for level in (2, 3)))
+    if mesh.rank == 0:
+        sys.stderr.write(f"{choice.message}\n")
+    return choice.level
+
+
+def _at_level(config: TrainConfig, level: Literal[2, 3]) -> TrainConfig:
+    return config.replace(parallel=replace(config.parallel, zero_level=level))
 
 
 def _rate_between(mesh: Mesh, ranks: int) -> float:
@@ -388,13 +417,12 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
     if config.parallel.zero_group != "world":
         single.append(("--parallel.zero_group world", _sharded(config, "world")))
     if config.parallel.zero_level == 2:
-        three = replace(config.parallel, zero_level=3)
-        single.append(("--parallel.zero-level 3", config.replace(parallel=three)))
+        single.append(("--parallel.zero-level 3", _at_level(config, 3)))
     if config.loss_chunk_tokens > _SMALL_CHUNK:
         single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
     if not config.optimizer.offload:
         single.append(("--optimizer.offload", _offloaded(config)))
-    can_stream = config.parallel.zero_level == 3 and not has_stages
+    can_stream = config.parallel.zero_level != 2 and not has_stages
     if not config.optimizer.offload_weights and can_stream:
         single.append((_STREAMED, _offloaded(config, weights=True)))
     yield from ((words, changed, 1) for words, changed in single)

@@ -46,13 +46,15 @@ def model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory, groups: "Ze
     from bmburst.blocks.model import Llama
     from bmburst.blocks.stages import Stage
 
+    level = config.parallel.zero_level
+    assert level != "auto", "the trainer chooses it before it makes a model"
     decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     model = partial(
         Llama,
         config.model,
         attention=_attention(config, mesh),
         dtype=getattr(torch, config.dtype),
-        zero_level=config.parallel.zero_level,
+        zero_level=level,
         loss_chunk=config.loss_chunk_tokens,
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,

@@ -235,7 +235,10 @@ class PairLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class PairObjective:
-    """DPO (arXiv:2305.18290): the mean over pairs of `-log sigmoid(margin)`.
+    """DPO (arXiv:2305.18290): the mean over pairs of `-log sigmoid(margin)`, in training weighted by the pairs.
+
+    The weighted mean of a step is `sum(weight * loss) / sum(weight)`, both over the pairs of all ranks and
+    micro-batches. An evaluation, and the means of margins and accuracy, count each pair once.
 
     An answer is a document of a packed sequence, without the prompt if both share it. Its tokens can be on any
     ranks: each rank sums the log-probabilities of its own tokens, and an all-reduce sums them per document over the
@@ -279,11 +282,12 @@ class PairObjective:
         loss, margin, accuracy = (each / max(count, 1) for each in all_sums)
         return Measurement(loss=loss, tokens=tokens, reward_margin=margin, reward_accuracy=accuracy)
 
-    def compare(self, part: LocalBatch) -> tuple[PairLosses, Tensor]:
+    def compare(self, part: LocalBatch, *, is_weighted: bool = False) -> tuple[PairLosses, Tensor]:
         """Return losses and margins of pairs, and a surrogate: a scalar with the gradient of the sum of the losses.
 
-        The value of the surrogate is meaningless. Its gradients, summed over the ranks that share the sequences, are
-        the gradient of the sum of the losses.
+        With `is_weighted`, each loss is multiplied by the weight of its pair. The value of the surrogate is
+        meaningless. Its gradients, summed over the ranks that share the sequences, are the gradient of the sum of the
+        losses.
         """
         from bmburst.blocks.layers import without_adapters  # imports BMTrain: only after `bmburst.start`
 
@@ -295,11 +299,12 @@ class PairObjective:
         ratios = before - pieces.sums(losses.detach())  # losses are negative log-probabilities
         chosen = torch.tensor(pieces.chosen, dtype=torch.int64).to(self.device)
         margins = self.beta * (ratios[chosen] - ratios[chosen + 1])
-        slopes = self.beta * torch.sigmoid(-margins)
+        weights = pieces.weights(part) if is_weighted else torch.ones_like(margins)
+        slopes = weights * self.beta * torch.sigmoid(-margins)
         of_documents = torch.zeros_like(ratios)
         of_documents[chosen], of_documents[chosen + 1] = slopes, -slopes
         surrogate = (losses * pieces.spread(of_documents).to(losses.dtype)).sum()
-        return PairLosses(torch.nn.functional.softplus(-margins), margins), surrogate
+        return PairLosses(weights * torch.nn.functional.softplus(-margins), margins), surrogate
 
 
 class _PairStep:
@@ -310,24 +315,30 @@ class _PairStep:
         self._shared = shape.sequence * shape.tensor
         self.tokens = counted[0] // shape.tensor
         self._pairs = counted[1] // self._shared
+        self._total = self._pairs.double()
+        if batch.weights is not None:
+            weights = _Pieces(objective, batch).weights(batch)
+            (total,) = objective.mesh.world.all_reduce(weights.sum()).wait()
+            self._total = total / self._shared
         self._sums = torch.zeros(3, dtype=torch.float64, device=objective.device)
 
     def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
         assert stream is None  # not in a pipeline
-        found, surrogate = self._objective.compare(part)
+        found, surrogate = self._objective.compare(part, is_weighted=True)
         self._sums += found.sums()
-        return self._mean(surrogate)
+        return self._mean(surrogate, self._total)
 
     @property
     def share(self) -> Tensor:
-        return self._mean(self._sums[0] / self._shared)
+        return self._mean(self._sums[0] / self._shared, self._total)
 
     @property
     def rewards(self) -> Tensor:
-        return self._mean(self._sums[1:] / self._shared)
+        return self._mean(self._sums[1:] / self._shared, self._pairs)
 
-    def _mean(self, of_pairs: Tensor) -> Tensor:
-        return global_mean(of_pairs, self._pairs, self._objective.mesh.shape.size)
+    def _mean(self, of_pairs: Tensor, total: Tensor) -> Tensor:
+        ranks = self._objective.mesh.shape.size
+        return of_pairs * (ranks / torch.where(total > 0, total, 1)).to(of_pairs.dtype)
 
 
 def pairs_of(batch: LocalBatch) -> int:
@@ -355,13 +366,15 @@ class _Pieces:
 
     def __init__(self, objective: PairObjective, part: LocalBatch) -> None:
         self._mesh, self._device = objective.mesh, objective.device
-        own: Any = objective.model.tensor.own
+        self._own: Any = objective.model.tensor.own
         self.chosen: list[int] = []
         numbers, first = [], 0
         for mask in part.masks or ():
             places, starts = objective.cut.under(mask).positions(), torch.tensor(mask.starts)
             at = torch.searchsorted(starts, places, right=True) - 1 + first
-            numbers.append(own(at[None], pad_value=first + len(starts) - 1))  # padding has no label, so it adds zero
+            numbers.append(
+                self._own(at[None], pad_value=first + len(starts) - 1)
+            )  # padding has no label, so it adds zero
             answers = _answers(mask)
             self.chosen += (first + answers[i] for i in range(0, len(answers) - 1, 2))
             first += len(starts)
@@ -382,6 +395,17 @@ class _Pieces:
         (total,) = self._mesh.sequence.all_reduce(belongs @ sums).wait()
         (total,) = self._mesh.tensor.all_reduce(total).wait()
         return total
+
+    def weights(self, part: LocalBatch) -> Tensor:
+        """Return the weights of the pairs, equal on all ranks that share the sequence, fp64 `[pairs]`.
+
+        Each token of a document has its weight, above 0, so the mean over them is the weight.
+        """
+        chosen = torch.tensor(self.chosen, dtype=torch.int64).to(self._device)
+        if part.weights is None:
+            return torch.ones(len(chosen), dtype=torch.float64, device=self._device)
+        sums, counts = (self.sums(self._own(each)) for each in (part.weights, (part.weights > 0).double()))
+        return sums[chosen] / counts[chosen]
 
     def spread(self, of_documents: Tensor) -> Tensor:
         """Return for each of this rank's tokens the value of its document, `[rows, tokens]`."""

@@ -28,7 +28,7 @@ class StageObjective(Protocol):
 
 
 def run_stage(
-    model: "Llama", parts: Sequence[LocalBatch], objective: StageObjective, manager: Any, zero_level: int
+    model: "Llama", parts: Sequence[LocalBatch], objective: StageObjective, manager: Any, gathers_once: bool
 ) -> None:
     """Accumulate the gradient of this rank's stage over the micro-batches of a step.
 
@@ -37,7 +37,7 @@ def run_stage(
         parts: The micro-batches, of equal shapes.
         objective: The objective.
         manager: BMTrain's `OptimManager`, which scales the loss.
-        zero_level: With 2, weights are gathered once, and gradients are reduced once.
+        gathers_once: Whether weights are gathered once and gradients are reduced once (ZeRO-2).
     """
 
     from bmburst.blocks.stages import gathered, settle_gradients  # they import BMTrain: only after `bmburst.start`
@@ -46,7 +46,7 @@ def run_stage(
         scaled: Tensor = manager.scale_loss(objective.forward(part, stream))
         return scaled
 
-    with gathered(model) if zero_level == 2 else nullcontext():
+    with gathered(model) if gathers_once else nullcontext():
         PipelineStep(model, parts, forward).run()
     settle_gradients(model)
 

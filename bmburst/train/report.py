@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bmburst.amounts import GIB, bytes_text, short
 from bmburst.config import to_dict
+from bmburst.launch.beginning import Beginning
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, Wandb, plot_losses
@@ -267,10 +268,15 @@ def _clock(seconds: float) -> str:
 
 
 class Summary:
-    """Collects the metrics of the steps of this process."""
+    """Collects the metrics of the steps of this process.
+
+    Attributes:
+        beginning: Seconds of each part of the time from the start of the command to the end of the first step.
+    """
 
     def __init__(self) -> None:
         self._steps: list[StepMetrics] = []
+        self.beginning: Mapping[str, float] = {}
 
     def add(self, metrics: StepMetrics) -> None:
         """Add a step."""
@@ -294,7 +300,8 @@ class Summary:
         found = self.values()
         if not found:
             return ""
-        (folder / SUMMARY_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        written = {**found, **({"beginning_seconds": self.beginning} if self.beginning else {})}
+        (folder / SUMMARY_FILE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         return ending(found)
 
 
@@ -333,6 +340,11 @@ class RunReport(contextlib.ExitStack):
             self._writer.write(metrics)
             self._bar.update(metrics)
             self._summary.add(metrics)
+
+    def began(self, beginning: Beginning) -> None:
+        """Record and show how the time up to the end of the first step was spent."""
+        self._summary.beginning = beginning.seconds
+        self.note(beginning.until("the end of the first step"))
 
     def held_out(self, metrics: EvalMetrics) -> None:
         """Record an evaluation and draw the plot again."""

@@ -54,7 +54,9 @@ class DataConfig(RecordFormat):
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
-        "Jinja file with the chat template of JSONL messages.", default=None, default_text="the tokenizer's"
+        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        default=None,
+        default_text="the tokenizer's",
     )
     validation: tuple[str, ...] = field(
         "Text or records of your own to evaluate on: FILE or NAME=FILE, several separated by commas. NAME, by default "
@@ -192,8 +194,11 @@ class ParallelConfig:
         default="auto",
         choices=TRANSPORTS,
     )
-    zero_level: Literal[2, 3] = field(
-        "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
+    zero_level: Literal["auto", 2, 3] = field(
+        "ZeRO stage: 3 shards weights, gradients and optimizer, and gathers weights before each pass; 2 keeps them "
+        "gathered from forward to backward, and over the micro-batches of a step. auto: 2 if the planner predicts "
+        "that this fits and is not slower, else 3; on a CPU, and in a pipeline, 3.",
+        default="auto",
     )
     zero_group: Literal["world", "node", "auto"] | int = field(
         "Ranks over which ZeRO shards: world, all; node, those of each node, between which gradients are summed once a "

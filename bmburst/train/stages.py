@@ -20,7 +20,7 @@ def require_pipeline(config: "TrainConfig") -> None:
     if stages == 1:
         return
     require_stages(stages, config.model.num_layers)
-    config.lora.require_stages(stages)
+    config.lora.require_stages(stages, config.parallel.zero_level)
     if config.recompute != AUTO:
         Policy.parse(config.recompute).require_stages(stages)
     is_other = {

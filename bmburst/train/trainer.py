@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bmburst import data
 from bmburst.checkpoint.training import RunProgress
@@ -14,6 +13,7 @@ from bmburst.comm.waits import traced
 from bmburst.data.batches import Sequences
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
+from bmburst.launch.beginning import Beginning
 from bmburst.launch.start import start
 from bmburst.launch.watchdog import beat
 from bmburst.mesh import Mesh
@@ -25,7 +25,14 @@ from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
-from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for, zero_group_for
+from bmburst.train.memory_plan import (
+    expected_memory,
+    explained,
+    offloaded_pieces,
+    recompute_for,
+    zero_group_for,
+    zero_level_for,
+)
 from bmburst.train.metrics import EvalMetrics, StepMetrics
 from bmburst.train.models import compile_kernels, model_maker
 from bmburst.train.monitor import StepMonitor
@@ -46,15 +53,16 @@ from bmburst.train.text import (
     sequences_of_epochs,
 )
 
-if TYPE_CHECKING:
-    pass
-
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
 
-def run(config: TrainConfig) -> str:
+def run(config: TrainConfig, beginning: Beginning | None = None) -> str:
     """Train according to `config`. Every rank of the job calls it; `bmburst train` starts the ranks.
+
+    Args:
+        config: The run.
+        beginning: What has taken time before this call; by default nothing has.
 
     Returns:
         Why the run was stopped before its last step; empty if it was not.
@@ -64,7 +72,7 @@ def run(config: TrainConfig) -> str:
         RunError: Out of memory, or too many steps in a row were skipped.
     """
     with explained(config):
-        trainer = Trainer(config)
+        trainer = Trainer(config, beginning)
     with explained(trainer.config):
         trainer.restore()
         return trainer.train()
@@ -79,6 +87,7 @@ class Trainer:
 
     Args:
         config: The run; `output` must be set.
+        beginning: What has taken time before this call; by default nothing has.
 
     Attributes:
         config: The same, with "auto" replaced by what was chosen, and "node" by the ranks of a node.
@@ -95,10 +104,10 @@ class Trainer:
         UserError: The configuration does not fit the ranks, or the data cannot be read or do not fit the model.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, beginning: Beginning | None = None) -> None:
         if config.output is None:
             raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
-        self._asked = config
+        self._asked, self._beginning = config, beginning or Beginning()
         parallel = config.parallel
         self.runtime = start(seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel)
         config.validate(self.runtime.world_size)
@@ -117,8 +126,11 @@ class Trainer:
         group = zero_group_for(config, self.mesh, bmt.config["local_size"])
         self._groups = ZeroGroups.of(self.mesh, group)
         config = config.replace(parallel=replace(parallel, zero_group=group))
+        level = zero_level_for(config, self.mesh, bmt.config["local_size"])
+        config = config.replace(parallel=replace(config.parallel, zero_level=level))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         self.config = config = config.replace(recompute=recompute)
+        self._beginning.end("ranks")
         # Pinned memory and compiled kernels take long, so both begin before the data are read.
         memory, compiled = HostMemory(), compile_kernels(config, self.mesh, on_host=self.runtime.on_host)
         if not self.runtime.on_host:
@@ -144,6 +156,7 @@ class Trainer:
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
+        self._beginning.end("data")
         make_model = model_maker(config, self.mesh, memory, self._groups)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(
@@ -156,7 +169,9 @@ class Trainer:
         self._monitor = StepMonitor(config, self.mesh, self.runtime)
         self.saves = RunSaves(config, self.model, self.optimizer, tokenizer)
         self.steps_done = 0
+        self._beginning.end("model")
         compiled()  # its allocations must not happen during the capture of a CUDA graph
+        self._beginning.end("kernels")
 
     @property
     def is_main(self) -> bool:
@@ -197,6 +212,7 @@ class Trainer:
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._monitor.skips.total = progress.step, progress.skipped
             self._monitor.scale.restore(progress.loss_scale)
+        self._beginning.end("weights")
 
     # A step, from the batch to the metrics
 
@@ -244,9 +260,10 @@ class Trainer:
         objective = self._objective.begin(batch)
         self._manager.loss_scale = self._monitor.scale.value
         *parts, last = batch.micro_batches(self.config.micro_batch_size)
-        with self._monitor.clock.work():
+        with self._monitor.clock.work(), self.model.model.gather_memory.unchanged():
             if self.mesh.shape.pipe > 1:
-                run_stage(self.model, (*parts, last), objective, self._manager, self.config.parallel.zero_level)
+                gathers_once = self.config.parallel.zero_level == 2
+                run_stage(self.model, (*parts, last), objective, self._manager, gathers_once)
             else:
                 for part in (*parts, last):
                     with traced("forward"):
@@ -314,6 +331,7 @@ class Trainer:
             stack.enter_context(held_back())
             stack.enter_context(self.saves)  # waits for the last one
             self.optimizer.prepare(after=self.model.host_memory.wait)
+            self._beginning.end("optimizer")
             while self.steps_done < config.steps and not monitor.stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics = self.step()
@@ -401,7 +419,12 @@ class Trainer:
         report.note(self._monitor.no_peak)
 
     def _after_first_step(self, report: RunReport) -> None:
-        """Write the configuration, which works, for --resume; reserve memory for saves, since the rest is in use."""
+        """Say how the beginning was spent. Write the configuration, which works, for --resume.
+
+        Reserve memory for saves, since the rest is in use now.
+        """
+        self._beginning.end("first step")
+        report.began(self._beginning)
         if self.is_main:
             write_run_config(self._asked, self.folder)
         report.note(self.saves.go_beside_training(self.folder, self.progress))

@@ -78,8 +78,7 @@ def heads_plan() -> HeadsPlan:
     """Return rank 0's plan of a forward pass over 4 ranks of one host, as `burst_attention` makes it."""
     shapes, strategy = _shapes(), _strategy()
     token = Strides(LENGTH // RANKS * HEADS * HEAD_DIM * 2, HEADS * HEAD_DIM * 2, HEAD_DIM * 2)
-    most, pace = strategy.most_kv_heads, strategy.pace
-    return make_heads_plan(shapes, 0, (token, token, token), backward=False, most=most, pace=pace)
+    return make_heads_plan(shapes, 0, (token, token, token), backward=False, units=strategy.forward_units)
 
 
 def heads_times(plan: HeadsPlan) -> tuple[Times, ...]:

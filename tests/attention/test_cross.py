@@ -16,6 +16,7 @@ from bmburst.comm.transports import double_ring_groups
 from bmburst.schedule.cross import CrossMask
 from bmburst.schedule.tiles import make_tiles
 from tests.attention.cross_oracle import compare, layout_of, local, problem
+from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
@@ -75,10 +76,11 @@ def test_equals_its_definition_beside_an_exchange_of_heads(strategy):
 
 @pytest.mark.parametrize(("size", "most"), in_turn([2, 5], [1, 2]))
 def test_equals_its_definition_in_units_of_heads(monkeypatch, size, most):
+    move_heads(monkeypatch, "several units")
+    run_ranks(size, attend, "heads", CASES[::23])
     real = decided.choose_strategy
     monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
     run_ranks(size, attend, "gather", CASES[::11])
-    run_ranks(size, attend, "heads", CASES[::23])
 
 
 @pytest.mark.parametrize("strategy", [*long("kv"), "burst"])

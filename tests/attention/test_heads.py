@@ -7,16 +7,17 @@ import pytest
 import torch
 
 import bmburst
+from bmburst.attention import at_once
 from bmburst.attention import heads as executor
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.schedule import cost, strategy
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout
 from bmburst.schedule.mask import Causal
-from bmburst.schedule.units import HeadShapes
+from bmburst.schedule.units import HeadShapes, unit_plans
 from bmburst_ops.flash.cpu import CpuKernel
+from tests.attention.exchange_ways import WAYS, move_heads
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
 from tests.attention.test_ring_traffic import Counting
@@ -36,8 +37,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "degree", "name", "heads", "kv_heads"), CASES)
-@pytest.mark.parametrize("most", [0, 1])
-def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, kv_heads, most):
+@pytest.mark.parametrize("is_one", [True, False])
+def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, kv_heads, is_one):
     """Tensors whose every element is its own position, moved by the plans of all ranks."""
     batch, tokens, dim = 2, 8, 2
     layout = make_layout(name, size, tokens, Causal())
@@ -50,7 +51,9 @@ def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, 
     whole = [numbered(batch, size * tokens, h, dim, order, i) for i, (h, order) in enumerate(kinds)]
     local = [[cut(t, layout, rank) for t in whole] for rank in range(size)]
     strides = tuple(strides_of(t) for t in local[0])
-    plans = [make_heads_plan(shapes, rank, strides, backward=True, most=most) for rank in range(size)]
+    own = shapes.own_heads, shapes.own_kv_heads
+    units = () if is_one else unit_plans(*own, most=1, pace=0.0, backward=True, overlaps=True)[-1]
+    plans = [make_heads_plan(shapes, rank, strides, backward=True, units=units) for rank in range(size)]
     for target, plan in enumerate(plans):
         inbox = [-1] * plan.nbytes
         for exchange in plan.inbound:
@@ -108,22 +111,15 @@ def copy(tensor, source, inbox, target):
         inbox[b : b + target.width] = data[a : a + source.width]
 
 
-UNITS = ["one unit", "several units"]
-
-
-@pytest.fixture(params=UNITS)
+@pytest.fixture(params=WAYS)
 def units(request, monkeypatch):
-    """A head exchange in one step, or pipelined as over the memory of peers."""
-    if request.param == "several units":
-        strategy.choose_strategy.cache_clear()
-        monkeypatch.setattr(cost, "most_kv_heads", lambda *_: 1)
-    yield
-    strategy.choose_strategy.cache_clear()
+    """A head exchange in one step, pipelined as over the memory of peers, or by one collective each way."""
+    move_heads(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize(
     ("size", "layout", "mask", "units", "case"),
-    pairwise([2, 3, 4], LAYOUTS, ["causal", "full"], UNITS, range(4)),
+    pairwise([2, 3, 4], LAYOUTS, ["causal", "full"], WAYS, range(4)),
     indirect=["units"],
 )
 def test_equals_one_device_in_fp64(size, layout, mask, units, case):
@@ -141,7 +137,7 @@ def test_equals_one_device_in_fp64(size, layout, mask, units, case):
     pairwise(
         ["zigzag", "contiguous"],
         ["causal", "full"],
-        UNITS,
+        WAYS[:2],
         [(4, 2, 2), (4, 6, 1), (6, 3, 3), (6, 4, 2)],
         [(1, 0), (3, -1), (0, 29)],
     ),
@@ -274,8 +270,7 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
             log.append("pull")
             return super().pull(*args, **options)
 
-    strategy.choose_strategy.cache_clear()
-    monkeypatch.setattr(cost, "most_kv_heads", lambda *_: 9)
+    move_heads(monkeypatch, "several units")
 
     def body(comm):
         logging = Logging(comm.inner, comm.device)
@@ -283,10 +278,10 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
         bmburst.burst_attention(q, q, q, group=logging if comm.rank == 0 else comm, strategy="heads")
 
     run_ranks(2, body)
-    strategy.choose_strategy.cache_clear()
     assert log == ["push", "push", "pull", "push", "pull", "pull"]
 
 
+@pytest.mark.parametrize("units", WAYS[:2], indirect=True)
 def test_kernels_write_where_results_go_home_from(monkeypatch, units):
     """Output and log-sum-exp alike: a kernel that can write there leaves nothing to copy."""
     boxes, written = set(), set()
@@ -317,9 +312,10 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
         asked.append(where)
         return SimpleNamespace(run=lambda work, varying: ran.append((where[1], varying)) or work())
 
-    monkeypatch.setattr(executor, "RECORDINGS", SimpleNamespace(get=recording))
-    monkeypatch.setattr(executor, "records_kernels", lambda *_: True)
-    monkeypatch.setattr(executor, "current_stream", lambda _: "stream")
+    for module in (executor, at_once):
+        monkeypatch.setattr(module, "RECORDINGS", SimpleNamespace(get=recording))
+        monkeypatch.setattr(module, "records_kernels", lambda *_: True)
+        monkeypatch.setattr(module, "current_stream", lambda _: "stream")
     monkeypatch.setattr(CpuKernel, "recordable", True)
 
     def body(comm):

@@ -3,6 +3,7 @@
 import math
 import statistics
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from benchmarks.attention import (
 )
 from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.measure import measure_speed
-from benchmarks.attention.method import LocalKernel, Setting
+from benchmarks.attention.method import LocalKernel, Method, Setting, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import zigzag_positions
 from benchmarks.engine import OK, REFUSED, Results
@@ -149,6 +150,24 @@ def test_a_row_says_how_far_from_the_arithmetic_it_is(mask, monkeypatch):
     assert part["arithmetic_ms"] == pytest.approx(6 * more) and part["times_arithmetic"] == pytest.approx(12 / 6 / more)
     assert part["arithmetic_tflops"] == pytest.approx(forward_flops(plain_causal(at)) / 6e9)
     assert row[mask] == facts(mask, 64)[mask]
+    assert row["host_us"].keys() == {"forward", "backward"} and min(row["host_us"].values()) > 0
+
+
+def test_waits_for_other_ranks_are_no_time_of_the_host(monkeypatch):
+    """Forward returns after 5 seconds, of which the host waited for 2, and backward after 7, of which 3."""
+
+    class Waiting(Method):
+        def bind(self, *_):
+            return lambda q, k, v: q * k * v
+
+        def meter(self, _):
+            return SimpleNamespace(running=False, read=iter((0.0, 2.0, 3.0)).__next__)
+
+    group = RankGroup(process_group=None, rank=0, size=1, device=torch.device("cpu"))
+    at = cell("documents", ranks=1, device="cpu", tokens=8, heads=2, kv_heads=2, head_dim=8, dtype="float32")
+    calls = prepare(Waiting(), at, Setting(group=group, kernel=LocalKernel()))
+    monkeypatch.setattr("benchmarks.attention.method.time.perf_counter", iter((0.0, 5.0, 12.0)).__next__)
+    assert calls.host() == (3.0, 4.0)
 
 
 def test_tables_say_what_was_packed(tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import families, hugging_face, large_models, lora_peers, sparse_cross, train_jobs
+from benchmarks import families, hugging_face, large_models, links, lora_peers, sparse_cross, train_jobs
 from benchmarks.engine.machine import publish, write_record
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
@@ -292,3 +292,12 @@ def test_a_large_model_is_planned_and_its_plan_is_run_in_small(tmp_path):
         assert row["losses"][0] == pytest.approx(math.log(256), rel=0.05)  # of random tokens
         assert "--pipeline-parallel 2" in row["command"]
     assert output.with_suffix(".md").read_text().count("pipe 2 x data 1 x sequence 1") == 2
+
+
+@pytest.mark.long
+def test_stages_are_faster_over_slow_links_only(tmp_path):
+    """The bubble of 64 micro-batches costs less than gathers over 50 Gbit/s, and more than those over 3200 Gbit/s."""
+    assert links.main(["--cases", "1", "--output", str(tmp_path / "found.json")]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    seconds = [[row[name]["seconds"] for name in links.WAYS] for row in rows]
+    assert [each.index(min(each)) for each in (seconds[0], seconds[-1])] == [2, 0]

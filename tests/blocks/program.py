@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bmburst.attention.options import AttentionOptions
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.errors import UserError
@@ -20,6 +21,8 @@ from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
+from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial
+from bmburst_ops.pattern import Pattern
 from tests import tiny
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
@@ -69,10 +72,18 @@ def layouts(name: str) -> list[str]:
 
 _LOGITS = [(name, layout) for name in CONFIGS for layout in layouts(name)]
 _VARIED = [(name, i) for name in GRADIENTS for i in range(len(VARIANTS))]
-LOGITS: dict[int, list[tuple[str, str]]] = {1: _LOGITS[::2], 2: _LOGITS[1::2], 4: _LOGITS}
-"""Configurations and layouts by number of ranks: each on one rank or on two, and all on four."""
-VARIED: dict[int, list[tuple[str, int]]] = {1: _VARIED[::2], 2: _VARIED[1::2], 4: _VARIED}
+LOGITS: dict[int, list[tuple[str, str]]] = {1: _LOGITS[::3], 2: _LOGITS[1::3], 4: _LOGITS}
+"""Configurations and layouts by number of ranks: each value of both on one rank and on two, and all pairs on four."""
+VARIED: dict[int, list[tuple[str, int]]] = {1: _VARIED[::3], 2: _VARIED[1::2], 4: _VARIED}
 """Configurations and `VARIANTS`, likewise."""
+
+
+def left_out(size: int) -> tuple[list[tuple[str, str]], list[tuple[str, int]]]:
+    """Return the pairs that `LOGITS` and `VARIED` leave out on a number of ranks."""
+    return (
+        [pair for pair in _LOGITS if pair not in LOGITS[size]],
+        [pair for pair in _VARIED if pair not in VARIED[size]],
+    )
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -107,9 +118,10 @@ def run(folder: Path, output: Path) -> None:
     results["biases"] = _biases()
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
-    results["freed"] = _freed()
+    results["gathered"] = _gathered()
     results["products"] = _products()
     results["norms"] = _norms()
+    results["compiled"] = _compiled()
     _export(folder, output)
     results["bmtrain"] = _bmtrain_checkpoint(output, size)
     torch.save(_problems(folder, output), output / f"problems-{rank}.pt")
@@ -132,8 +144,7 @@ def products(
 def run_products(folder: Path, output: Path) -> None:
     """Run those products that `run` leaves out on this number of ranks."""
     mesh = Mesh.over_bmtrain()
-    other = 3 - mesh.shape.sequence
-    found = products(folder, mesh, LOGITS[other], VARIED[other])
+    found = products(folder, mesh, *left_out(mesh.shape.sequence))
     if mesh.sequence_rank == 0:
         torch.save(found, output / "results.pt")
 
@@ -287,11 +298,11 @@ def _gathers(shard: Any, like: Tensor | None) -> bool:
     return True
 
 
-def _freed() -> list[bool]:
-    """For both storages of every block, whether what was gathered for forward is gone before backward."""
+def _gathered() -> tuple[int, int, int]:
+    """Return the number of storages that blocks gather, of those alive after forward, and of those after backward."""
     from bmburst.blocks.model import Llama
 
-    model = Llama(_PLAIN, seed=0)
+    model = Llama(replace(_PLAIN, num_layers=4), seed=0)
     gathered = []
 
     def remember(module: torch.nn.Module, *_: object) -> None:
@@ -304,9 +315,9 @@ def _freed() -> list[bool]:
     positions = torch.arange(TOKENS).expand(2, -1)
     cut = slice(0, 2)  # the same tokens on every rank: only memory is looked at
     loss = model.loss(tokens[:, cut], positions[:, cut], labels[:, cut])
-    freed = [storage.expired() for storage in gathered]
+    alive = {each for each in gathered if not each.expired()}
     loss.backward()
-    return freed
+    return len(gathered), len(alive), len({each for each in gathered if not each.expired()})
 
 
 class _Products(TorchDispatchMode):
@@ -349,6 +360,36 @@ def _norms() -> list[str]:
             model(tokens, torch.arange(4)[None])
         found += [call.args[0] for call in chosen.call_args_list]
     return found
+
+
+class _Noting:
+    """A kernel, and what its passes were given: shapes of q and k, and what the mask needs."""
+
+    def __init__(self, kernel: Kernel, noted: list[Any]) -> None:
+        self._kernel, self._noted = kernel, noted
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, **options: Any) -> Partial:
+        self._note(q, k, pattern)
+        return self._kernel.forward(q, k, v, pattern=pattern, **options)
+
+    def backward(self, given: BackwardInputs, *, pattern: Pattern, **options: Any) -> Gradients:
+        self._note(given.q, given.k, pattern)
+        return self._kernel.backward(given, pattern=pattern, **options)
+
+    def _note(self, q: Tensor, k: Tensor, pattern: Pattern) -> None:
+        self._noted.append((list(q.shape), list(k.shape), sorted(pattern.needs)))
+
+
+def _compiled() -> list[Any]:
+    """What kernels are given when they are compiled ahead: with all masks, forward and backward."""
+    from bmburst.attention.module import BurstAttention
+
+    noted: list[Any] = []
+    kernel_for = AttentionOptions.kernel_for
+    with patch.object(AttentionOptions, "kernel_for", lambda *given: _Noting(kernel_for(*given), noted)):
+        for window, packed in ((None, False), (None, True), (700, False)):
+            BurstAttention().compile_kernels(2, 1, 8, torch.float32, window=window, packed=packed)
+    return noted
 
 
 def _export(folder: Path, output: Path) -> None:

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from tests.blocks import seq2seq_program as program
 from tests.distributed.programs import run_program
+from tests.pairs import long, selected
 
+ALL = tuple(program.CASES)
+REST = tuple(name for name in ALL if name not in program.FEW)
 TIED = ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens")
 Found = dict[str, Any]
 
@@ -56,8 +59,9 @@ def _unsplit(case: program.Case) -> Found:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Found]:
-    return {name: _unsplit(case) for name, case in program.CASES.items()}
+def expected(request: pytest.FixtureRequest) -> dict[str, Found]:
+    names = {name for names in selected(request, "names") for name in names}
+    return {name: _unsplit(program.CASES[name]) for name in names}
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
@@ -66,10 +70,10 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-2))
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3, 4))])
-def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "names"), [(2, program.FEW), *long((1, ALL), (2, REST), (3, ALL), (4, ALL))])
+def test_equals_transformers(size: int, names: tuple[str, ...], expected: dict[str, Found], tmp_path: Path) -> None:
     torch.save(_bart().state_dict(), tmp_path / "weights.pt")
-    run_program(size, program.run, tmp_path / "weights.pt", tmp_path / "found.pt")
+    run_program(size, program.run, tmp_path / "weights.pt", tmp_path / "found.pt", names)
     for name, found in torch.load(tmp_path / "found.pt").items():
         case, wanted = program.CASES[name], expected[name]
         tolerance = 1e-5 if case.dtype == torch.float32 else 1e-10

@@ -256,6 +256,12 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
             write(wrong)
     with pytest.raises(ValueError, match="a was announced"):
         write(torch.zeros(4), torch.zeros(4))
+    for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float16)):  # as many numbers, or the same shape
+        with (
+            pytest.raises(ValueError, match="a was announced"),
+            SafetensorsWriter(tmp_path / "file", announced) as file,
+        ):
+            file.write(wrong)
     assert list(tmp_path.iterdir()) == []
     write(torch.zeros(4), torch.zeros(2), torch.zeros(1, dtype=torch.float16))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

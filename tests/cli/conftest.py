@@ -43,6 +43,7 @@ def launches(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", VERIFIED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: ())
     calls = Launches()
 
     def launch(spec, command, request=""):
@@ -59,7 +60,7 @@ def trained(monkeypatch):
     """Stand in for the trainer and return the configurations it is given."""
     seen = []
     module = types.ModuleType("bmburst.train.trainer")
-    module.run = lambda config: seen.append(config) or ""
+    module.run = lambda config, _: seen.append(config) or ""
     monkeypatch.setitem(sys.modules, "bmburst.train.trainer", module)
     return seen
 

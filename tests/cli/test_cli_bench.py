@@ -66,8 +66,10 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     content = json.loads((tmp_path / "r.json").read_text())
     rows = {key.removesuffix("@2-cpu-float32"): row for key, row in content["rows"].items()}
     assert len(rows) == 16 and content["running"] is None
+    assert "| host: microseconds a call, forward / backward |" in out
     for name in ("one-gpu", "ours", "ulysses", "allgather-kv"):
         row = rows[f"sequence/256/4-2x8/causal/{name}"]
+        assert row["host_us"]["forward"] > 0 and row["host_us"]["backward"] > 0
         assert row["status"] == "ok" and row["kernel"] == "cpu", row
         for direction in ("forward", "forward_backward"):
             assert row[direction]["milliseconds"]["count"] == 2

@@ -9,6 +9,7 @@ import torch
 from bmburst.cli import main
 from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
+from bmburst.launch.devices import Gpu
 from bmburst.train.machine import require_dtype, require_machine
 from bmburst.train.resolve import resolve
 from bmburst_ops import fused
@@ -34,6 +35,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(fused, "importlib", types.SimpleNamespace(util=found))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
         return asked

@@ -1,8 +1,10 @@
 """The command line as a whole: commands, help, exit status, one message for bad input."""
 
+import json
 import os
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -147,10 +149,10 @@ def test_words_that_look_like_values_are_values():
     assert parser.read(["--shift", "-1.5"]).shift == -1.5
 
 
-def run(*argv, code=None, **options):
+def run(*argv, code=None, timeout=60, **options):
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
     call = [sys.executable, "-c", code] if code else [sys.executable, "-m", "bmburst", *argv]
-    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, **options)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])
@@ -158,6 +160,33 @@ def test_help_and_refusals_need_neither_torch_nor_yaml(argv):
     heavy = "{'torch', 'numpy', 'yaml', 'bmtrain', 'matplotlib', 'tqdm'}"
     code = f"import sys; from bmburst.cli import main; main({argv}); print(sorted({heavy} & set(sys.modules)))"
     assert run(code=code).stdout.splitlines()[-1] == "[]"
+
+
+def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_path):
+    """The launcher imports torch while its ranks do; torch imports its compiler at the first call of an optimizer."""
+    (tmp_path / "text.txt").write_text("a few words of text. " * 40)
+    words = ["train", "--data", tmp_path / "text.txt", "--data.tokenizer", "bytes", "--sequence-length", 16]
+    words += ["--steps", 2, "--output", tmp_path / "run", "--eval-every", 0, "--sample-tokens", 0]
+    code = f"""
+        import os, sys
+        from bmburst.cli import main
+        from bmburst.launch import handover
+        def run_here(module, request, spec):
+            assert spec.nproc == 1 and "torch" not in sys.modules
+            return handover._call(module, request)
+        handover.run_on_ranks = run_here
+        import bmburst.cli.train
+        bmburst.cli.train.run_on_ranks = run_here
+        assert main({[*map(str, words), "--nproc", "1"]}) == 0
+        assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+    """
+    done = run(code=textwrap.dedent(code), timeout=300)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "run" / "summary.json").read_text())["beginning_seconds"]
+    assert [*parts] == ["imports", "ranks", "data", "model", "kernels", "weights", "optimizer", "first step"]
+    assert min(parts.values()) >= 0 and parts["imports"] > parts["kernels"] and parts["first step"] > 0
+    says(done.stderr, "s to the end of the first step: imports", "first step", lines=99)
+    assert max(map(len, done.stderr.split("MFU")[1].splitlines()[:-1])) < 80  # the last line has the folder
 
 
 def test_python_m_from_the_source_tree():

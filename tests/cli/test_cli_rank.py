@@ -76,7 +76,7 @@ def test_under_torchrun_one_rank_speaks_for_all(trained, as_rank, capsys, tmp_pa
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, monkeypatch, launched):
-    def full(_config):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys.modules["bmburst.train.trainer"], "run", full)

@@ -1,12 +1,23 @@
 """Defaults by the GPUs of a machine: what is given is kept, a resumed run keeps its own, and one line says the rest."""
 
 import json
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 
 from bmburst.cli import main
+from bmburst.plan.memory import reserved_memory
+from bmburst.plan.search import predict, with_usable_memory
+from bmburst.plan.ways import with_policies
+from bmburst.recompute.policy import POLICIES
+from bmburst.schedule.hardware import hardware_like
+from bmburst.schedule.parallelism import divisors
 from bmburst.train.config import TrainConfig
 from bmburst.train.defaults import Gpus, defaults_of, explained, spread
+from bmburst.train.machine import planned
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, started
 from tests.refusals import says
@@ -41,7 +52,7 @@ def test_what_is_given_is_kept(tmp_path):
         ({"preset": "llama-3-8b", "sequence_length": "8192"}, (8, 1, 8)),
         (
             {"preset": "llama-3-8b", "sequence_length": "1048576", "model.max_position_embeddings": "1048576"},
-            (1, None, 1),
+            (1, 8, 1),
         ),
         ({"parallel.sequence_parallel": "4"}, (1, 4, 1)),
         ({"parallel.data_parallel": "2"}, (2, None, 1)),
@@ -55,14 +66,56 @@ def test_sequences_are_on_as_few_gpus_as_they_fit_on(options, shape):
     assert (parallel.data_parallel, parallel.sequence_parallel, found.batch_size) == shape
 
 
+H200 = Gpus(4, "NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tokens"),
+    [(replace(H100, count=2), 8192), (replace(H100, count=4), 32768), (replace(H200, count=2), 4096), (H200, 8192)],
+    ids=str,
+)
+def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
+    """llama-3-8b, 8 sequences a step: every mesh of data and sequence ranks, micro-batch and ZeRO level beside it."""
+    longer = {"model.max_position_embeddings": "32768"}
+    options = {"preset": "llama-3-8b", "sequence_length": f"{tokens}", "batch_size": "8", **longer}
+    made = resolve((), options, defaults=defaults_of(gpus))
+    found, machine = spread(made, options, gpus.count, gpus), hardware_like(gpus.name)
+
+    def seconds(config):
+        way = planned(config, gpus.count, 1, machine)
+        room = with_usable_memory(machine, machine.memory - reserved_memory(way.task, machine), way.task)
+        policies = [name for name in POLICIES if "offload" not in name]
+        return min((each.seconds for each in map(partial(predict, hardware=room), with_policies(way, room, policies))
+                    if each.memory.fits), default=math.inf)  # fmt: skip
+
+    by_hand = []
+    for data, micro, level in product(divisors(gpus.count), divisors(8), (2, 3)):
+        if 8 % (data * micro) == 0:
+            parallel = replace(made.parallel, data_parallel=data, zero_level=level)
+            by_hand.append(seconds(made.replace(parallel=parallel, micro_batch_size=micro)))
+    assert seconds(found) <= 1.03 * min(by_hand) < math.inf
+    assert found.parallel.data_parallel == gpus.count or tokens == 32768  # each sequence fits on one GPU
+
+
+def test_micro_batch_and_zero_level_that_are_given_are_kept():
+    options = {"preset": "llama-3-8b", "sequence_length": "4096", "batch_size": "8"}
+    for given in ({"micro_batch_size": "1"}, {"parallel.zero_level": "3"}, {"parallel.data_parallel": "2"}):
+        made = resolve((), options | given, defaults=defaults_of(H200))
+        found = spread(made, {*options, *given}, 4, H200)
+        assert found.micro_batch_size == 1 or "micro_batch_size" not in given
+        assert found.parallel.zero_level == 3 or "parallel.zero_level" not in given
+        assert found.parallel.data_parallel == 2 or "parallel.data_parallel" not in given
+
+
 def test_one_line_says_what_was_chosen():
     made = spread(resolve((), {}, defaults=defaults_of(H100)), (), 8, H100)
     says(
         explained(made, (), 8, H100),
-        "8 x NVIDIA H100 | dtype bfloat16 | recompute auto | data_parallel 8 x sequence_parallel 1 | batch_size 8",
+        "8 x NVIDIA H100 | dtype bfloat16 | recompute auto | data_parallel 8 x sequence_parallel 1 | batch_size 8 | "
+        "micro_batch_size 1 | parallel.zero_level 3",
         lines=1,
     )
-    given = ("dtype", "recompute", "parallel.data_parallel")
+    given = ("dtype", "recompute", "parallel.data_parallel", "micro_batch_size", "parallel.zero_level")
     assert explained(made, given, 8, H100) == ""
 
 

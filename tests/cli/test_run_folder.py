@@ -98,7 +98,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
     monkeypatch.setattr(
         sys.modules["bmburst.train.trainer"],
         "run",
-        lambda _: seen.append((tmp_path / "out" / f"{LOCK_FILE}.holder").exists()) or "",
+        lambda *_: seen.append((tmp_path / "out" / f"{LOCK_FILE}.holder").exists()) or "",
     )
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0

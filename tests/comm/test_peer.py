@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import call, heads
+from bmburst.attention import heads
 from bmburst.comm import gather_objects, peer, shared_memory
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
@@ -21,6 +20,7 @@ from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, 
 from bmburst.comm.streams import UnitStreams
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
+from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import random_exchanges, verbs
 from tests.distributed.threads import run_ranks
@@ -70,13 +70,13 @@ def test_prepared_copies_say_their_bytes(driver):
 
 
 def test_exchanges_that_are_seen_once_do_not_pile_up(driver, monkeypatch):
-    monkeypatch.setattr(peer, "bounded_cache", partial(bounded_cache, nbytes=1 << 20))
-    route = [Move(Block(i, 1), Block(i, 1)) for i in range(500)]
+    monkeypatch.setattr(peer, "bounded_cache", partial(bounded_cache, nbytes=1 << 18))
+    route = [Move(Block(i, 1), Block(i, 1)) for i in range(125)]
 
     def body(comm):
         moved, alive = PeerCommunicator(comm, CPU), []
         for _ in range(40):
-            exchange = make_exchange(comm.rank, 2, 500, lambda *_: route)
+            exchange = make_exchange(comm.rank, 2, 125, lambda *_: route)
             calls = moved._prepared(exchange, pulled=True)
             assert calls is moved._prepared(exchange, pulled=True)
             alive.append(weakref.ref(calls.kept))
@@ -170,7 +170,8 @@ def test_nothing_is_overwritten_that_is_still_read(driver):
 
 @pytest.mark.parametrize("strategy", ["heads", "gather", "ring", "burst", "heads+ring", "heads+gather"])
 @pytest.mark.parametrize("strided", [False, True])
-def test_attention(driver, strategy, strided):
+def test_attention(driver, monkeypatch, strategy, strided):
+    move_heads(monkeypatch, "one unit")
     whole = draw(0, 2, 23, 8, 4, 5)
     exact = reference(*whole[:4], "causal")
 
@@ -191,9 +192,9 @@ def test_attention(driver, strategy, strided):
 
 def test_where_torch_fills_new_memory_kernels_follow_each_other(driver, monkeypatch):
     """It does so on the stream that asks for it, and what comes home to it on another one would be in a race."""
-    turns, choose = [], call.choose_strategy
+    turns = []
     monkeypatch.setattr(heads, "UnitStreams", lambda device, count: turns.append(count) or UnitStreams(device, count))
-    monkeypatch.setattr(call, "choose_strategy", lambda *args: replace(choose(*args), most_kv_heads=1))
+    move_heads(monkeypatch, "several units")
 
     def body(comm):
         q = torch.ones(1, 8, 8, 4, requires_grad=True)

@@ -15,6 +15,7 @@ from bmburst.comm import transports, waits
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
+from tests.distributed.started import Python
 from tests.refusals import refused, says
 
 CPU = torch.device("cpu")
@@ -96,9 +97,10 @@ def test_birth_of_real_processes():
 
 WATCHING = """
 import sys, time, torch
+from pathlib import Path
 from types import SimpleNamespace
 from bmburst.comm import waits
-pid, is_done = int(sys.argv[1]), sys.argv[2] == "done"
+pid, is_done, killed = int(sys.argv[1]), sys.argv[2] == "done", Path(sys.argv[3])
 waits._LOOK_EVERY, waits._PATIENCE = 0.02, 0.1
 elsewhere = ["pid:[1]", 2**22 + 1, "1"]  # in a namespace of its own: not watched
 waits.gather_objects = lambda inner, mine: [[mine[0], pid, waits.birth(pid)], mine, elsewhere]
@@ -107,7 +109,7 @@ waits.look_during_captures = lambda: None
 watch = waits.PeerWatch(SimpleNamespace(rank=1), None)
 watch.expect(SimpleNamespace(query=lambda: is_done))
 print(1, flush=True)
-sys.stdin.readline()
+while not killed.exists(): time.sleep(0.02)
 time.sleep(1.0 if is_done else 60)
 watch.close()
 assert not watch._thread.is_alive()
@@ -115,21 +117,21 @@ assert not watch._thread.is_alive()
 
 
 @pytest.mark.parametrize("state", ["done", "waiting"])
-def test_a_rank_that_waits_for_the_dead_ends(state):
+def test_a_rank_that_waits_for_the_dead_ends(tmp_path, state):
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    root = Path(__file__).parents[1]
-    watching = subprocess.Popen([sys.executable, "-c", WATCHING, str(other.pid), state], cwd=root, **pipes)
+    killed = tmp_path / "killed"
+    watching = Python(["-c", WATCHING, str(other.pid), state, str(killed)], cwd=tmp_path, env=os.environ)
     try:
         assert watching.stdout.readline()
         time.sleep(0.5)
         assert watching.poll() is None  # its peer lives
         other.kill()
-        _, told = watching.communicate("go\n", timeout=60)
+        killed.touch()
+        _, told = watching.communicate(timeout=60)
     finally:
-        for process in (other, watching):
-            process.kill()
-            process.wait()
+        other.kill()
+        other.wait()
+        watching.close()
     assert watching.returncode == (0 if state == "done" else 1), told
     line = f"bmburst: rank 0 (process {other.pid}) of this host has ended"
     assert (line in told) == (state == "waiting")

@@ -91,7 +91,7 @@ def test_what_is_not_understood_of_a_message_is_refused(tmp_path, turn, words):
         ({"images": ["a.png"], "messages": TURNS}, "images | messages, conversations | only text"),
         ({"label": False, "prompt": "a", "completion": "b"}, "label | false | good"),
         ({"weight": -0.5, "messages": TURNS}, "weight is -0.5 | at least 0"),
-        ({"weight": 0.5, "prompt": "a", "chosen": "b", "rejected": "c"}, "weight of a preference pair | 0.5 | alike"),
+        ({"weight": -0.5, "prompt": "a", "chosen": "b", "rejected": "c"}, "weight is -0.5 | at least 0"),
         ({"segments": [{"label": True}]}, "segments | label | text"),
         ({"segments": [{"label": True, "text": "a", "mask": 1}]}, "mask | label and text"),
         ({"functions": [CALL], "messages": TURNS}, "functions | tools"),

@@ -74,6 +74,8 @@ class Beginning:
             for value in list(vars(holder).values()) if key not in (*_OTHERS, *_COMPILED) else ():
                 if hasattr(type(value), "cache_clear"):
                     value.cache_clear()
+        if self._new_threads():
+            gc.unfreeze()  # what owns them may be in a cycle, and the body may have frozen that, as training does
         _collect()
         deadline = time.monotonic() + _PATIENCE
         for thread in self._new_threads():

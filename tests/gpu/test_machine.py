@@ -24,6 +24,9 @@ for name in {names!r}:
     except UserError as error:
         print(error)
 assert not torch._C._cuda_hasPrimaryContext(0), "the launcher has taken memory of a GPU"
+from bmburst.launch.devices import Gpu, gpus
+seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+assert gpus() == tuple(Gpu(each.name, (each.major, each.minor)) for each in seen) != ()
 """
 
 

@@ -1,6 +1,8 @@
 """Tiny hybrids of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
 
 import os
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ REST = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba"),
     *("mamba2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2"),
 )
+CASES = (*product((*FEW, *OTHERS[::2]), ("documents",)), *product((*FEW[::2], *OTHERS[1::2]), ("padding",)))
+"""Types and batches of `SPANS`: each type, and each kind of state from document to document."""
 TOKENS, VOCABULARY = 23, 61  # odd, and padded on 2 and 3 ranks
 # The first and last token, exclusive, of each document of two samples. One of a token, one over three ranks.
 SPANS = {
@@ -75,17 +79,16 @@ def alone(name: str, case: str, *, lora: bool = False) -> Found:
     return {"logits": logits, "loss": loss.item(), "gradients": _gradients(model)}
 
 
-def run(output: Path, types: tuple[str, ...], size: int, wraps: bool) -> None:
-    """Every type on sequences over all ranks, and wrapped models."""
+def run(output: Path, cases: Sequence[tuple[str, str]], size: int, wraps: bool) -> None:
+    """Types and batches on sequences over all ranks, and wrapped models."""
     register()
     mesh, found = Mesh.over_process_group(sequence=size), {}
-    for name in types:
-        for case, layout in (("documents", "zigzag"), ("padding", "contiguous")):
-            model = tiny_model(name, "bmburst")
-            part = _part(SplitSequences(mesh, layout=layout), case)
-            with torch.no_grad():
-                logits = part.whole(part.logits(model))
-            found[f"{name} {case}"] = {"logits": logits} | _step(model, part)
+    for name, case in cases:
+        model = tiny_model(name, "bmburst")
+        part = _part(SplitSequences(mesh, layout="zigzag" if case == "documents" else "contiguous"), case)
+        with torch.no_grad():
+            logits = part.whole(part.logits(model))
+        found[f"{name} {case}"] = {"logits": logits} | _step(model, part)
     for kind, name in WRAPS.items() if wraps else ():
         found[kind] = _step(
             _wrapped(kind, tiny_model(name, "bmburst").train()), _part(SplitSequences(mesh), "documents")

@@ -17,7 +17,7 @@ from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program
-from tests.pairs import long, selected
+from tests.pairs import long
 
 CASES = program.cases()
 ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
@@ -37,21 +37,17 @@ def reference() -> dict[str, Found]:
     return found
 
 
-@pytest.fixture(scope="module")
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Found]]:
-    """What 4 ranks found, by ranks of a sequence."""
-    output: Path = tmp_path_factory.mktemp("transformers") / "results.pt"
-    run_processes(4, program.run, output, [size for size in selected(request, "results") if size > 1])
-    found: dict[int, dict[str, Found]] = torch.load(output)
-    return found
-
-
 @pytest.fixture(scope="module", params=[1, 2, *long(4)], ids=lambda size: f"{size}-ranks")
-def results(request: pytest.FixtureRequest) -> dict[str, Found]:
-    if request.param > 1:
-        found: dict[str, Found] = request.getfixturevalue("job")[request.param]
-        return found
-    return {name: program.alone(case, ALONE) for name, case in CASES.items()}
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """What is found on sequences over some ranks; FSDP2 and DDP have 4, in one group or two."""
+    size: int = request.param
+    if size == 1:
+        return {name: program.alone(case, ALONE) for name, case in CASES.items()}
+    folder: Path = tmp_path_factory.mktemp("transformers")
+    run_processes(size, program.run, folder / "cases.pt")
+    run_processes(4, program.run_wrapped, folder / "wrapped.pt", size)
+    found: dict[str, Found] = torch.load(folder / "cases.pt") | torch.load(folder / "wrapped.pt")
+    return found
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:

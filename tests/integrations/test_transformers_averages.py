@@ -50,7 +50,7 @@ def test_noise_matters_here(tmp_path: Path) -> None:
 
 def test_loops_that_average_gradients_take_their_steps(found: Found) -> None:
     for name in ("ddp", "ddp of adapters", "fsdp2", "averaged by the script"):
-        assert [rank["loops"][name] for rank in found] == [(5, "")] * 2, name
+        assert [rank["loops"][name] for rank in found] == [(3, "")] * 2, name
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 Decays are slow, so that a state that a rank does not get, or that passes from one document to another, shows.
 """
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,9 @@ def distances(ours: Found, theirs: Found, limit: float) -> dict[str, float]:
     return {name: off for name, off in found.items() if not off < limit}
 
 
-def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> None:
+def compare(folder: Path, size: int, cases: Sequence[tuple[str, str]], *, wraps: bool) -> None:
     output = folder / "results.pt"
-    run_processes(size, program.run, output, types, size, wraps)
+    run_processes(size, program.run, output, cases, size, wraps)
     found = torch.load(output)
     wrong = {}
     for key, ours in found.items():
@@ -54,19 +56,19 @@ def compare(folder: Path, size: int, types: tuple[str, ...], *, wraps: bool) -> 
         theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name == "lora")
         if off := distances(ours, theirs, LIMITS.get(name, LIMIT)):
             wrong[key] = off
-    assert len(found) == 2 * len(types) + (len(program.WRAPS) if wraps else 0)
+    assert len(found) == len(cases) + (len(program.WRAPS) if wraps else 0)
     assert wrong == {}
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
     """Also under FSDP2 with recomputation, under DDP with transformers' own, and with adapters on input projections."""
-    compare(tmp_path, 2, program.FEW + program.OTHERS, wraps=True)
+    compare(tmp_path, 2, program.CASES, wraps=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_types(tmp_path: Path, size: int) -> None:
-    compare(tmp_path, size, program.FEW + program.OTHERS + program.REST, wraps=True)
+    compare(tmp_path, size, [*product(program.FEW + program.OTHERS + program.REST, program.SPANS)], wraps=True)
 
 
 def answered(folder: Path, size: int, types: tuple[str, ...]) -> None:

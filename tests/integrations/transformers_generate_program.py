@@ -13,7 +13,7 @@ from bmburst.integrations.transformers import register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests.integrations.transformers_program import FAMILIES, make_model
 
-NEW = 6
+NEW = 4
 LENGTHS = (1, 3, 8, 23)
 
 

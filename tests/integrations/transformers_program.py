@@ -80,21 +80,25 @@ def cases(ranks: int = 1) -> dict[str, Case]:
     }
 
 
-def run(output: Path, sizes: list[int]) -> None:
-    """The cases on sequences over some of 4 ranks, 2 or 4, and FSDP2 and DDP over data and sequence ranks."""
+def run(output: Path) -> None:
+    """The cases on sequences over all ranks."""
     register()
-    results: dict[int, dict[str, Any]] = {}
-    for size in sizes:
-        mesh = Mesh.over_process_group(sequence=size)
-        found = results[size] = {}
-        for name, case in cases(size).items():
-            model = make_model(case.family, "bmburst", torch.float32)
-            part = SplitSequences(mesh, layout=case.layout).part(**case.batch)
-            found[name] = _step(model, part, averaged=True)
-        for kind, wrap in WRAPS.items():
-            found[kind] = _parallel(mesh, kind, wrap)
+    mesh, found = Mesh.over_process_group(), {}
+    for name, case in cases(dist.get_world_size()).items():
+        model = make_model(case.family, "bmburst", torch.float32)
+        part = SplitSequences(mesh, layout=case.layout).part(**case.batch)
+        found[name] = _step(model, part, averaged=True)
     if dist.get_rank() == 0:
-        torch.save(results, output)
+        torch.save(found, output)
+
+
+def run_wrapped(output: Path, size: int) -> None:
+    """FSDP2 and DDP over data ranks and `size` sequence ranks."""
+    register()
+    mesh = Mesh.over_process_group(sequence=size)
+    found = {kind: _parallel(mesh, kind, wrap) for kind, wrap in WRAPS.items()}
+    if dist.get_rank() == 0:
+        torch.save(found, output)
 
 
 def alone(case: Case, mesh: Mesh) -> dict[str, Any]:

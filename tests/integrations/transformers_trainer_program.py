@@ -174,7 +174,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = 
 
 
 def looped(split: SplitSequences, name: str, rate: float) -> tuple[int, str]:
-    """Take 5 steps of two micro-batches; return how many were taken, and the message of a refusal.
+    """Take 3 steps of two micro-batches; return how many were taken, and the message of a refusal.
 
     Args:
         split: Splits each batch.
@@ -184,7 +184,7 @@ def looped(split: SplitSequences, name: str, rate: float) -> tuple[int, str]:
     make, reduce = LOOPS[name]
     model = make()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    for step in range(5):
+    for step in range(3):
         ids = torch.tensor([DRAWN[31 * step : 31 * step + 23]])
         for last in (False, True):
             gathers = nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
@@ -198,7 +198,7 @@ def looped(split: SplitSequences, name: str, rate: float) -> tuple[int, str]:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = rate
-    return 5, ""
+    return 3, ""
 
 
 def run(folder: Path) -> None:

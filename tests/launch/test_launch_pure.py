@@ -9,16 +9,17 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-import torch
 
 from bmburst.cli import main
 from bmburst.errors import UserError
+from bmburst.launch import devices
 from bmburst.launch import launcher as launch
 from bmburst.launch.agent import Outcome, RankEnd
 from bmburst.launch.launcher import LaunchSpec
 from bmburst.launch.rank import STOPPED, rank_pids
 from bmburst.launch.result import launch_result, report_of
 from bmburst.launch.spec import require_command, require_devices
+from bmburst.setup.kernel_caches import flash_attention_4
 from tests.refusals import refused, says
 
 
@@ -90,15 +91,10 @@ def test_the_command_line_refuses_with_status_2(argv, word, capsys, monkeypatch)
     says(capsys.readouterr().err, word)
 
 
-@pytest.fixture
-def no_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("no_cuda")
 def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launch, "usable_cores", lambda: 7)
+    monkeypatch.setattr(devices, "gpus", lambda: ())
     script = tmp_path / "a b.py"
     script.touch()
     assert (
@@ -123,18 +119,19 @@ def test_settings_leave_the_users_alone():
 
 
 def test_compiled_kernels_are_kept_where_no_one_else_can_put_any(tmp_path):
-    found = launch.kernel_cache(tmp_path)
+    found = flash_attention_4({}, tmp_path)
     place = Path(found["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
     assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1" and place.parent.parent == tmp_path
     assert place.parent.stat().st_mode & 0o777 == 0o700
-    assert launch.kernel_cache(tmp_path) == found
+    assert flash_attention_4({}, tmp_path) == found
+    assert flash_attention_4({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, tmp_path) == {}
     place.parent.chmod(0o777)
-    assert launch.kernel_cache(tmp_path) == {}
+    assert flash_attention_4({}, tmp_path) == {}
     place.parent.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.parent.symlink_to(tmp_path / "elsewhere")
-    assert launch.kernel_cache(tmp_path) == {}
-    assert launch.kernel_cache(tmp_path / "none") == {}
+    assert flash_attention_4({}, tmp_path) == {}
+    assert flash_attention_4({}, tmp_path / "none") == {}
 
 
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():

@@ -1,9 +1,9 @@
 """ModelCenter's own modules import with what `make install` installs."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.distributed.started import run_python
 
 ROOT = Path(__file__).parents[2]
 IMPORT_ALL = """
@@ -24,10 +24,7 @@ print(len(names), "modules")
 
 
 def test_every_module_that_modelcenter_has_whole_imports() -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", IMPORT_ALL, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     *failed, count = done.stdout.splitlines()
     assert int(count.split()[0]) > 70

@@ -1,5 +1,7 @@
 """A tile under any mask, with its definition in fp64."""
 
+from functools import lru_cache
+
 import torch
 
 from bmburst_ops.flash import BackwardInputs
@@ -36,15 +38,13 @@ class Masked:
         value_dim=None,
     ):
         self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
-        drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
-        k, v = draw(0, batch, keys, *drawn)[1:3]
-        q, _, _, grad, _ = draw(1, batch, queries, *drawn)
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         self.mask = visible(pattern, queries, keys)
-        out, lse = attention(*leaves, pattern, self.scale, softcap)
-        self.gradients = torch.autograd.grad(out, leaves, grad)
-        self.out, self.lse, self.delta = out.detach(), lse.detach(), row_dots(grad, out.detach())
-        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+        sizes = queries, keys, heads, kv_heads, head_dim, batch
+        inputs, self.out, self.lse, self.gradients = _defined(
+            pattern, *sizes, dtype, self.scale, softcap, spread, value_dim
+        )
+        self.delta = row_dots(inputs[-1], self.out)
+        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype, copy=True) for t in inputs)
 
     def forward(self, kernel, **options):
         options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
@@ -63,3 +63,14 @@ class Masked:
         assert not out[:, blind].any() and (lse[:, :, blind] == -torch.inf).all()
         for gradient, empty in zip(gradients, (blind, unseen, unseen), strict=True):
             assert not gradient[:, empty].any() and gradient.isfinite().all()
+
+
+@lru_cache(maxsize=8)
+def _defined(pattern, queries, keys, heads, kv_heads, head_dim, batch, dtype, scale, softcap, spread, value_dim):
+    """Return q, k, v and dO in fp64, and out, lse and gradients: kernels are compared with one computation."""
+    drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
+    k, v = draw(0, batch, keys, *drawn)[1:3]
+    q, _, _, grad, _ = draw(1, batch, queries, *drawn)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, pattern, scale, softcap)
+    return (q, k, v, grad), out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad)

@@ -7,6 +7,7 @@ import torch
 
 from bmburst_ops import host_adamw
 from bmburst_ops.errors import KernelError
+from tests.pairs import pairwise
 from tests.refusals import says
 
 SCALE = 8.0
@@ -49,9 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kernel", ["c", "torch"])
-@pytest.mark.parametrize(("dtype", "kind"), CASES)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("count", "dtype", "kind", "kernel"), pairwise(COUNTS, CASES, ["c", "torch"]))
 def test_equals_torchs_in_fp64(count, dtype, kind, kernel):
     generator = torch.Generator().manual_seed(count)
     shard = Shard(count, dtype, kind, generator)

@@ -62,6 +62,10 @@ MORE = [
     ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
 ]
+PARTS = (
+    *("block+every-3", "block+every-2+offload-first-3", "block+every-2+keep-attention-last-2"),
+    *("block-keep-attention:0.5+offload-all", "block-keep-attention+offload-mlp-first-3"),
+)
 TARGETS = (("q_proj", "v_proj"), ("all-linear",))
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
@@ -85,8 +89,10 @@ CASES = [
        "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
 BOTH_TARGETS = [i for i, case in enumerate(CASES) if case.get("lora", {}).get("targets") in TARGETS]
-LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2}
-"""Cases with adapters of which each policy and each choice of targets is in another."""
+LONG = {i for place, i in enumerate(BOTH_TARGETS) if (place + place // 2) % 2} | {
+    i for i, case in enumerate(CASES) if case["recompute"] in PARTS and "lora" not in case
+}
+"""Cases with adapters of which each policy and each choice of targets is in another, and parts of other policies."""
 TENSOR_CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
      "mlp_chunk": chunk}
@@ -96,10 +102,10 @@ FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
      "loss_chunk": 64, "gathered": True, "moment": moment}
     for zero, layers, tokens, moment in (
-        (3, 3, 16, "from block to block"),
+        (3, 3, 16, "gate and up backward"),
         (2, 3, 8, "gate and up backward"),
-        (3, 1, 2, "gate and up backward"),
-        (2, 1, 2, "gate and up backward"),
+        (3, 1, 2, "from block to block"),
+        (2, 1, 2, "from block to block"),
     )
 ]  # fmt: skip
 ALWAYS_THERE = ("weights", "gradients", "optimizer", "workspace", "token ids, angles")
@@ -304,7 +310,7 @@ def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
     own = candidate.sizes
     found = shapes(size, tokens, size, heads, kv_heads)
     sources = tuple(Strides(1 << 30, heads * 256, 256) for _ in range(6 if backward else 3))
-    plan = make_heads_plan(found, 0, sources, backward=backward, most=own.strategy.most_kv_heads)
+    plan = make_heads_plan(found, 0, sources, backward=backward, units=own.strategy.units(backward=backward))
     inward, outward = own.head_bytes(backward=backward)
     assert plan.nbytes == pytest.approx(inward, rel=1e-2)
     boxes = [at.exchange.nbytes for at in plan.outbound]

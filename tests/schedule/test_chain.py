@@ -137,5 +137,11 @@ def test_many_ranks_fold_heads_and_few_gather():
     assert cost[8].forward_bytes(1) == 7 * 2 * 2 * state and cost[8].forward_bytes(2) == 7 * 2 * 3 * state // 8
     assert cost[64].forward_bytes(2) < 1.2 * cost[8].forward_bytes(2)
     hardware = hardware_like("NVIDIA H200")
+    for hops, received, bandwidth in (
+        (1, 7 * 2 * (2 + 1), hardware.collective_bandwidth),
+        (2, 7 * 2 * (3 + 2) / 8, hardware.all_to_all_bandwidth),
+    ):
+        wanted = 2 * hops * hardware.nccl_latency + received * state / bandwidth
+        assert cost[8].seconds(hops, hardware) == pytest.approx(wanted)
     assert cost[8].hops(hardware) == cost[64].hops(hardware) == 2
     assert LinearCost(size=2, links=2, transition=4, state=64).hops(hardware) == 1

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from bmburst.schedule.cost import EDGE_KEYS, KERNEL_BACKWARD_Q, AttentionCost, Placement, Problem
+from bmburst.schedule.cost import EDGE_KEYS, KERNEL_BACKWARD_Q, UNITS_ALIKE, AttentionCost, Placement, Problem
 from bmburst.schedule.cross import CrossMask, PairedLayout
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import HOST, load_hardware
@@ -88,11 +88,52 @@ def test_names_mean_what_they_say():
     assert (found["heads+gather"].ulysses_degree, found["heads+gather"].outer) == (2, "gather")
 
 
-def test_steps_are_pipelined_where_kernels_are_long_and_copies_free():
-    assert choose("heads", shapes(4, 65536)).most_kv_heads > 1
-    assert choose("heads", shapes(4, 65536), "nccl").most_kv_heads == 0
-    assert choose("heads", shapes(4, 2048)).most_kv_heads == 0
-    assert choose("heads", shapes(4, 1 << 20)).most_kv_heads == 1  # an outbox holds 1 GiB
+def test_heads_move_in_units_where_kernels_are_long_and_copies_free():
+    long, short = choose("heads", shapes(4, 65536)), choose("heads", shapes(4, 2048))
+    assert len(long.forward_units) > 1 and len(long.backward_units) > 1 and not long.at_once
+    assert sum(long.forward_units) == sum(long.backward_units) == 8
+    assert short.at_once and not short.forward_units and not short.backward_units
+    assert choose("heads", shapes(4, 65536), "nccl").forward_units == ()
+    assert set(choose("heads", shapes(4, 1 << 20)).forward_units) == {1}  # an outbox holds 1 GiB
+    assert choose("gather", shapes(4, 1 << 20)).most_kv_heads < choose("gather", shapes(4, 65536)).most_kv_heads < 32
+
+
+def choose_over(tokens, **changes):
+    sizes = shapes(4, tokens, 32, 8)
+    machine = replace(H200, **changes)
+    return choose_strategy("heads", sizes, tokens, CAUSAL, Placement("peer", 1), machine)
+
+
+def test_the_way_to_move_heads_is_the_cheapest_by_its_predicted_time():
+    """No length is a limit: what decides is what the host, the kernels and the links take."""
+    ways = [choose_over(tokens).at_once for tokens in (1 << n for n in range(10, 19))]
+    assert ways[0] and not ways[-1] and ways == sorted(ways, reverse=True)
+    assert not choose_over(4096, collective_host=1e-2).at_once
+    assert choose_over(1 << 16, message_host=1.0).at_once
+    assert not choose_over(4096, message_host=0.0, pass_host=0.0, graph_host=0.0).at_once
+    assert choose_over(1 << 16, peer_bandwidth=1e10).at_once
+    for tokens in (1024, 4096, 16384, 65536):
+        problem = Problem(shapes(4, tokens, 32, 8), tokens, CAUSAL, Placement("peer", 1), H200)
+        taken = problem.in_units(Strategy(4, "ring", "q"))
+        others = [replace(taken, at_once=not taken.at_once, forward_units=(), backward_units=())]
+        others += [] if taken.at_once else [replace(taken, forward_units=()), replace(taken, forward_units=(2, 4, 2))]
+        assert all(problem.cost(taken).total <= (1 + UNITS_ALIKE) * problem.cost(other).total for other in others)
+
+
+def test_of_units_that_are_alike_the_fewest_are_taken():
+    """28 and 4 heads, 160K tokens: units of 1, 5 and 1 heads would hide 0.4 % of forward."""
+    sizes = shapes(4, 163840, 28, 4)
+    assert choose("heads", sizes).forward_units == ()
+    cheap = Problem(sizes, 163840, CAUSAL, Placement("peer", 1), replace(H200, attention_tail=0.0, attention_call=0.0))
+    assert len(cheap.in_units(Strategy(4, "ring", "q")).forward_units) == 3
+
+
+def test_a_named_transport_moves_all_blocks():
+    sizes = shapes(4, 1024)
+    for placement, at_once in ((Placement("peer", 1, collectives=False), False), (Placement("nccl", None), True)):
+        assert choose_strategy("heads", sizes, 1024, CAUSAL, placement, H200).at_once is at_once
+    found = choose_strategy("heads+ring", sizes, 1024, CAUSAL, Placement("peer", 1), H200)
+    assert not found.at_once  # groups of ranks exchange heads
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -140,24 +181,13 @@ def test_a_ring_of_queries_waits_for_the_rank_whose_keys_are_seen_most():
 def test_an_exchange_of_heads_costs_the_bytes_of_its_plan(size, kv_heads):
     """Between threads nothing is hidden, and there is one unit: bytes can be read off the seconds."""
     sizes = replace(shapes(size, 64 * size, 16, kv_heads), batch=3)
-    taken = cost(Strategy(size, "ring", "kv"), sizes, CAUSAL, "threads")
+    taken = Problem(sizes, 64 * size, CAUSAL, Placement("threads"), CPU).cost(Strategy(size, "ring", "kv"))
     for backward, done in ((False, taken.forward), (True, taken.backward)):
         q, k, statistic = (Strides(64 * h * item, h * item, item) for h, item in ((16, 256), (kv_heads, 256), (16, 4)))
         sources = (q, k, k, q, statistic, statistic) if backward else (q, k, k)
-        plan = make_heads_plan(replace(sizes, degree=size), 0, sources, backward=backward, most=0)
+        plan = make_heads_plan(replace(sizes, degree=size), 0, sources, backward=backward)
         moved = sum(exchange.bytes_sent for exchange in (*plan.inbound, *(home.exchange for home in plan.outbound)))
         assert (done.exposed - 2 * CPU.peer_latency) * CPU.peer_bandwidth == pytest.approx(moved, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("size", "transport", "bandwidth", "rate"),
-    [(4, "peer", H200.peer_bandwidth, H200.attention_forward), (8, "gloo", CPU.nccl_bandwidth, CPU.attention_forward)],
-)
-def test_pace_is_a_transfer_over_a_head(size, transport, bandwidth, rate):
-    """A part of q, k or v of a head, of all but this rank's tokens, over forward's 4 FLOPs a score and feature."""
-    moving = (1 - 1 / size) * 65536 * 256 / bandwidth
-    attending = 4 * 128 * (65536 * 65537 / 2) / rate
-    assert choose("heads", shapes(size, 65536), transport).pace == pytest.approx(moving / attending)
 
 
 @pytest.mark.parametrize("transport", ["peer", "nccl"])

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from argparse import Namespace
@@ -241,6 +242,33 @@ def test_pages_of_other_hosts_do_not_ask_by_a_browser(running: Served) -> None:
         assert running.raw("GET", "/v1/models", host=host)[0] == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil:80", "[::2]", ""):
         assert running.raw("GET", "/v1/models", host=host)[0] in (403, 400)
+
+
+def test_parts_of_a_content_are_one_text(running: Served, generator: Generator) -> None:
+    """The template of the model takes text; one that takes parts gets them (tests/data/test_messages.py)."""
+    parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    made = running.client().chat.completions.create(messages=[{"role": "user", "content": parts}], **ASK)
+    assert made.choices[0].message.content == expected(generator, chat.conversation("one\ntwo"))
+
+
+def test_half_a_header_holds_no_connection(model: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as the first of a connection nor after a request that was answered. A body may take longer."""
+    monkeypatch.setattr("bmburst.serve.http._HEADER_SECONDS", 0.5)
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with served(model, generator) as found:
+        slow = socket.create_connection(("127.0.0.1", found.port), timeout=60)
+        body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
+        header = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{header}Content-Length: {len(body)}\r\n\r\n".encode() + body[:5])
+        for sent in (b"", whole[:20], whole + whole[:20]):
+            with socket.create_connection(("127.0.0.1", found.port), timeout=60) as client:
+                client.sendall(sent)
+                answer = b"".join(iter(lambda client=client: client.recv(4096), b""))  # ends with the connection
+                assert answer.count(b"HTTP/1.1 200 OK") == sent.count(whole)
+        slow.sendall(body[5:])
+        assert slow.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        slow.close()
+        until(lambda: found.health()["open"] == 0)
 
 
 def test_clients_close_idle_connections_before_the_server_does(running: Served) -> None:

@@ -25,6 +25,7 @@ from bmburst.setup.doctor import (
     to_json,
     to_text,
 )
+from bmburst.setup.kernel_caches import folders, kernel_caches
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.setup.fatbin import fat_binary
@@ -117,6 +118,25 @@ def test_a_bmtrain_that_is_not_there_is_missing(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = bmtrain.installed("BMTrain")
     assert found.status == "missing" and "bmtrain==1.0.1" in found.fix and "--no-deps" in found.fix
+
+
+def test_caches_of_kernels_are_found_and_those_that_others_can_fill_are_broken(tmp_path):
+    own, environ = tmp_path / "own", {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TRITON_HOME": "/home/a"}
+    environ |= {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(own)}
+    found = folders(environ)
+    assert found == {"triton": Path("/home/a/.triton/cache"), "flash-attn-4": own}
+    assert folders(environ | {"TRITON_CACHE_DIR": "/c"})["triton"] == Path("/c")
+    assert folders({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"})["flash-attn-4"] is None
+    found = {"triton": tmp_path / "not" / "yet", "flash-attn-4": None}
+    told = kernel_caches("caches", found)
+    assert told.status == "ok" and "not/yet (0 bytes)" in told.detail and "compiled again" in told.detail
+    own.mkdir()
+    (own / "kernel.so").write_bytes(bytes(3 << 20))
+    told = kernel_caches("caches", {"triton": own})
+    assert told.status == "ok" and "3.0 MiB" in told.detail
+    own.chmod(0o777)
+    told = kernel_caches("caches", {"triton": own})
+    assert told.status == "broken" and "other users" in told.detail and told.fix == f"rm -r {own}"
 
 
 class FakePackage:

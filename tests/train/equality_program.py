@@ -10,8 +10,8 @@ from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, Sc
 from tests import tiny
 from tests.train.given import local
 
-STEPS, TOKENS, SEQUENCES = 4, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
-LONG, FEW_STEPS = 20, 3
+STEPS, TOKENS, SEQUENCES = 3, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
+LONG, FEW_STEPS = 20, 2
 LR, DECAY = 1e-3, 0.1
 SHAPE = tiny.config(vocab_size=tiny.BYTES)
 

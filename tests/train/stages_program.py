@@ -16,6 +16,7 @@ from bmburst.loss import global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.documents import Documents
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
+from tests import tiny
 from tests.refusals import refused
 from tests.train import run_program
 
@@ -31,10 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": _SHARED
     | {"model": _TIED, "pack": "documents", "recompute": "block", "optimizer": OptimizerConfig(clip_norm=0.1)},
     "lora": _SHARED | {"model": _SHAPE, "lora": _LORA, "checkpoint_every": None},
+    "4bit": _SHARED
+    | {"model": _SHAPE, "lora": replace(_LORA, base="4bit"), "recompute": "block", "checkpoint_every": 9},
     "offload": _SHARED
     | {"model": _TIED, "recompute": "auto", "optimizer": OptimizerConfig(offload=True, state="bfloat16")},
 }
-ZERO = {"plain": 3, "tied": 2, "lora": 2, "offload": 3}
+ZERO = {"plain": 3, "tied": 2, "lora": 2, "4bit": 3, "offload": 3}
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
         _refusals()
     for name in names:
         trainer = _trainer(folder, f"{name}-{split}", split, name)
+        trainer.restore()  # the base, if there is one
         if split == Split(2):
             with refused(f"stage {trainer.mesh.stage} of 2"):
                 trainer.model.logits(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None])
@@ -199,6 +203,8 @@ def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) ->
         zero_level=ZERO[name],
     )
     changes = CASES[name] | changes
+    if name == "4bit":
+        changes["init_from"] = folder / "base"
     return Trainer(run_program.config(folder, run, parallel=parallel, data=data, **changes))
 
 
@@ -206,6 +212,7 @@ def write_text(folder: Path) -> None:
     """Write the documents, of 4 to 60 bytes."""
     lines = (json.dumps({"text": f"{i}: " + "abc def, ghi. "[: 1 + i % 14] * (1 + i % 4)}) for i in range(300))
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    tiny.save(folder / "base", _SHAPE)
 
 
 STAGES: dict[str, Any] = {"parallel": ParallelConfig(pipeline_parallel=2), "micro_batch_size": 1}

@@ -309,8 +309,8 @@ def test_ranks_that_do_not_match_are_refused(options, world, words):
         ({"recompute": "block-keep-attention+offload-mlp-first-2"}, "2 stages | without offload"),
         ({"optimizer.offload_weights": "true", "optimizer.offload": "true"}, "optimizer.offload_weights | fix: leave"),
         (
-            {"lora.base": "4bit", "lora.rank": 2, "checkpoint_every": "never"},
-            "lora.base 4bit | pipeline_parallel 2 | fix: --pipeline-parallel 1",
+            {"lora.base": "4bit", "lora.rank": 2, "checkpoint_every": "never", "parallel.zero_level": 2},
+            "lora.base 4bit | pipeline_parallel 2 | zero_level 2 | fix: --parallel.zero_level 3",
         ),
         ({"sample_tokens": 5}, "sample_tokens 5 | cannot generate | leave sample_tokens out"),
         ({"context_report": "true"}, "context_report true | pass keys"),

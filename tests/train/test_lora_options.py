@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"modules_to_save": SAVED},
     "all": {"use_rslora": True, "lora_dropout": 0.2, "modules_to_save": ["lm_head", "input_layernorm"], **PATTERNS},
 }
+FIRST, SECOND = ("plain", "rslora"), ("whole", "all")
 RATIO = {"all": 4.0, "rslora": 2.0}
 
 
@@ -127,7 +128,7 @@ def pefts(folder: Path, name: str, batches: list[Any]) -> tuple[list[float], lis
 
 @pytest.mark.parametrize(
     ("size", "tensor", "names"),
-    [(2, 1, tuple(CASES)), (2, 2, ("whole", "all")), *long((1, 1, tuple(CASES)), (2, 2, ("plain", "rslora")))],
+    [(2, 1, FIRST), (2, 2, SECOND), *long((1, 1, FIRST + SECOND), (2, 1, SECOND), (2, 2, FIRST))],
 )
 def test_training_is_pefts(tmp_path: Path, size: int, tensor: int, names: tuple[str, ...]) -> None:
     for name in names:

@@ -122,13 +122,14 @@ def _edges(folder):
     fresh.update(fresh.backward(fresh.next_batch()))
     assert equal(held(fresh), before)
     # One host has too little memory: every rank refuses.
-    if bmt.rank() == 1:
-        memory_plan.available_bytes = lambda: 1
-    with refused("optimizer.offload", "host", "in reserve"):
-        trainer(folder, "short", True, "bfloat16", 3)
-    trainer(folder, "given", True, "bfloat16", 3, host_memory=1.0)  # overrules what is free
-    with refused("optimizer.offload", "host_memory is"):
-        trainer(folder, "given little", True, "bfloat16", 3, host_memory=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        if bmt.rank() == 1:
+            patch.setattr(memory_plan, "available_bytes", lambda: 1)
+        with refused("optimizer.offload", "host", "in reserve"):
+            trainer(folder, "short", True, "bfloat16", 3)
+        trainer(folder, "given", True, "bfloat16", 3, host_memory=1.0)  # overrules what is free
+        with refused("optimizer.offload", "host_memory is"):
+            trainer(folder, "given little", True, "bfloat16", 3, host_memory=1e-6)
     trainer(folder, "resident", False, "bfloat16", 3)
 
 

@@ -135,23 +135,24 @@ def _reads_after_a_step_wait_for_the_update(folder):
     from bmburst.optim import updates
 
     update, made = updates._update, {}
-    for is_late in (False, True):
-        made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for is_late in (False, True):
+            made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
 
-        def late(*args, wait=0.02 * is_late, order=order):
-            time.sleep(wait)
-            order.append(args[0].shard.order)
-            update(*args)
+            def late(*args, wait=0.02 * is_late, order=order):
+                time.sleep(wait)
+                order.append(args[0].shard.order)
+                update(*args)
 
-        updates._update = late
-        losses(made[is_late], 2)
-        made[is_late].evaluate()
-        assert order == 2 * [0, 0, 1, 1]  # as forward needs them
-    require_equal(held(made[True]), held(made[False]))
-    losses(made[True], 1), losses(made[False], 1)
-    assert made[True].evaluate() == made[False].evaluate()
-    losses(made[True], 1), losses(made[False], 1)
-    assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
+            patch.setattr(updates, "_update", late)
+            losses(made[is_late], 2)
+            made[is_late].evaluate()
+            assert order == 2 * [0, 0, 1, 1]  # as forward needs them
+        require_equal(held(made[True]), held(made[False]))
+        losses(made[True], 1), losses(made[False], 1)
+        assert made[True].evaluate() == made[False].evaluate()
+        losses(made[True], 1), losses(made[False], 1)
+        assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
 
 
 def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
@@ -171,8 +172,10 @@ def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
 
         return call
 
-    HostAdam.step, LateUpdates.start = recorded(HostAdam.step), recorded(LateUpdates.start)
-    losses(made, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostAdam, "step", recorded(HostAdam.step))
+        patch.setattr(LateUpdates, "start", recorded(LateUpdates.start))
+        losses(made, 2)
     assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
 
 
@@ -187,10 +190,11 @@ def _an_error_in_an_update_ends_the_run(folder):
         raise MemoryError("no room")
 
     made = trainer(folder, "run", True, "bfloat16")
-    updates._update = fails
-    losses(made, 1)
-    with pytest.raises(MemoryError, match="no room"):
-        made.evaluate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates, "_update", fails)
+        losses(made, 1)
+        with pytest.raises(MemoryError, match="no room"):
+            made.evaluate()
 
 
 def test_gradients_that_are_not_finite_change_nothing(tmp_path):
@@ -291,6 +295,7 @@ def test_an_input_without_gradient_is_no_exception(tmp_path):
 def _an_input_without_gradient_is_no_exception():
     import bmtrain as bmt
 
+    from bmburst.blocks.gathering import GatherMemory
     from bmburst.blocks.layers import Linear
     from bmburst.blocks.streamed import StreamedBlock
     from bmburst.comm.host_memory import ShardCopies
@@ -298,10 +303,10 @@ def _an_input_without_gradient_is_no_exception():
 
     found = []
     for streams in (False, True):
-        copies, sizes = ShardCopies(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
+        copies, memory, sizes = ShardCopies(), GatherMemory(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
         linears = [Linear(a, b, dtype=torch.float32) for a, b in sizes]
         blocks = [
-            StreamedBlock(each, copies, number) if streams else bmt.Block(each, use_checkpoint=False)
+            StreamedBlock(each, copies, number, memory) if streams else bmt.Block(each, use_checkpoint=False)
             for number, each in enumerate(linears)
         ]
         model = bmt.TransformerBlockList(blocks)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ def _is_uninterrupted(folder, names):
 def _has_its_bytes_and_refuses_others():
     _takes_its_bytes()
     _refuses_other_states()
+    _finds_columns_that_were_split_otherwise()
 
 
 def _converts(folder, name, changes, state):
@@ -171,6 +173,17 @@ def _refuses_other_states():
         made(state="int4")
     with refused("kernel bmtrain", "8bit", "fix: "):
         made(state="8bit", kernel="bmtrain")
+
+
+def _finds_columns_that_were_split_otherwise():
+    """Elements of a matrix in the order of its shards, split by columns in `there` parts and in `here`."""
+    from bmburst.checkpoint.optimizer_state import _reordered
+
+    whole = torch.arange(36).view(3, 12)
+    ordered = {parts: whole.unflatten(1, (parts, -1)).movedim(1, 0).flatten() for parts in (1, 2, 3, 4)}
+    for here, there in product(ordered, repeat=2):
+        index = _reordered(torch.arange(36), whole.shape, here, there)
+        assert torch.equal(ordered[there][index], ordered[here]), (here, there)
 
 
 def _check_files(folder, name):

@@ -1,9 +1,11 @@
 """Preference training on packed pairs is DPO on each pair alone: on any ranks, layouts and microbatches.
 
+Pairs have weights: the loss of a step is the sum of weight times loss over the sum of the weights of its pairs.
+
 The reference is the formula of TRL's sigmoid loss, on transformers' model in fp64, in one process, pair by pair:
 
     logits = (log p(chosen) - log p(rejected)) - (log p_ref(chosen) - log p_ref(rejected))
-    loss = -log sigmoid(beta logits), mean over pairs
+    loss = -log sigmoid(beta logits), mean over pairs, in training weighted by them
     rewards = beta (log p - log p_ref) of each answer; margin and accuracy compare those of a pair
 """
 
@@ -24,6 +26,7 @@ from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import preference_program as program
 
+WEIGHT = 2.25  # of every third pair; the others have none, which counts as 1
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
 
@@ -38,7 +41,8 @@ def pairs(count):
             [{"role": role, "content": text}]
             for role, text in zip(("user", "assistant", "assistant"), texts, strict=True)
         ]
-        found.append(dict(zip(("prompt", "chosen", "rejected"), (texts, messages)[number % 2], strict=True)))
+        line = dict(zip(("prompt", "chosen", "rejected"), (texts, messages)[number % 2], strict=True))
+        found.append(line | ({} if number % 3 else {"weight": WEIGHT}))
     return found
 
 
@@ -89,8 +93,8 @@ def log_probability(model, weights, ids, labels):
     return every[labels[1:] != -100].sum()
 
 
-def dpo(folder, model, weights, before, numbers):
-    """Return the mean loss, margin and accuracy of lines by the formula above."""
+def dpo(folder, model, weights, before, numbers, *, is_weighted=True):
+    """Return the mean loss, margin and accuracy of lines by the formula above; the loss weighted by its pairs."""
     found = []
     for number in numbers:
         sides = [
@@ -100,7 +104,12 @@ def dpo(folder, model, weights, before, numbers):
         rewards = [program.BETA * (ours - theirs) for ours, theirs in sides]
         margin = rewards[0] - rewards[1]
         found.append(torch.stack([-torch.nn.functional.logsigmoid(margin), margin.detach(), (margin > 0).double()]))
-    return torch.stack(found).mean(0)
+    mean, factors = torch.stack(found).mean(0), [1.0 if number % 3 else WEIGHT for number in numbers]
+    if not is_weighted:
+        return mean
+    assert len(set(factors)) == 2
+    loss = sum(factor * each[0] for factor, each in zip(factors, found, strict=True)) / sum(factors)
+    return torch.stack([loss, *mean[1:]])
 
 
 def samples(folder, split, pack):
@@ -147,7 +156,7 @@ def reference_of(folder, pack, loras):
             values = dpo(folder, model, weights, before, first)
             gradients = torch.autograd.grad(values[0], list(leaves.values()))
             with torch.no_grad():
-                evaluated = dpo(folder, model, base, before, found["held"]).tolist()
+                evaluated = dpo(folder, model, base, before, found["held"], is_weighted=False).tolist()
                 start = dpo(folder, model, base, before, first).tolist()
             found[lora] = {
                 "values": values.tolist(),

@@ -33,6 +33,10 @@ def folder(request, tmp_path_factory):
 @BOTH
 @NAMES
 def test_gradients_losses_and_weights_are_those_of_one_rank(folder, split, name):
+    require_equal(folder, split, name)
+
+
+def require_equal(folder, split, name):
     one = program.result(folder, ALONE, name)
     for rank in range(split.ranks):
         ours = program.result(folder, split, name, rank)
@@ -87,6 +91,20 @@ def test_checkpoint_of_stages_goes_on_without_them_and_back(folder, split, name)
     assert weights.keys() == one["parameters"].keys()
     for key, wanted in one["parameters"].items():
         assert (weights[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+
+
+@pytest.mark.long
+def test_a_base_in_4_bits_is_read_and_trained_in_stages(tmp_path):
+    """Each rank of a stage reads and quantizes the matrices of its stage."""
+    program.write_text(tmp_path)
+    for split in (ALONE, SQUARE):
+        run_program(split.ranks, program.compare, tmp_path, split, ["4bit"], pipe=split.pipe)
+    require_equal(tmp_path, SQUARE, "4bit")
+    file = f"checkpoints/step-{program.SAVED:06d}/adapter_model.safetensors"
+    adapters = [load_file(tmp_path / f"4bit-{split}" / file) for split in (ALONE, SQUARE)]
+    assert adapters[1].keys() == adapters[0].keys()
+    for key, wanted in adapters[0].items():
+        assert (adapters[1][key] - wanted).norm() <= 1e-4 * wanted.norm(), key
 
 
 @pytest.mark.long

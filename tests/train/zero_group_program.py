@@ -20,7 +20,7 @@ from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.refusals import refused, says
 from tests.train import run_program
 
-SAVED_AT, STEPS = 2, 4
+SAVED_AT, STEPS = 1, 2
 OFFLOAD = OptimizerConfig(offload=True, offload_weights=True)
 SAVED: dict[str, Any] = {"steps": STEPS, "checkpoint_every": SAVED_AT, "keep_checkpoints": 9, "batch_size": 8}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of a run, and its mesh on 4 ranks
