@@ -213,7 +213,7 @@ def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str,
     layout = make_layout("zigzag", ranks, row["tokens"] // ranks)
     q, k = (torch.empty(1, layout.tokens, row[heads], HEAD_DIM, **_META) for heads in ("query_heads", "kv_heads"))
     mask, machine = _mask(row["mask"], row["tokens"]), load_hardware("h200")
-    problem = Problem(head_shapes(layout, q, k), row["tokens"], mask, Placement("peer"), machine)
+    problem = Problem(head_shapes(layout, q, k, k), row["tokens"], mask, Placement("peer"), machine)
 
     def choose(strategy: str) -> Strategy:
         return choose_strategy(strategy, problem.shapes, problem.length, mask, problem.placement, machine)
@@ -239,7 +239,7 @@ def _measured_strategies(heads: tuple[int, int], tokens: int, name: str, device:
         for count in (heads[0], heads[1], heads[1], heads[0])
     )
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
-    shapes = head_shapes(make_layout("zigzag", group.size, local), q, k)
+    shapes = head_shapes(make_layout("zigzag", group.size, local), q, k, k)
     placement = Placement("peer" if device.type == "cuda" else "gloo")
     machine = hardware_like(torch.cuda.get_device_name(device) if device.type == "cuda" else HOST)
     taken = _name(choose_strategy("auto", shapes, tokens, mask, placement, machine), group.size)

@@ -39,7 +39,7 @@ def decode_attention(
         q: Queries `[batch, heads, head_dim]`. Query head h reads KV head `h // (heads / kv_heads)`.
         keys: `[batch, capacity, kv_heads, head_dim]` in q's dtype, with a contiguous last dimension and otherwise any
             strides. Tokens that are not visible are never used and may be NaN.
-        values: As keys.
+        values: As keys, with their own head dim.
         lengths: Number of cached tokens of each sequence, `[batch]` int32 or int64, on q's device. A sequence without
             visible tokens (0 or less) has an output of zero and a log-sum-exp of `-inf`. Values above the capacity
             count as the capacity.
@@ -54,7 +54,7 @@ def decode_attention(
             GPU; 1 to 1024. Default: by capacity, batch and heads. The reference does not split.
 
     Returns:
-        The output `[batch, heads, head_dim]`, and the log-sum-exp of the scores `[batch, heads]` in nats, fp32
+        The output `[batch, heads, value_dim]`, and the log-sum-exp of the scores `[batch, heads]` in nats, fp32
         (fp64 if q is fp64).
 
     Raises:
@@ -62,7 +62,7 @@ def decode_attention(
         ValueError: Shapes, dtypes, devices or strides do not fit.
     """
     _check(q, keys, values, lengths, starts, num_splits)
-    if _runs_triton(kernel, q):
+    if _runs_triton(kernel, max(keys, values, key=lambda cache: cache.shape[3])):
         from bmburst_ops import triton_decode
 
         return triton_decode.decode_attention(
@@ -130,7 +130,7 @@ def _check(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, num_splits: int | None
 ) -> None:
     """Refuse inputs that do not fit. Values of lengths are not checked, because they are on the device."""
-    fits = q.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape
+    fits = q.dim() == 3 and keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3]
     if not (fits and keys.shape[::3] == q.shape[::2] and keys.shape[2] and q.shape[1] % keys.shape[2] == 0):
         raise ValueError(
             "decode attention needs q [batch, heads, head_dim] and keys, values [batch, capacity, kv_heads, head_dim] "
@@ -202,7 +202,7 @@ def _decode_plainly(
         return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale, softcap)
     stops = lengths.tolist()
     firsts = [0] * len(stops) if starts is None else starts.clamp(min=0).tolist()
-    out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
+    out = q.new_empty((*q.shape[:2], values.shape[3]), dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:2])
     for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         one, seen = slice(i, i + 1), slice(first, max(first, stop))  # slices end at the capacity
@@ -225,7 +225,7 @@ def attend_visible(
     Args:
         q: `[batch, heads, head_dim]`.
         keys: `[batch, tokens, kv_heads, head_dim]`. A KV head is not repeated in memory for its query heads.
-        values: As keys.
+        values: As keys, with their own head dim.
         visible: Mask `[batch, tokens]`; None if all tokens are visible. Other tokens may be NaN.
         scale: Factor on the scores.
         softcap: See `decode_attention`.

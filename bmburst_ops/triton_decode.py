@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.flash.triton import Table, block_sizes_for, is_interpreted, padded_head_dim
+from bmburst_ops.flash.triton import Table, block_sizes_for, is_interpreted, padded_head_dim, widths_of
 from bmburst_ops.flash.triton_forward import LN_2, add_dot, capped, dot, load_rows
 from bmburst_ops.merge import accumulation_dtype, dense_rows
 
@@ -72,12 +72,17 @@ def decode_attention(
     """See `bmburst_ops.decode.decode_attention`. The default tuning depends on device, dtype and head dim."""
     q = dense_rows(q)
     (batch, heads, head_dim), kv_heads = q.shape, keys.shape[2]
-    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+    out = torch.empty(batch, heads, values.shape[3], dtype=out_dtype, device=q.device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
-    if not q.numel():
+    if not out.numel():
         return out, lse
     tuning = tuning or block_sizes_for(
-        q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
+        max(keys, values, key=lambda cache: cache.shape[3]),
+        split_kernel,
+        hopper=_HOPPER,
+        small=_SMALL,
+        fp32=_FP32,
+        interpreted=_INTERPRETED,
     )
     group = heads // kv_heads
     rows = min(padded_head_dim(group), tuning.heads)  # tensor cores need at least 16
@@ -85,14 +90,14 @@ def decode_attention(
     splits = num_splits or splits_for(keys, batch * kv_heads * tiles, tuning)
     parts, part_lse = out[None], lse[None]
     if splits > 1:
-        parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits, batch, heads, dtype=torch.float32, device=q.device)
     precision = "interpreter" if IS_INTERPRETED else "ieee" if q.dtype == torch.float32 else "tf32"
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         split_kernel[(kv_heads * tiles, splits, batch)](  # heads first: neighbours in memory run together
             q, keys, values, lengths, starts, parts, part_lse, q.stride()[:2], keys.stride()[:3], values.stride()[:3],
             keys.shape[1], group, tiles, splits, heads, scale, None if softcap is None else softcap / scale,
-            HEAD_DIM=head_dim, DIM=padded_head_dim(head_dim), ROWS=rows, TOKENS=tuning.tokens,
+            HEAD_DIM=head_dim, DIM=padded_head_dim(head_dim), **widths_of(values), ROWS=rows, TOKENS=tuning.tokens,
             WINDOWED=starts is not None, PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
     return (out, lse) if splits == 1 else _merge_into(parts, part_lse, out, lse)
@@ -138,14 +143,14 @@ def _merge_into(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> tu
 def split_kernel(
     q, keys, values, lengths, starts, parts, part_lse, q_strides, key_strides, value_strides,
     capacity, group, tiles, splits, heads, scale, cap,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: up to ROWS query heads of one KV head over one split of a sequence.
 
     Grid: (KV heads * tiles, splits, batch). Strides of q are of (batch, head), those of the cache of (batch, token,
-    head). parts `[splits, batch, heads, HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part of a
-    split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
+    head). parts `[splits, batch, heads, VALUE_HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part
+    of a split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
     """
     kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -164,7 +169,7 @@ def split_kernel(
     key_stride, value_stride = tl.cast(key_strides[1], tl.int64), tl.cast(value_strides[1], tl.int64)
     bits_scale = scale * 1.4426950408889634  # log2(e), for exp2
 
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     for first in tl.range(start, stop, TOKENS):
@@ -178,15 +183,16 @@ def split_kernel(
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(weights, 1)
-        value = load_rows(value_matrix, first, value_stride, stop, HEAD_DIM, TOKENS, DIM, True)
+        value = load_rows(value_matrix, first, value_stride, stop, VALUE_HEAD_DIM, TOKENS, VALUE_DIM, True)
         acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
         peak = higher
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     sequence = split.to(tl.int64) * tl.num_programs(2) + batch
     row = sequence * heads + head
-    written = inside & ((start < stop) | (splits == 1))
-    tl.store(parts + row[:, None] * HEAD_DIM + columns[None, :], acc.to(parts.dtype.element_ty), mask=written)
+    columns = tl.arange(0, VALUE_DIM)
+    written = (rows < group)[:, None] & (columns < VALUE_HEAD_DIM)[None, :] & ((start < stop) | (splits == 1))
+    tl.store(parts + row[:, None] * VALUE_HEAD_DIM + columns[None, :], acc.to(parts.dtype.element_ty), mask=written)
     tl.store(part_lse + row, (peak + tl.log2(total)) * LN_2, mask=rows < group)
 
 

@@ -102,7 +102,9 @@ def burst_attention(
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
         k: `[batch, local_tokens, kv_heads, head_dim]`; heads is a multiple of kv_heads (GQA, MQA). Never expanded.
             In cross-attention `[batch, local_keys, kv_heads, head_dim]`.
-        v: Shaped as k.
+        v: `[batch, local_tokens, kv_heads, value_dim]`, shaped as k but for its own head dim, as in multi-head latent
+            attention (DeepSeek: 192 and 128). Kernels "fa4", "cudnn", "triton" and "reference" take both; others pad
+            the narrower one inside a call.
         mask: Which keys a query sees, in global positions: "causal", "full", or one of `bmburst.Causal`, `Full`,
             `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple has one mask for each
             sample of the batch.
@@ -144,8 +146,9 @@ def burst_attention(
             gradient, backward runs with "triton" or "reference".
 
     Returns:
-        The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scores in nats,
-        `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
+        The output, `[batch, local_tokens, heads, value_dim]`, typed as q; with `return_lse` also the log-sum-exp of the
+        scores in nats, `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key
+        give zero and -inf.
 
     Raises:
         UserError: A value is unknown, shapes, dtypes or devices are not supported, or the ranks of the group disagree.

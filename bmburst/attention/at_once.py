@@ -38,13 +38,14 @@ Attend = Callable[[AttentionCall, Span, Tensor, Tensor, Tensor, Partial], object
 
 def at_once_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `bmburst.attention.heads.heads_forward`."""
-    shapes = head_shapes_of(call, q.shape, k.shape, q.dtype)
-    own, own_kv, dim = shapes.own_heads, shapes.own_kv_heads, shapes.head_dim
+    shapes = head_shapes_of(call, q.shape, k.shape, v.shape, q.dtype)
+    own, own_kv = shapes.own_heads, shapes.own_kv_heads
+    dim, value_dim = shapes.head_dim, shapes.value_width
     is_recorded = attend is None and _is_recorded(call, shapes, q)
     rows = _to_heads(call, shapes, is_recorded, [_by_rank(t, shapes.degree) for t in (q, k, v)])
-    queries, keys, values = _heads(rows, (own, own_kv, own_kv), dim)
+    queries, keys, values = _heads(rows, (own, own_kv, own_kv), (dim, dim, value_dim))
     size = shapes.batch, shapes.tokens, own
-    out, lse = _results(is_recorded, rows, (*size, dim), (shapes.batch, own, shapes.tokens))
+    out, lse = _results(is_recorded, rows, (*size, value_dim), (shapes.batch, own, shapes.tokens))
 
     def work() -> None:
         if attend is None:
@@ -57,22 +58,25 @@ def at_once_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend
     home = _to_tokens(call, shapes, [statistics, out.flatten(2)])
     words = statistics.shape[2]
     own_lse = home[..., :words].view(lse.dtype).permute(1, 0, 3, 2).reshape(shapes.batch, -1, q.shape[1])
-    return Partial(_joined(home[..., words : words + own * dim], q), own_lse)
+    return Partial(_joined(home[..., words : words + own * value_dim], q.shape[2], value_dim), own_lse)
 
 
 def at_once_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     grad_out, q, k, v, lse, delta = given
-    shapes = head_shapes_of(call, q.shape, k.shape, q.dtype)
-    own, own_kv, dim = shapes.own_heads, shapes.own_kv_heads, shapes.head_dim
+    shapes = head_shapes_of(call, q.shape, k.shape, v.shape, q.dtype)
+    own, own_kv = shapes.own_heads, shapes.own_kv_heads
+    dim, value_dim = shapes.head_dim, shapes.value_width
     is_recorded = _is_recorded(call, shapes, q)
     statistics = torch.stack((lse.mT, delta.mT), 3).view(q.dtype)  # [batch, tokens, heads, 2 * words]
     parts = [_by_rank(t, shapes.degree) for t in (statistics, q, k, v, grad_out)]
     rows = _to_heads(call, shapes, is_recorded, parts)
     words = parts[0].shape[3]
-    queries, keys, values, grads = _heads(rows[..., words:], (own, own_kv, own_kv, own), dim)
-    size, counts = (shapes.batch, shapes.tokens), (own, own_kv, own_kv)
-    results = _results(is_recorded, rows, *((*size, count, dim) for count in counts))
+    queries, keys, values, grads = _heads(
+        rows[..., words:], (own, own_kv, own_kv, own), (dim, dim, value_dim, value_dim)
+    )
+    size, heads = (shapes.batch, shapes.tokens), ((own, dim), (own_kv, dim), (own_kv, value_dim))
+    results = _results(is_recorded, rows, *((*size, *each) for each in heads))
 
     def work() -> None:
         numbers = rows[..., :words].view(lse.dtype).unflatten(2, (own, 2))
@@ -84,9 +88,9 @@ def at_once_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     varying = workspace_nbytes(shapes, own, own_kv) if call.mask.starts else 0
     _run(call, work, is_recorded, rows, results[0], backward=True, varying=varying)
     home = _to_tokens(call, shapes, [t.flatten(2) for t in results])
-    features = [count * dim for count in counts]
+    features = [count * width for count, width in heads]
     parts = home[..., : sum(features)].split(features, 3)
-    return Gradients(*(_joined(part, t) for part, t in zip(parts, (q, k, v), strict=True)))
+    return Gradients(*(_joined(part, *t.shape[2:]) for part, t in zip(parts, (q, k, v), strict=True)))
 
 
 def _is_recorded(call: AttentionCall, shapes: HeadShapes, q: Tensor) -> bool:
@@ -163,12 +167,12 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 _WIDEST = 4  # bytes of a statistic of 16-bit tensors
 
 
-def _heads(rows: Tensor, counts: Sequence[int], dim: int) -> list[Tensor]:
+def _heads(rows: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     """Return views `[batch, tokens, heads, dim]` of consecutive heads of each token."""
     batch, tokens, _ = rows.shape
-    features = [count * dim for count in counts]
+    features = [count * dim for count, dim in zip(counts, dims, strict=True)]
     parts = rows[..., : sum(features)].split(features, 2)
-    return [part.view(batch, tokens, count, dim) for part, count in zip(parts, counts, strict=True)]
+    return [part.view(batch, tokens, count, -1) for part, count in zip(parts, counts, strict=True)]
 
 
 def _results(is_recorded: bool, like: Tensor, *sizes: Sequence[int]) -> list[Tensor]:
@@ -187,13 +191,12 @@ def _memory(stays: bool, name: str, like: Tensor, nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
-def _joined(parts: Tensor, like: Tensor) -> Tensor:
+def _joined(parts: Tensor, heads: int, dim: int) -> Tensor:
     """Return `[ranks, batch, tokens, features]` of each rank's heads as `[batch, tokens, heads, dim]`.
 
     The shares of the ranks that hold the same KV head are summed in fp32 or wider.
     """
     size, batch, tokens, _ = parts.shape
-    heads, dim = like.shape[2:]
     if heads < size:
         parts = parts.unflatten(0, (heads, -1)).sum(1, dtype=accumulation_dtype(parts.dtype))
     return parts.permute(1, 2, 0, 3).reshape(batch, tokens, heads, dim)

@@ -217,7 +217,7 @@ def _decide(
             raise UserError(str(error)) from None
         require_scale(scale)
         layout = Contiguous(comm.size, q.shape[1])
-        shapes, length = head_shapes(layout, q, k), layout.size * layout.tokens
+        shapes, length = head_shapes(layout, q, k, v), layout.size * layout.tokens
         call = BiasedCall(
             comm=comm,
             layout=layout,

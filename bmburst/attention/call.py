@@ -73,9 +73,9 @@ class SequenceCall:
         """Return this rank's schedule in a ring."""
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, ring_tensors)
 
-    def taking_delta(self, q: Tensor, k: Tensor) -> "SequenceCall":
+    def taking_delta(self, q: Tensor, v: Tensor) -> "SequenceCall":
         """Return this call with a kernel that uses a given delta; in this class, the call itself."""
-        del q, k
+        del q, v
         return self
 
 
@@ -99,20 +99,19 @@ class AttentionCall(SequenceCall):
         """Return the tiles between one rank's queries and another's keys."""
         return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
-    def heads_plan(self, q: Tensor, k: Tensor, brought: list[Tensor], *, backward: bool) -> HeadsPlan:
+    def heads_plan(self, brought: list[Tensor], *, backward: bool) -> HeadsPlan:
         """Return this rank's plan of a head exchange.
 
         The cache key is made of the tensors' shapes, dtype and strides: hashing all arguments of `make_heads_plan` took
         50 microseconds on the host of an H200, before the first copy of each call.
 
         Args:
-            q: This rank's queries.
-            k: Its keys.
-            brought: See `make_heads_plan`.
+            brought: This rank's queries, keys and values, and in backward the others; see `make_heads_plan`.
             backward: See `make_heads_plan`.
         """
         strides = tuple([tensor.stride() for tensor in brought])
-        return _heads_plan(self.layout, self.strategy, self.comm.rank, backward, q.shape, k.shape, q.dtype, strides)
+        q, k, v = (tensor.shape for tensor in brought[:3])
+        return _heads_plan(self.layout, self.strategy, self.comm.rank, backward, q, k, v, brought[0].dtype, strides)
 
     def over(self, layout: Layout, length: int) -> "AttentionCall":
         """Return this call for other tokens: the same object each time, since it is the key of its CUDA graphs."""
@@ -127,7 +126,7 @@ class AttentionCall(SequenceCall):
         strategy, layout = replace(self.strategy, ulysses_degree=1), self.layout.over_groups(degree)
         return replace(self, comm=StridedSubgroup(self.comm, degree), layout=layout, strategy=strategy)
 
-    def taking_delta(self, q: Tensor, k: Tensor) -> "AttentionCall":
+    def taking_delta(self, q: Tensor, v: Tensor) -> "AttentionCall":
         """Return this call with a kernel that uses a given delta.
 
         A kernel that takes no delta gets a surrogate output instead, which cannot express a delta that is non-zero
@@ -135,7 +134,8 @@ class AttentionCall(SequenceCall):
         """
         if self.kernel.takes_delta:
             return self
-        return _taking_delta(self, with_triton=q.is_cuda and TritonKernel().refusal(q, k) is None)
+        wider = max(q, v, key=lambda tensor: tensor.shape[-1])
+        return _taking_delta(self, with_triton=q.is_cuda and TritonKernel().refusal(wider, wider) is None)
 
 
 @lru_cache(maxsize=256)
@@ -146,10 +146,11 @@ def _heads_plan(
     backward: bool,
     q: torch.Size,
     k: torch.Size,
+    v: torch.Size,
     dtype: torch.dtype,
     strides: tuple[tuple[int, ...], ...],
 ) -> HeadsPlan:
-    shapes = replace(_shapes_of(layout, q, k, dtype), degree=strategy.ulysses_degree)
+    shapes = replace(_shapes_of(layout, q, k, v, dtype), degree=strategy.ulysses_degree)
     return make_heads_plan(
         shapes,
         rank,
@@ -160,9 +161,9 @@ def _heads_plan(
 
 
 @bounded_cache(maxsize=256)
-def head_shapes_of(call: AttentionCall, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> HeadShapes:
+def head_shapes_of(call: AttentionCall, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype) -> HeadShapes:
     """Return the sizes of a rank's queries and keys after the head exchange of a call."""
-    return replace(_shapes_of(call.layout, q, k, dtype), degree=call.strategy.ulysses_degree)
+    return replace(_shapes_of(call.layout, q, k, v, dtype), degree=call.strategy.ulysses_degree)
 
 
 @bounded_cache(maxsize=64)
@@ -263,10 +264,10 @@ def _decide(
         queries = Side(options.layout, q.shape[1], length)
         keys = Side(options.key_layout or options.layout, k.shape[1], key_length) if is_cross else None
         layout, real, mask = attended(comm.size, queries, keys, make_mask(options.mask))
-        shapes = head_shapes(layout, q, k)
+        shapes = head_shapes(layout, q, k, v)
         call = AttentionCall(
             comm=comm,
-            kernel=options.kernel_for(kernel_needs(layout, mask), q, k),
+            kernel=options.kernel_for(kernel_needs(layout, mask), q, k, v),
             layout=layout,
             length=real,
             mask=mask,
@@ -380,18 +381,19 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
 
 
-def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
-    """Return the sizes of a rank's queries and keys before any head exchange; only shapes and dtype are read.
+def head_shapes(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> HeadShapes:
+    """Return the sizes of a rank's tensors before any head exchange; only shapes and dtype are read.
 
     Args:
         layout: Of the whole sequence.
         q: `[batch, tokens, heads, head_dim]`.
         k: `[batch, tokens, kv_heads, head_dim]`.
+        v: `[batch, tokens, kv_heads, value_dim]`.
     """
-    return _shapes_of(layout, q.shape, k.shape, q.dtype)
+    return _shapes_of(layout, q.shape, k.shape, v.shape, q.dtype)
 
 
-def _shapes_of(layout: Layout, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> HeadShapes:
+def _shapes_of(layout: Layout, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype) -> HeadShapes:
     batch, _, heads, head_dim = q
     return HeadShapes(
         layout=layout,
@@ -402,4 +404,5 @@ def _shapes_of(layout: Layout, q: torch.Size, k: torch.Size, dtype: torch.dtype)
         head_dim=head_dim,
         itemsize=dtype.itemsize,
         statistics_itemsize=accumulation_dtype(dtype).itemsize,
+        value_dim=v[3],
     )

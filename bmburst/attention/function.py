@@ -55,7 +55,7 @@ class SequenceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs."""
         q, k, v, *others, out, lse = ctx.saved_tensors
-        call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, k)
+        call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, v)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
         with no_autocast(q.device.type), traced("attention backward"):
             grads = ctx.executor.backward(call, BackwardInputs(grad_out, q, k, v, lse, delta), *others)

@@ -11,8 +11,8 @@ that could give wider gradients (the reference) lose precision. In both cases ea
 the final rounding that one device has too. Errors of parts are independent: where parts add up like random numbers,
 the sum has about one more rounding error at any number of ranks, as in a ring.
 
-Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D, units of G KV heads with R query
-heads in total, in elements of the inputs' dtype:
+Memory beside inputs and results, for batch B, S tokens over P ranks, head dimension D (of keys and values the mean),
+units of G KV heads with R query heads in total, in elements of the inputs' dtype:
 
     forward: 2 buffers and 2 outboxes, each of K and V: 4 * B * S * G * D
     backward: that, and 2 outboxes and 2 sets of parts, each of dK and dV: up to 4 * B * (2 * S - S / P) * G * D;
@@ -22,6 +22,8 @@ Under sparser masks, buffers and outboxes hold only the visible keys, and there 
 key. With a single unit there is one of each instead of two. Over the peer transport outboxes stay allocated for the
 next call.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSumPl
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
+Pair = tuple[Tensor, Tensor]
+"""A tensor of keys and one of values."""
 _IN, _OUT = 2, 3  # lanes: nothing queues behind returning gradients, nor behind a head exchange (lanes 0 and 1)
 _TURNS = 2  # buffers: one is read while the next is filled
 
@@ -45,10 +49,10 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
         call: The attention.
         q: `[batch, tokens, heads, head_dim]`.
         k: `[batch, tokens, kv_heads, head_dim]`.
-        v: Shaped as k.
+        v: `[batch, tokens, kv_heads, value_dim]`.
         into: Where to write the results, as `Kernel.forward`. Default: new memory.
     """
-    plan = _plan(call, q, k)
+    plan = _plan(call, q, k, v)
     arriving = _KeyValuePrefetch(call, plan, k, v)
     whole = local_forward(call, q, k, v, into, tiles=plan.own)
     for i, unit in enumerate(plan.units):
@@ -64,13 +68,13 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
 def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
-    plan = _plan(call, q, k)
+    plan = _plan(call, q, k, v)
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
     for gradient, real in zip(into, (plan.real, plan.real_keys, plan.real_keys), strict=True):
         gradient[:, real:] = 0
 
-    arriving, returning = _KeyValuePrefetch(call, plan, k, v), _GradientExchange(call, plan, k, into)
+    arriving, returning = _KeyValuePrefetch(call, plan, k, v), _GradientExchange(call, plan, (k, v), into)
     for i, unit in enumerate(plan.units):
         heads = unit.heads.slice
         q_parts = q.new_empty(1 + len(plan.backward), q.shape[0], plan.real, len(unit.heads), q.shape[3])
@@ -111,19 +115,22 @@ class _DoubleBuffer:
     Ranks differ in the number of visible keys and of parts: every rank allocates what the largest one needs.
     """
 
-    def __init__(self, plan: GatherPlan, like: Tensor, tokens: int) -> None:
+    def __init__(self, plan: GatherPlan, like: Pair, tokens: int) -> None:
         most = max(len(unit.kv_heads) for unit in plan.units)
-        numel = tokens * like.shape[0] * most * like.shape[3]
         turns = min(_TURNS, len(plan.units))
-        self._memory = [(like.new_empty(numel), like.new_empty(numel)) for _ in range(turns)]
+        self._widths = [each.shape[3] for each in like]
+        self._memory = [
+            [each.new_empty(tokens * each.shape[0] * most * each.shape[3]) for each in like] for _ in range(turns)
+        ]
 
-    def at(self, i: int) -> tuple[Tensor, Tensor]:
+    def at(self, i: int) -> Sequence[Tensor]:
         """Return unit i's memory, the same on every rank."""
         return self._memory[i % _TURNS]
 
-    def shaped(self, i: int, *shape: int) -> tuple[Tensor, Tensor]:
-        """Return the beginning of unit i's memory as two tensors."""
-        k, v = (flat[: torch.Size(shape).numel()].view(shape) for flat in self.at(i))
+    def shaped(self, i: int, *shape: int) -> Pair:
+        """Return the beginning of unit i's memory as two tensors, `[*shape, head_dim]` each."""
+        numel = torch.Size(shape).numel()
+        k, v = (flat[: numel * width].view(*shape, width) for flat, width in zip(self.at(i), self._widths, strict=True))
         return k, v
 
 
@@ -132,7 +139,7 @@ class _KeyValuePrefetch:
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, v: Tensor) -> None:
         self._call, self._plan, self._held = call, plan, (k, v)
-        self._buffers = _DoubleBuffer(plan, k, plan.most_seen)
+        self._buffers = _DoubleBuffer(plan, self._held, plan.most_seen)
         self._under_way: list[Transfer] = []
         self._start()
 
@@ -144,28 +151,28 @@ class _KeyValuePrefetch:
         self._start()
         if self._under_way:
             self._under_way[i].wait()
-        batch, _, _, head_dim = self._held[0].shape
-        return self._buffers.shaped(i, batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim)
+        batch = self._held[0].shape[0]
+        return self._buffers.shaped(i, batch, self._plan.seen, len(self._plan.units[i].kv_heads))
 
     def _start(self) -> None:
         i = len(self._under_way)
         if i == len(self._plan.units) or not self._plan.most_seen:
             return
-        exchange, kv = self._plan.inbound[i], self._plan.units[i].kv_heads.slice
+        (exchange, starts), kv = self._plan.inbound[i], self._plan.units[i].kv_heads.slice
         outbox = self._call.comm.outbox(exchange.nbytes, _IN)
-        for half, tensor in enumerate(self._held):
+        for start, tensor in zip(starts, self._held, strict=True):
             mine = tensor[:, :, kv]
-            _half(outbox, half, mine.shape, mine.dtype).copy_(mine)
+            tensor_in(outbox, start, mine.shape, mine.dtype).copy_(mine)
         self._under_way.append(self._call.comm.pull(exchange, outbox, self._buffers.at(i), _IN))
 
 
 class _GradientExchange:
     """Exchanges dK and dV of each unit: sends those of other ranks' keys, receives and sums those of own keys."""
 
-    def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
-        self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
-        self._staging = _DoubleBuffer(plan, k, plan.most_key_parts * call.layout.keys.tokens)
-        self._outbox = k.new_empty(0)
+    def __init__(self, call: AttentionCall, plan: GatherPlan, kv: Pair, into: Gradients) -> None:
+        self._comm, self._plan, self._like, self._into = call.comm, plan, kv, into
+        self._staging = _DoubleBuffer(plan, kv, plan.most_key_parts * call.layout.keys.tokens)
+        self._outbox = kv[0].new_empty(0)
         self._under_way: list[Transfer] = []
 
     def own_parts(self, i: int) -> tuple[Tensor, Tensor]:
@@ -178,13 +185,14 @@ class _GradientExchange:
 
         It is zeroed unless the tiles write all of it.
         """
-        batch, _, _, head_dim = self._like.shape
-        shape = torch.Size((batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim))
+        kv_heads = len(self._plan.units[i].kv_heads)
+        shapes = [torch.Size((t.shape[0], self._plan.seen, kv_heads, t.shape[3])) for t in self._like]
         if not self._plan.most_seen:
-            return [self._like.new_empty(shape) for _ in range(2)]
-        self._outbox = self._comm.outbox(self._plan.outbound[i].nbytes, _OUT)
-        halves = [_half(self._outbox, half, shape, self._like.dtype) for half in (0, 1)]
-        return halves if self._plan.apart else [half.zero_() for half in halves]
+            return [like.new_empty(shape) for like, shape in zip(self._like, shapes, strict=True)]
+        exchange, starts = self._plan.outbound[i]
+        self._outbox, dtype = self._comm.outbox(exchange.nbytes, _OUT), self._like[0].dtype
+        parts = [tensor_in(self._outbox, *place, dtype) for place in zip(starts, shapes, strict=True)]
+        return parts if self._plan.apart else [part.zero_() for part in parts]
 
     def send(self, i: int) -> None:
         """Start the exchange: send the outbox, receive the other ranks' parts for own keys."""
@@ -193,7 +201,9 @@ class _GradientExchange:
                 parts[1:] = 0
         if not self._plan.most_seen:
             return
-        self._under_way.append(self._comm.pull(self._plan.outbound[i], self._outbox, self._staging.at(i), _OUT))
+        self._under_way.append(
+            self._comm.pull(self._plan.outbound[i].exchange, self._outbox, self._staging.at(i), _OUT)
+        )
 
     def bring_home(self, i: int) -> None:
         """Wait for the exchange of unit i and sum the gradients of own keys and values."""
@@ -203,12 +213,11 @@ class _GradientExchange:
             _add_up(self._plan.key_sums, parts, gradient[:, :, self._plan.units[i].kv_heads.slice])
 
     def _parts(self, i: int) -> tuple[Tensor, Tensor]:
-        batch, _, _, head_dim = self._like.shape
-        kv_heads = len(self._plan.units[i].kv_heads)
-        return self._staging.shaped(i, self._plan.key_parts, batch, self._plan.real_keys, kv_heads, head_dim)
+        batch, kv_heads = self._like[0].shape[0], len(self._plan.units[i].kv_heads)
+        return self._staging.shaped(i, self._plan.key_parts, batch, self._plan.real_keys, kv_heads)
 
 
-def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
+def _plan(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> GatherPlan:
     shapes = GatherShapes(
         visibility=Visibility(call.layout, call.length, call.mask),
         batch=q.shape[0],
@@ -216,6 +225,7 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         itemsize=q.element_size(),
+        value_dim=v.shape[3],
     )
     return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
 
@@ -223,8 +233,3 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
 def _add_up(sums: GradientSumPlan, parts: Tensor, out: Tensor) -> None:
     for rows in sums.rows:
         sum_parts(parts[: rows.parts, :, rows.tokens.slice], out[:, rows.tokens.slice])
-
-
-def _half(outbox: Tensor, half: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor at the start of the first or the second half of an outbox."""
-    return tensor_in(outbox, half * outbox.numel() // 2, shape, dtype)

@@ -4,11 +4,11 @@ A kernel gets all tokens of its heads, so outputs and gradients are those of one
 only gradients of a KV head that several ranks share are summed. While a kernel works on one unit of heads, the next
 unit arrives and the previous results return to their owners. Tensors move without packing.
 
-Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
-`2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
-unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
-captured as CUDA graphs (`bmburst.comm.streams`), which keep the temporary memory of backward: sums in fp32, at most
-512 MiB; with GQA also those of keys and values; under a mask of several tiles the gradients of each and their sums.
+Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and `q + k + v + dO`
+backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a unit each.
+Over the peer transport they stay allocated for the next call. There the kernels of short sequences are captured as CUDA
+graphs (`bmburst.comm.streams`), which keep the temporary memory of backward: sums in fp32, at most 512 MiB; with GQA
+also those of keys and values; under a mask of several tiles the gradients of each and their sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,13 +53,13 @@ def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend:
         call: The attention.
         q: `[batch, local_tokens, heads, head_dim]`.
         k: `[batch, local_tokens, kv_heads, head_dim]`.
-        v: Shaped as k.
+        v: `[batch, local_tokens, kv_heads, value_dim]`.
         attend: Called for the KV heads of each unit, in the same order on all ranks, with the call that remains after
             the head exchange (`AttentionCall.outer`). It writes its results into the last argument.
     """
     if call.strategy.ulysses_degree > 1:
         return (at_once_forward if call.strategy.at_once else heads_forward)(call, q, k, v, attend)
-    into = empty_partial(q)
+    into = empty_partial(q, v)
     attend(call, Span(0, k.shape[2]), q, k, v, into)
     return into
 
@@ -70,10 +70,10 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     `attend` as in `spread_forward`; default: the executor of `call.outer`.
     """
     brought = [_token_rows(t) for t in (q, k, v)]
-    plan = call.heads_plan(q, k, brought, backward=False)
+    plan = call.heads_plan(brought, backward=False)
     streams = _streams(call, plan, q)
     arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the transfer hides the host work below
-    delivered = empty_partial(q)
+    delivered = empty_partial(q, v)
     inbox, outer = arriving.inbox, call.outer
     run = executor_of(outer).forward
 
@@ -93,7 +93,7 @@ def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     grad_out, q, k, v, lse, delta = given
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
-    plan = call.heads_plan(q, k, brought, backward=True)
+    plan = call.heads_plan(brought, backward=True)
     streams = _streams(call, plan, q)
     arriving = _UnitPrefetch(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -70,12 +70,12 @@ def local_forward(
         call: The attention.
         q: `[batch, queries, heads, head_dim]`.
         k: `[batch, keys, kv_heads, head_dim]`.
-        v: Shaped as k.
+        v: `[batch, keys, kv_heads, value_dim]`.
         into: Where to write the results, as `Kernel.forward`. Default: new memory, the output contiguous in q's dtype.
         tiles: The tiles to compute; no query sees keys in two of them. Default: all tiles of a call on one rank.
     """
     tiles = call.tiles(0, 0) if tiles is None else tiles
-    into = empty_partial(q) if into is None else into
+    into = empty_partial(q, v) if into is None else into
     if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
         tile_forward(call, tiles[0], q, k, v, into)
         return into
@@ -95,9 +95,9 @@ def local_forward(
     return into
 
 
-def empty_partial(q: Tensor) -> Partial:
-    """Allocate the results for these queries: the output contiguous in q's dtype, lse in fp32 or wider."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+def empty_partial(q: Tensor, v: Tensor) -> Partial:
+    """Allocate the results for queries and values: the output contiguous in q's dtype, lse in fp32 or wider."""
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
     return Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
 
 

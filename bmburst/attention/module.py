@@ -59,14 +59,14 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         Args:
             q: `[batch, local_tokens, heads, head_dim]`.
             k: `[batch, local_tokens, kv_heads, head_dim]`.
-            v: Shaped as k.
+            v: `[batch, local_tokens, kv_heads, value_dim]`.
             length: Real tokens of the whole sequence. Positional: BMTrain's blocks drop late keywords.
             mask: Replaces the module's mask.
             key_length: Real tokens of the keys' sequence in cross-attention. Positional.
             sink: See `burst_attention`. Positional.
 
         Returns:
-            Shaped and typed as q.
+            `[batch, local_tokens, heads, value_dim]`, typed as q.
         """
         if mask is not None and not self.masks_are_own:
             _require_own_rows(mask)
@@ -95,7 +95,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         pattern = tiles(Contiguous(1, tokens), tokens, mask, 0, 0)[0].pattern
         q = torch.zeros(1, tokens, heads, head_dim, device="cuda", dtype=dtype)
         k = torch.zeros(1, tokens, kv_heads, head_dim, device="cuda", dtype=dtype)
-        kernel, softcap = self.options.kernel_for(mask.needs, q, k), self.options.softcap
+        kernel, softcap = self.options.kernel_for(mask.needs, q, k, k), self.options.softcap
         lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0, softcap=softcap).lse
         given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
         deterministic = self.options.deterministic

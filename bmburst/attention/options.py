@@ -41,15 +41,15 @@ class AttentionOptions:
         """Return whether a call with this `key_length` (None: not given) is cross-attention."""
         return key_length is not None or self.key_layout is not None
 
-    def kernel_for(self, needs: frozenset[Need], q: Tensor, k: Tensor) -> Kernel:
-        """Return the kernel for these queries and keys, under a mask with these needs.
+    def kernel_for(self, needs: frozenset[Need], q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+        """Return the kernel for these queries, keys and values, under a mask with these needs.
 
         Raises:
             UserError: No kernel of that name supports them.
         """
         capped: frozenset[Need] = frozenset() if self.softcap is None else frozenset({"softcap"})
         try:
-            return select_kernel(self.kernel, q, k, self.deterministic, needs | capped)
+            return select_kernel(self.kernel, q, k, self.deterministic, needs | capped, v.shape[-1])
         except KernelError as error:
             raise UserError(str(error)) from None
 
@@ -190,10 +190,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}\nfix: move all to this rank's"
         )
     require_numbers("q", q)
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
         raise UserError(
-            f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"
-            "fix: equal tokens and heads in both; pad a smaller head_dim of v with zeros, and cut the output"
+            f"k and v must have the same batch, tokens and heads, got {list(k.shape)} and {list(v.shape)}\n"
+            "fix: equal shapes; only the last dimension of v, its head_dim, may be another"
         )
     batch, tokens, heads, head_dim = q.shape
     if (k.shape[0], k.shape[3]) != (batch, head_dim) or (k.shape[1] != tokens and not is_cross):

@@ -36,11 +36,11 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Par
         call: The attention.
         q: `[batch, tokens, heads, head_dim]`.
         k: `[batch, tokens, kv_heads, head_dim]`.
-        v: Shaped as k.
+        v: `[batch, tokens, kv_heads, value_dim]`.
         into: Where to write the results, as `Kernel.forward`. Default: new memory.
     """
     dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
     for step, (keys, values) in visiting_kv(call, k, v):
         for tile in step.tiles:

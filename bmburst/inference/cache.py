@@ -161,12 +161,12 @@ def merge_earlier(
         token_group: Token group of this rank.
         q: This rank's new queries, `[batch, tokens, heads, head_dim]`; the same shape on all ranks.
         keys: This rank's cached keys, `[batch, cached, kv_heads, head_dim]`.
-        values: As keys.
+        values: As keys, with their own head dim.
         tiles: For each token group, the tiles of its queries with this rank's cached tokens.
         into: Attention of `q` to the new tokens; overwritten by attention to all tokens.
     """
     visiting = q.contiguous()
-    out = torch.zeros(visiting.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    out = torch.zeros(into.out.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.full_like(into.lse, -torch.inf, memory_format=torch.contiguous_format)
     for hop in range(len(tiles)):
         if hop:

@@ -291,18 +291,18 @@ class _ChunkStep:
             turned = joined[:, :, : q.shape[2] + k.shape[2]]
             rotate(turned, cos, sin, out=turned)
         if self._call is None:
-            self._call = self._decide(q, k)
+            self._call = self._decide(q, k, v)
         mixed = spread_forward(self._call, q, k, v, partial(self._attend, index)).out
         return linear(mixed.flatten(-2), layer.out)
 
-    def _decide(self, q: Tensor, k: Tensor) -> AttentionCall:
+    def _decide(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         split, mask = self._split, self._mask
         name = "auto" if split.ranks == 1 else "heads" if split.token_groups == 1 else "ring"
         degree = None
         if split.token_groups > 1 and split.head_groups > 1:
             name, degree = "heads+ring", split.head_groups
         request = StrategyRequest.of(self._comm, name, "auto", degree)
-        shapes = head_shapes(self.layout, q, k)
+        shapes = head_shapes(self.layout, q, k, v)
         call = AttentionCall(
             comm=self._comm,
             kernel=select_kernel(self._kernel, q, k, False, mask.needs),

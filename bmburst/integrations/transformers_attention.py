@@ -309,7 +309,7 @@ def attention(
         module: The model's attention module; its `is_causal` is used if the argument is None.
         query: `[batch, heads, local_tokens, head_dim]`.
         key: `[batch, kv_heads, local_tokens, head_dim]`.
-        value: `[batch, kv_heads, local_tokens, value_dim]`, at most `head_dim` of them.
+        value: `[batch, kv_heads, local_tokens, value_dim]`.
         attention_mask: The result of `layer_mask`.
         dropout: Must be 0.
         scaling: Factor on the scores; default `head_dim ** -0.5`.
@@ -355,9 +355,6 @@ def attention(
     relay = None if layer is None else layer.relay
     if relay is not None:  # keys and values have been moved to the layout of the cache
         query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
-    width = value.shape[-1]
-    if width < key.shape[-1]:  # multi-head latent attention: zeros in, zeros out
-        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer is None or layer.begins:
         out = attention_mask.attend(*inputs, scaling, softcap, sink)
@@ -365,7 +362,7 @@ def attention(
         out = attention_mask.attend_behind(layer, *inputs, scaling, softcap)
     if relay is not None:
         out = relay.back.move(out, 1)
-    return out[..., :width].contiguous(), None
+    return out.contiguous(), None
 
 
 def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | None, asked: dict[str, object]) -> None:

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.attention.call import AttentionCall
@@ -32,7 +31,7 @@ class Relay(NamedTuple):
 
 
 class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: this rank's tokens, `[batch, capacity, kv_heads, head_dim]`.
+    """Keys and values of one layer: this rank's tokens, `[batch, capacity, kv_heads, head_dim]`, each of its own width.
 
     Args:
         mesh: The ranks; its sequence group shares the cache.
@@ -44,7 +43,6 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
         super().__init__()
         self._mesh, self._split, self.length = mesh, split, 0
-        self._width = 0  # head_dim of the values
         self.prefilling: int | None = None
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
         self.relay: Relay | None = None
@@ -63,17 +61,11 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return the arguments of the attention function."""
-        self._width = value_states.shape[-1]
-        if self._width < key_states.shape[-1]:  # zeros in, zeros out
-            stored = pad(value_states, (0, key_states.shape[-1] - self._width))
-        else:
-            stored = value_states
         if not self.is_initialized:
-            self.lazy_initialization(key_states, stored)
+            self.lazy_initialization(key_states, value_states)
         if self.relay is not None:
-            key_states, stored = self.relay.there.move(key_states, 2), self.relay.there.move(stored, 2)
-            value_states = stored[..., : self._width]
-        self._store(keys=key_states, values=stored)
+            key_states, value_states = (self.relay.there.move(states, 2) for states in (key_states, value_states))
+        self._store(keys=key_states, values=value_states)
         if self.begins and self.relay is None:
             return key_states, value_states
         keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
@@ -151,7 +143,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             partial = merged.unflatten(0, partial.shape[:2])
         else:
             partial = partial[..., :-1]
-        return partial[..., : self._width].to(query.dtype).contiguous()  # Afmoe views it
+        return partial.to(query.dtype).contiguous()  # Afmoe views it
 
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
         """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.

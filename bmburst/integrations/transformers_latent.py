@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bmburst.attention.call import AttentionCall
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
@@ -82,19 +81,18 @@ class LatentLayer(SplitLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store latents `[batch, 1, tokens, rank]` and rotated keys of new tokens; return the inputs of `expand_kv`."""
-        self._width = key_states.shape[-1]
-        joined = torch.cat((key_states, value_states), -1)
+        rank, joined = key_states.shape[-1], torch.cat((key_states, value_states), -1)
         if not self.is_initialized:
-            self.lazy_initialization(joined, joined)
+            self.lazy_initialization(joined, key_states)
         if self.relay is not None:
             joined = self.relay.there.move(joined, 2)
         self._store(keys=joined)
-        self.values = self.keys  # of the sums over tokens, `attend` returns those of latents
+        self.values = self.keys[..., :rank]
         if self.begins and self.relay is None:
             return key_states, value_states
-        latents: Any = joined[..., : self._width]
+        latents: Any = joined[..., :rank]
         latents.split_layer = self  # read by `expand_kv`
-        return latents, joined[..., self._width :]
+        return latents, joined[..., rank:]
 
     def expanded(self, expand: Expand, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the attention function gets for the new tokens, given the model's `expand_kv` and its inputs."""
@@ -111,13 +109,14 @@ class LatentLayer(SplitLayer):
         are the keys and values of unit vectors.
         """
         units = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)[None, None]
-        keys, values = expand(units[..., : self._width], units[..., self._width :])
-        return keys[0], values[0, :, : self._width]
+        rank = self.values.shape[-1]
+        keys, values = expand(units[..., :rank], units[..., rank:])
+        return keys[0], values[0, :, :rank]
 
     def earlier(self, expand: Expand) -> tuple[Tensor, Tensor]:
         """Return keys and values of this rank's tokens of all earlier turns, `[batch, tokens, heads, head_dim]`."""
-        latents = self.cached_before(self.keys).transpose(1, 2)
-        keys, values = expand(latents[..., : self._width], latents[..., self._width :])
+        latents, rank = self.cached_before(self.keys).transpose(1, 2), self.values.shape[-1]
+        keys, values = expand(latents[..., :rank], latents[..., rank:])
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 
@@ -149,5 +148,4 @@ class _Expanded:
     def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
         """See `SplitLayer`."""
         keys, values = self.layer.earlier(self.expand)
-        values = pad(values, (0, into.out.shape[-1] - values.shape[-1]))  # zeros in, zeros out
         self.layer.merge(call, q, keys, values, window, into)

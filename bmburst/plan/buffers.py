@@ -75,11 +75,11 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
     """Return the buffers of a forward or backward pass at its peak."""
     own = candidate.sizes
     if backward:
-        keys = 2 * own.shapes.k_bytes
+        keys = own.shapes.kv_bytes
         joined = keys / own.shapes.replicas if own.shapes.replicas > 1 else 0.0
         results = own.shapes.q_bytes + keys + joined + own.shapes.statistics_bytes
     else:
-        results = own.shapes.q_bytes + own.shapes.statistics_bytes
+        results = own.shapes.out_bytes + own.shapes.statistics_bytes
     inner = Buffers(results, 0.0, 0.0, 0.0)
     if candidate.ulysses_degree > 1:
         inner = _heads(candidate, own, results, backward=backward)
@@ -113,7 +113,7 @@ def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -
     if not backward:
         return own.shapes.statistics_bytes * share
     wide = WIDE / candidate.task.itemsize
-    shared = 2 * own.shapes.k_bytes * wide if own.shapes.own_heads > own.shapes.own_kv_heads else 0.0
+    shared = own.shapes.kv_bytes * wide if own.shapes.own_heads > own.shapes.own_kv_heads else 0.0
     return (own.shapes.q_bytes * wide + shared + 2 * own.shapes.statistics_bytes) * share
 
 
@@ -129,21 +129,20 @@ def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """Two buffers and two outboxes of a unit, backward twice as many; see `bmburst/attention/gather.py`."""
     units = own.gather_units if own.shapes.degree == 1 else 1
     groups, turns, part = own.shapes.groups, min(_TURNS, units), share / units
-    k, q = 2 * own.shapes.k_bytes * part, own.shapes.q_bytes * part
-    working, boxes = turns * k * (groups - 1), turns * k
+    kv, q = own.shapes.kv_bytes * part, own.shapes.q_bytes * part
+    working, boxes = turns * kv * (groups - 1), turns * kv
     if backward:
-        return working + turns * k * groups + 3 * q, boxes + turns * k * (groups - 1)
-    return working + q, boxes
+        return working + turns * kv * groups + 3 * q, boxes + turns * kv * (groups - 1)
+    return working + own.shapes.out_bytes * part, boxes
 
 
 def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """The current and the incoming block, sums in fp32, results of a tile; see `bmburst/attention/ring.py`."""
     wide = WIDE / own.shapes.itemsize
-    q, k = own.shapes.q_bytes * share, own.shapes.k_bytes * share
+    q, out, kv = (share * nbytes for nbytes in (own.shapes.q_bytes, own.shapes.out_bytes, own.shapes.kv_bytes))
     if not backward:
-        visiting = 2 * k
-        return q * wide + q + 2 * visiting, _TURNS * visiting
+        return out * wide + out + 2 * kv, _TURNS * kv
     visiting, returning = (share * nbytes for nbytes in own.shapes.ring_bytes(own.strategy.ring_tensors))
-    sums = (q + 2 * k) * wide
-    tile = q + 2 * k
+    sums = (q + kv) * wide
+    tile = q + kv
     return 2 * visiting + sums + 2 * returning + tile, _TURNS * max(visiting, returning)

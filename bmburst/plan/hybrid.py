@@ -7,7 +7,7 @@ weights and exchanged bytes are exact. Seconds and activations are estimates tha
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
 - a recurrence takes `RECURRENCE` for each number of its states, whatever its kind;
-- latent attention exchanges and computes keys and values of all heads, as wide as the keys;
+- latent attention exchanges and computes keys and values of all heads;
 - norms, activations, gates, convolutions, routing and the host are not counted.
 """
 
@@ -194,6 +194,7 @@ def _attention(layer: AttentionLayer, sequence: int, batch: int, gpus: int, hard
         heads=layer.heads,
         kv_heads=layer.kv_heads,
         head_dim=layer.head_dim,
+        value_dim=layer.value_dim,
         itemsize=ITEMSIZE["bfloat16"],
         statistics_itemsize=_STATE,
     )

@@ -18,7 +18,6 @@ from bmburst.schedule.mask import Mask
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
 from bmburst.schedule.units import HeadShapes, Sizes, with_units
-from bmburst_ops import ATTENTION_BACKWARD
 
 # Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.
 # RING_TILE counts only those queries and keys of a step that its tiles have.
@@ -193,17 +192,19 @@ class Problem:
         )
         return AttentionCost(forward, backward, sum(waits), sum(issued))
 
-    def head_seconds(self, shapes: HeadShapes, *, keys_stay: bool = False) -> float:
-        """Return the forward seconds of one head on the rank with the most work.
+    def head_seconds(self, shapes: HeadShapes, *, backward: bool = False, keys_stay: bool = False) -> float:
+        """Return the seconds of one head in a pass on the rank with the most work.
 
         Args:
             shapes: Sizes, with the degree.
+            backward: Whether it is a backward pass.
             keys_stay: Whether a rank computes all pairs of its own keys instead of all pairs of its own queries.
         """
         sequence = shapes.outer, self.length, self.mask
         areas = key_areas(*sequence) if keys_stay else rank_areas(*sequence)
         most = max(map(lambda area, cut: area + EDGE_KEYS * cut, areas, narrowed_queries(*sequence)))
-        return 4.0 * shapes.batch * most * shapes.head_dim / self.hardware.attention_forward
+        flops = shapes.pair_flops(backward=backward) * shapes.batch * most
+        return flops / self.hardware.attention_rate(backward=backward)
 
     def link(self, transport: str) -> Link:
         """Return the link between two ranks of a node; transports on CPUs use the numbers of the host."""
@@ -226,13 +227,21 @@ class Problem:
         """Return the time to move one tensor of a head, divided by the forward time of attention with that head."""
         if shapes.degree == 1:
             return 0.0
-        moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.head_dim * shapes.itemsize
+        moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.mean_width * shapes.itemsize
         moving = moved / self.link(self.placement.transport).bandwidth
         return moving / max(self.head_seconds(shapes), moving / shapes.own_heads)
 
 
 def _mover(hardware: Hardware, transport: str) -> Hardware:
     return hardware if transport in ("peer", "nccl") else hardware_like(HOST)
+
+
+class _Elements(NamedTuple):
+    """Elements of a rank's queries and of its output, and the mean of those of its keys and of its values."""
+
+    q: float
+    out: float
+    k: float
 
 
 @dataclass(frozen=True)
@@ -246,22 +255,20 @@ class _StrategyCost:
     def run(self, *, backward: bool) -> Pass:
         """Return the seconds of a pass."""
         hardware, shapes = self.problem.hardware, self.shapes
-        rate = hardware.attention_backward if backward else hardware.attention_forward
         keys_stay = backward and self.stops > 1 and self.strategy.moves_queries
-        whole = self.problem.head_seconds(shapes, keys_stay=keys_stay)
-        whole *= shapes.own_heads * hardware.attention_forward / rate
-        whole *= ATTENTION_BACKWARD if backward else 1.0
+        whole = self.problem.head_seconds(shapes, backward=backward, keys_stay=keys_stay) * shapes.own_heads
         kernel = whole * (1 + hardware.attention_half_rows / shapes.tokens) + hardware.attention_call
         if backward:
-            (q, k), grouped = self._numbers, shapes.own_heads > shapes.own_kv_heads
+            (q, _, k), grouped = self._numbers, shapes.own_heads > shapes.own_kv_heads
             kernel += hardware.memory_seconds(KERNEL_BACKWARD_Q * q + grouped * KERNEL_BACKWARD_K * k)
         more_calls = self._calls(backward=backward) - 1
         joining = more_calls * hardware.attention_call + self._merges(backward=backward)
         if self.shapes.groups == 1:
             # At the end of a call its longest tile runs on one multiprocessor, others idle; rectangles have no tail.
-            tile = 4.0 * KERNEL_TILE * most_keys(self.problem.mask, self.problem.length) * shapes.head_dim
-            tile *= ATTENTION_BACKWARD if backward else 1.0
-            joining += more_calls * min(hardware.attention_tail * tile * hardware.multiprocessors / rate, whole)
+            pairs = KERNEL_TILE * most_keys(self.problem.mask, self.problem.length)
+            tile = pairs * shapes.pair_flops(backward=backward)
+            tile *= hardware.attention_tail * hardware.multiprocessors / hardware.attention_rate(backward=backward)
+            joining += more_calls * min(tile, whole)
         exposed = 0.0
         if shapes.degree > 1:
             more_joining, exposed = self._exchange(kernel, backward=backward)
@@ -300,8 +307,8 @@ class _StrategyCost:
     def _merges(self, *, backward: bool) -> float:
         """Return the seconds to merge the levels of a tree; in backward, to add their gradients of q."""
         merged = merged_queries(self.problem.mask, self.problem.length) / self.problem.length
-        nbytes = RING_TILE_BACKWARD_Q if backward else RING_TILE_FORWARD_Q
-        return self.problem.hardware.memory_seconds(nbytes * merged * self._numbers[0])
+        nbytes = RING_TILE_BACKWARD_Q * self._numbers.q if backward else RING_TILE_FORWARD_Q * self._numbers.out
+        return self.problem.hardware.memory_seconds(nbytes * merged)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -322,9 +329,9 @@ class _StrategyCost:
         return max(1, self.places // self.shapes.degree)
 
     @cached_property
-    def _numbers(self) -> tuple[float, float]:
-        """Elements of a rank's queries and of its keys."""
-        return self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize
+    def _numbers(self) -> "_Elements":
+        sizes = self.shapes
+        return _Elements(*(n / sizes.itemsize for n in (sizes.q_bytes, sizes.out_bytes, sizes.kv_bytes / 2)))
 
     @cached_property
     def _visibility(self) -> Visibility:
@@ -352,7 +359,7 @@ class _StrategyCost:
         # Kernels copy own blocks; those of the first unit are copied during its transfer.
         nbytes = HEADS_OWN * (inward - first + outward) / degree
         if backward and shapes.replicas > 1:
-            nbytes += (REPLICA_SUMS / shapes.replicas + REPLICA_PARTS) * self._numbers[1]
+            nbytes += (REPLICA_SUMS / shapes.replicas + REPLICA_PARTS) * self._numbers.k
         away, last = (degree - 1) / degree, outward * units[-1]
         exposed = link.seconds(away * first) + link.seconds(away * last)
         if len(units) > 1:
@@ -365,27 +372,27 @@ class _StrategyCost:
         seen = most_seen(self._visibility) / self.shapes.key_tokens
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
-        q, k = self._numbers
+        q, out, k = self._numbers
         sums = TILE_SUMS * (q + 2 * k) if sums_own_tiles(self._visibility) else 0.0
         alone = kernel / groups  # attention to own keys, which overlaps with the first unit's transfer
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
-        q *= min(1.0, seen)  # the number of queries that see other ranks' keys is about that of pulled keys
+        share = min(1.0, seen)  # the number of queries that see other ranks' keys is about that of pulled keys
         if not backward:
-            return hardware.memory_seconds(GATHER_FORWARD_Q * q + GATHER_FORWARD_K * k), exposed
+            return hardware.memory_seconds(GATHER_FORWARD_Q * share * out + GATHER_FORWARD_K * k), exposed
         exposed += link.exposed(moved, kernel * (1 - 1 / units)) + (moved / units / link.bandwidth if units > 1 else 0)
         key_parts = 2 * (min((groups + 1) / 2, 1 + seen) + 1)  # of K and V: on average half of the groups see a key
-        nbytes = q * GATHER_BACKWARD_Q + k * (GATHER_BACKWARD_K + GATHER_KEY_PART * key_parts) + sums
+        nbytes = share * q * GATHER_BACKWARD_Q + k * (GATHER_BACKWARD_K + GATHER_KEY_PART * key_parts) + sums
         return hardware.memory_seconds(nbytes), exposed
 
     def _ring(self, kernel: float, *, backward: bool) -> tuple[float, float]:
-        shapes, (q, k) = self.shapes, self._numbers
+        shapes, (q, out, k) = self.shapes, self._numbers
         others = self.stops - 1
         # As many queries see other ranks' keys as a gather would pull keys; striped queries see keys of all ranks.
         seen = others if shapes.outer.is_striped else most_seen(self._visibility) / shapes.key_tokens
         tiles = 1 + min(others, seen)
         if not backward:
-            nbytes = self.stops * RING_FORWARD_K * k + tiles * RING_TILE_FORWARD_Q * q
-            visiting, returning = 2 * shapes.k_bytes, 0
+            nbytes = self.stops * RING_FORWARD_K * k + tiles * RING_TILE_FORWARD_Q * out
+            visiting, returning = shapes.kv_bytes, 0
         else:
             step = BURST_BACKWARD_Q * q if self.strategy.ring_tensors == "q" else KV_BACKWARD_K * k
             nbytes = self.stops * step + tiles * (RING_TILE_BACKWARD_Q * q + RING_TILE_BACKWARD_K * k)

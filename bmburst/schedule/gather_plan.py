@@ -38,7 +38,7 @@ class Visibility:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherShapes:
-    """Sizes of a gather; `itemsize` in bytes."""
+    """Sizes of a gather; `itemsize` in bytes, `value_dim` is the head dimension of values (0: `head_dim`)."""
 
     visibility: Visibility
     batch: int
@@ -46,6 +46,12 @@ class GatherShapes:
     kv_heads: int
     head_dim: int
     itemsize: int
+    value_dim: int = 0
+
+    def row_bytes(self, kv_heads: int) -> tuple[int, int]:
+        """Return the bytes of a token's keys and of its values, of some heads."""
+        k, v = (kv_heads * width * self.itemsize for width in (self.head_dim, self.value_dim or self.head_dim))
+        return k, v
 
 
 class PulledTokens(NamedTuple):
@@ -61,6 +67,13 @@ class SummedTokens(NamedTuple):
 
     tokens: Span
     parts: int
+
+
+class PairExchange(NamedTuple):
+    """An exchange of keys and values, or of their gradients, and where each starts in the outbox, in bytes."""
+
+    exchange: Exchange
+    starts: tuple[int, ...]
 
 
 class GradientSumPlan(NamedTuple):
@@ -89,10 +102,10 @@ class GatherPlan:
         key_sums: How gradients of own keys are added: part 0 is from own queries, the others from other ranks.
         key_parts: Number of parts of `key_sums`.
         most_key_parts: The maximum of `key_parts` over the ranks.
-        inbound: For each unit, the exchange of K and V: from the halves of an outbox, `[batch, local tokens, kv_heads,
-            head_dim]` each, to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`.
-        outbound: For each unit, the exchange of dK and dV: from the halves of an outbox, shaped as those targets, to
-            targets 0 and 1, `[key_parts, batch, real_keys, kv_heads, head_dim]`.
+        inbound: For each unit, the exchange of K and V: from an outbox, `[batch, local tokens, kv_heads, head_dim]`
+            each, to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`. V and dV have their own head dimension.
+        outbound: For each unit, the exchange of dK and dV: from an outbox, shaped as those targets, to targets 0 and 1,
+            `[key_parts, batch, real_keys, kv_heads, head_dim]`.
     """
 
     units: tuple[Unit, ...]
@@ -108,8 +121,8 @@ class GatherPlan:
     key_sums: GradientSumPlan
     key_parts: int
     most_key_parts: int
-    inbound: tuple[Exchange, ...]
-    outbound: tuple[Exchange, ...]
+    inbound: tuple[PairExchange, ...]
+    outbound: tuple[PairExchange, ...]
 
 
 @bounded_cache(maxsize=64)
@@ -267,38 +280,38 @@ def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSumPlan:
     return GradientSumPlan(tuple(rows), zeroed=False)
 
 
-def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
-    layout = shapes.visibility.layout.keys
-    row = kv_heads * shapes.head_dim * shapes.itemsize
-    starts, nbytes = offsets_of([shapes.batch * layout.tokens * row] * 2)
+def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
+    layout, rows = shapes.visibility.layout.keys, shapes.row_bytes(kv_heads)
+    starts, nbytes = offsets_of([shapes.batch * layout.tokens * row for row in rows])
 
     def route(source: int, target: int) -> Iterator[Move]:
-        pitch = _seen(shapes.visibility, target) * row
-        for buffer in (0, 1):
+        seen = _seen(shapes.visibility, target)
+        for buffer, row in enumerate(rows):
             for piece in _from(shapes.visibility, source, target):
                 size = (len(piece.tokens) * row, shapes.batch)
                 start = starts[buffer] + piece.tokens.start * row
-                yield Move(Block(start, *size, layout.tokens * row), Block(piece.start * row, *size, pitch, buffer))
+                yield Move(
+                    Block(start, *size, layout.tokens * row), Block(piece.start * row, *size, seen * row, buffer)
+                )
 
-    return make_exchange(rank, layout.size, nbytes, route)
+    return PairExchange(make_exchange(rank, layout.size, nbytes, route), starts)
 
 
-def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
-    visible, layout = shapes.visibility, shapes.visibility.layout
-    row = kv_heads * shapes.head_dim * shapes.itemsize
+def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
+    visible, layout, rows = shapes.visibility, shapes.visibility.layout, shapes.row_bytes(kv_heads)
     most = max(1, *(_seen(visible, p) for p in range(layout.size)))
-    starts, nbytes = offsets_of([shapes.batch * most * row] * 2)
+    starts, nbytes = offsets_of([shapes.batch * most * row for row in rows])
 
     def route(source: int, target: int) -> Iterator[Move]:
-        pitch, real = _seen(visible, source) * row, _real_keys(visible, target)
-        for buffer in (0, 1):
+        seen, real = _seen(visible, source), _real_keys(visible, target)
+        for buffer, row in enumerate(rows):
             for piece in _from(visible, target, source):
                 size = (len(piece.tokens) * row, shapes.batch)
                 first = _slots(visible, target)[source] * shapes.batch * real + piece.tokens.start
                 start = starts[buffer] + piece.start * row
-                yield Move(Block(start, *size, pitch), Block(first * row, *size, real * row, buffer))
+                yield Move(Block(start, *size, seen * row), Block(first * row, *size, real * row, buffer))
 
-    return make_exchange(rank, layout.size, nbytes, route)
+    return PairExchange(make_exchange(rank, layout.size, nbytes, route), starts)
 
 
 def _key_runs(visible: Visibility, rank: int) -> list[Run]:

@@ -106,6 +106,10 @@ class Hardware:
         """Return the seconds of elementwise kernels that read and write `nbytes` bytes."""
         return nbytes / self.memory_bandwidth
 
+    def attention_rate(self, *, backward: bool) -> float:
+        """Return the FLOP/s of the attention kernel in a pass."""
+        return self.attention_backward if backward else self.attention_forward
+
 
 NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name != "name")
 """The tables of a hardware file."""

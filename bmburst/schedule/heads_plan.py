@@ -31,8 +31,13 @@ class Operand(IntEnum):
 
     @property
     def is_kv(self) -> bool:
-        """Whether it has KV heads; the others have query heads. Outputs and gradients are laid out as their inputs."""
+        """Whether it has KV heads; the others have query heads. Gradients are laid out as their inputs."""
         return self in (Operand.K, Operand.V)
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it has the head dimension of values; an output is laid out as its gradient."""
+        return self in (Operand.V, Operand.GRAD_OUT)
 
     @property
     def is_statistic(self) -> bool:
@@ -129,8 +134,9 @@ def workspace_nbytes(shapes: HeadShapes, heads: int, kv_heads: int) -> int:
         heads: Query heads of the kernel call.
         kv_heads: Its KV heads.
     """
-    summed = heads + (2 * kv_heads if heads > kv_heads else 0)
-    return shapes.batch * shapes.tokens * (summed * shapes.head_dim + 3 * heads) * shapes.statistics_itemsize
+    of_keys = kv_heads * (shapes.head_dim + shapes.value_width) if heads > kv_heads else 0
+    numbers = heads * (shapes.head_dim + 3) + of_keys
+    return shapes.batch * shapes.tokens * numbers * shapes.statistics_itemsize
 
 
 def make_heads_plan(
@@ -221,8 +227,8 @@ def _unit_moves(
 
 
 def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> UnitResults:
-    # dQ, dK and dV have the layouts of q, k and v; the output has that of q.
-    operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.Q, Operand.LSE)
+    # dQ, dK and dV have the layouts of q, k and v; the output has that of dO.
+    operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.GRAD_OUT, Operand.LSE)
     spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
     items = [_item(shapes, operand) for operand in operands]
     rows = [_rows(shapes, operand) for operand in operands]
@@ -260,7 +266,7 @@ def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Sp
     batch, token, head = (stride // itemsize for stride in strides)
     if operand.is_statistic:
         return StridedView((shapes.batch, len(span), tokens), (batch, head, token), first)
-    return StridedView((shapes.batch, tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
+    return StridedView((shapes.batch, tokens, len(span), _width(shapes, operand)), (batch, token, head, 1), first)
 
 
 def _tokens(shapes: HeadShapes, operand: Operand) -> int:
@@ -274,7 +280,12 @@ def _rows(shapes: HeadShapes, operand: Operand) -> int:
 
 def _item(shapes: HeadShapes, operand: Operand) -> int:
     """Return the bytes per token and head: of a vector, or of a statistic."""
-    return shapes.statistics_itemsize if operand.is_statistic else shapes.head_dim * shapes.itemsize
+    return shapes.statistics_itemsize if operand.is_statistic else _width(shapes, operand) * shapes.itemsize
+
+
+def _width(shapes: HeadShapes, operand: Operand) -> int:
+    """Return the head dimension of a tensor."""
+    return shapes.value_width if operand.is_value else shapes.head_dim
 
 
 def _strides(operand: Operand, tokens: int, heads: int, item: int) -> Strides:

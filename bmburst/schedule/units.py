@@ -29,9 +29,10 @@ class HeadShapes:
         batch: Batch size.
         heads: Query heads before the exchange.
         kv_heads: KV heads before the exchange.
-        head_dim: Head dimension.
+        head_dim: Head dimension of queries and keys.
         itemsize: Bytes per element of q, k and v.
         statistics_itemsize: Bytes per element of the log-sum-exp, of delta, and of gradient sums.
+        value_dim: Head dimension of values and outputs; 0: `head_dim`.
     """
 
     layout: Layout
@@ -42,6 +43,22 @@ class HeadShapes:
     head_dim: int
     itemsize: int
     statistics_itemsize: int
+    value_dim: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Head dimension of values and outputs."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def mean_width(self) -> float:
+        """Mean head dimension of a key and a value, or of a query and an output."""
+        return (self.head_dim + self.value_width) / 2
+
+    @property
+    def widest(self) -> int:
+        """The larger head dimension."""
+        return max(self.head_dim, self.value_width)
 
     @property
     def own_heads(self) -> int:
@@ -80,13 +97,23 @@ class HeadShapes:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of a rank's queries, or of its output."""
+        """Bytes of a rank's queries."""
         return self.batch * self.layout.tokens * self.heads * self.head_dim * self.itemsize
 
     @property
+    def out_bytes(self) -> int:
+        """Bytes of a rank's output."""
+        return self.batch * self.layout.tokens * self.heads * self.value_width * self.itemsize
+
+    @property
     def k_bytes(self) -> int:
-        """Bytes of a rank's keys, or of its values, after the exchange."""
+        """Bytes of a rank's keys after the exchange."""
         return self.batch * self.layout.keys.tokens * self.kv_heads * self.head_dim * self.itemsize * self.replicas
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a rank's keys and values after the exchange."""
+        return self.k_bytes * (self.head_dim + self.value_width) // self.head_dim
 
     @property
     def statistics_bytes(self) -> int:
@@ -99,16 +126,25 @@ class HeadShapes:
         "kv": K and V, dK and dV. "q": Q, dO, log-sum-exp and delta, dQ (BurstAttention, arXiv:2403.09347, section 3.2).
         """
         if ring_tensors == "q":
-            visiting, gradients = 2 * self.q_bytes + 2 * self.statistics_bytes, self.q_bytes
+            visiting, gradients = self.q_bytes + self.out_bytes + 2 * self.statistics_bytes, self.q_bytes
         else:
-            visiting = gradients = 2 * self.k_bytes
+            visiting = gradients = self.kv_bytes
         return visiting, gradients * self.statistics_itemsize // self.itemsize
+
+    def pair_flops(self, *, backward: bool) -> float:
+        """Return the FLOPs of one head for a query and a key, without those of padding inside a kernel.
+
+        Scores, dQ and dK are products over the width of keys; the output, dP and dV over that of values.
+        """
+        if backward:
+            return 2.0 * (3 * self.head_dim + 2 * self.value_width)
+        return 2.0 * (self.head_dim + self.value_width)
 
     @property
     def can_exchange_at_once(self) -> bool:
         """Whether one collective over all ranks of the sequence can exchange all heads."""
         is_whole = 1 < self.degree == self.layout.size and self.layout.keys == self.layout
-        vector = self.batch * self.tokens * self.head_dim * self.itemsize
+        vector = self.batch * self.tokens * self.widest * self.itemsize
         return is_whole and most_exchanged(self.own_heads, self.own_kv_heads, vector) == self.own_kv_heads
 
     def refusal(self) -> str | None:
@@ -285,7 +321,7 @@ class Sizes:
     @cached_property
     def gather_bytes(self) -> float:
         """Bytes of K and V of all other groups: under a full mask a rank pulls them, and returns their gradients."""
-        return 2.0 * self.shapes.k_bytes * (self.shapes.groups - 1)
+        return float(self.shapes.kv_bytes * (self.shapes.groups - 1))
 
     @cached_property
     def gather_units(self) -> int:
@@ -314,16 +350,17 @@ class Sizes:
     def first_bytes(self, *, backward: bool) -> float:
         """Return the bytes of the inputs of the first unit in a head exchange; own parts included."""
         unit, (inward, _) = self._units(backward=backward)[0], self.head_bytes(backward=backward)
-        of_keys = 2 * self.shapes.k_bytes
+        of_keys = self.shapes.kv_bytes
         heads, kv_heads = len(unit.heads) / self.shapes.own_heads, len(unit.new_kv_heads) / self.shapes.own_kv_heads
         return (inward - of_keys) * heads + of_keys * kv_heads
 
     def head_bytes(self, *, backward: bool) -> tuple[int, int]:
         """Return the bytes of a rank's inputs in a head exchange, and of its results; own parts included."""
-        q, k, statistics = self.shapes.q_bytes, self.shapes.k_bytes, self.shapes.statistics_bytes
+        sizes = self.shapes
+        q, out, kv, statistics = sizes.q_bytes, sizes.out_bytes, sizes.kv_bytes, sizes.statistics_bytes
         if backward:
-            return 2 * q + 2 * k + 2 * statistics, q + 2 * k
-        return q + 2 * k, q + statistics
+            return q + out + kv + 2 * statistics, q + kv
+        return q + kv, out + statistics
 
     def calls(self, stops: int, *, backward: bool) -> int:
         """Return the number of kernel calls of a pass.
@@ -353,7 +390,7 @@ def with_units(
         pace: See `unit_plans`.
         backward: Whether the units of backward differ; else those of forward, or of both passes of a gather.
     """
-    vector = shapes.batch * shapes.head_dim * shapes.itemsize
+    vector = shapes.batch * shapes.widest * shapes.itemsize
     if shapes.degree == 1:
         if backward or strategy.outer != "gather":
             return (strategy,)

@@ -202,7 +202,7 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
         torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
         for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
     )
-    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
+    shapes, nodes = head_shapes(layout, q, k, k), 1 if on_one_node else None
     try:  # whether a strategy works depends on neither transport nor machine
         placement, machine = Placement("gloo", nodes), hardware_like(HOST)
         choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)

@@ -265,7 +265,9 @@ def _over_queries(
         bias = common_bias(table_row, kind)
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * QUERIES
-            query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+            query, grad_out, level, row_delta = load_queries(
+                of_queries, first, queries, HEAD_DIM, DIM, HEAD_DIM, DIM, QUERIES, MASKED
+            )  # fmt: skip
             scores = dot(key, tl.trans(query), PRECISION) * bits_scale - level[None, :]
             others = as_columns(load_others(query_tokens, batch, first, batches, queries, QUERIES, KIND))
             scores = with_bias(scores, others, own, bias, table_row, lookup, KIND, PRECISION)
@@ -303,7 +305,9 @@ def queries_kernel(
     first = block * QUERIES
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
     of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
-    query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
+    query, grad_out, level, row_delta = load_queries(
+        of_queries, first, queries, HEAD_DIM, DIM, HEAD_DIM, DIM, QUERIES, True
+    )  # fmt: skip
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)

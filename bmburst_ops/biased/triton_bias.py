@@ -292,7 +292,9 @@ def _grad_scores(
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients of a block's scores, `[QUERIES, KEYS]`, given the bias, -inf for masked pairs."""
-    query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+    query, grad_out, level, row_delta = load_queries(
+        of_queries, first, queries, HEAD_DIM, DIM, HEAD_DIM, DIM, QUERIES, MASKED
+    )  # fmt: skip
     key = load_rows(k_matrix, first_key, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
     scores = dot(query, tl.trans(key), PRECISION) * bits_scale + bias
     weights = tl.exp2(scores - level[:, None])

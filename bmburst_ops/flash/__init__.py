@@ -1,7 +1,8 @@
 """Attention of one tile on one device: the table of kernels in order of preference, and `select_kernel`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -11,7 +12,16 @@ from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, NotAlwaysDeterministic, Partial, ReferenceKernel
+from bmburst_ops.flash.kernel import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    NotAlwaysDeterministic,
+    Partial,
+    ReferenceKernel,
+    TwoWidths,
+)
+from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
@@ -54,11 +64,17 @@ KERNELS: tuple[Kernel, ...] = (
     TritonKernel(),
     ReferenceKernel(),
 )
+_PADDED: Mapping[str, Kernel] = MappingProxyType({kernel.name: PaddedKernel(kernel) for kernel in KERNELS})
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 
 
 def select_kernel(
-    name: str, q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    deterministic: bool = False,
+    needs: frozenset[Need] = frozenset(),
+    value_dim: int | None = None,
 ) -> Kernel:
     """Return the named kernel, or for "auto" the first kernel of the table that supports these inputs.
 
@@ -68,10 +84,17 @@ def select_kernel(
         k: Keys `[batch, keys, kv_heads, head_dim]`.
         deterministic: Whether backward must be deterministic.
         needs: What the patterns of the calls need, and "softcap" if scores are capped.
+        value_dim: Head dim of the values; default: that of the keys. A kernel that takes equal head dims only is
+            returned as a `bmburst_ops.flash.padded.PaddedKernel`.
 
     Raises:
         KernelError: The name is unknown, or the named kernel does not support these inputs.
     """
+    if value_dim is not None and value_dim != q.shape[-1]:
+        widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
+        kernel = select_kernel(name, widest, widest, deterministic, needs)
+        is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, value_dim, needs)
+        return kernel if is_able else _PADDED[kernel.name]
     if name == "auto":
         return next(_able(q, k, deterministic, needs))
     for kernel in KERNELS:

@@ -14,6 +14,7 @@ from bmburst_ops import TILE_ROWS
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import (
     CAPPED,
+    LATENT_WIDTHS,
     DeviceVectors,
     PackageArguments,
     aligned,
@@ -96,6 +97,11 @@ class FlashAttention4Kernel:
             return f"has no deterministic backward for {torch.cuda.get_device_name(q.device)}"
         return None
 
+    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one."""
+        is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+        return is_hopper and "blocks" not in needs and (q.shape[-1], value_dim) in LATENT_WIDTHS
+
     def forward(
         self,
         q: Tensor,
@@ -167,7 +173,7 @@ class FlashAttention4Kernel:
                     q,
                     k,
                     v,
-                    q.new_zeros(q.shape[-1]).expand(q.shape),
+                    q.new_zeros(grad_out.shape[-1]).expand(grad_out.shape),
                     grad_out,
                     call.flat_statistic(given.lse).float(),
                     softmax_scale=scale,

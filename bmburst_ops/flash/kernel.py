@@ -15,7 +15,7 @@ _ROWS = 512  # queries per slab: memory stays linear in the keys
 
 
 class Partial(NamedTuple):
-    """Attention of one tile: `out` `[batch, queries, heads, head_dim]`, `lse` `[batch, heads, queries]` in nats."""
+    """Attention of one tile: `out` `[batch, queries, heads, value_dim]`, `lse` `[batch, heads, queries]` in nats."""
 
     out: Tensor
     lse: Tensor
@@ -33,10 +33,10 @@ class BackwardInputs(NamedTuple):
     """Inputs of backward for one tile, or for several.
 
     Attributes:
-        grad_out: dO of the whole attention, shaped as q.
+        grad_out: dO of the whole attention, shaped as the output.
         q: Queries.
         k: Keys.
-        v: Values, shaped as k.
+        v: Values, shaped as k but for their own head dim.
         lse: Global log-sum-exp `[batch, heads, queries]`, over all keys, not only the tile's.
         delta: Global rowsum(dO * O), shaped as lse.
     """
@@ -52,10 +52,11 @@ class BackwardInputs(NamedTuple):
 class Kernel(Protocol):
     """Attention of one tile with its log-sum-exp, forward and backward.
 
-    Shapes: q `[batch, queries, heads, head_dim]`; k, v `[batch, keys, kv_heads, head_dim]` with heads a multiple of
-    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A pattern defines which keys each
-    query sees; it is the same for all heads and batches. A query that sees no key has an output of zero, a log-sum-exp
-    of `-inf` and a gradient of zero. A key that no query sees has a gradient of zero.
+    Shapes: q `[batch, queries, heads, head_dim]`; k `[batch, keys, kv_heads, head_dim]` and v `[batch, keys, kv_heads,
+    value_dim]`, with heads a multiple of kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides.
+    value_dim is head_dim, except for kernels that are `TwoWidths`. A pattern defines which keys each query sees; it is
+    the same for all heads and batches. A query that sees no key has an output of zero, a log-sum-exp of `-inf` and a
+    gradient of zero. A key that no query sees has a gradient of zero.
     """
 
     name: str
@@ -93,9 +94,9 @@ class Kernel(Protocol):
             scale: Factor on the scores.
             softcap: Above 0: scaled scores become `softcap * tanh(score / softcap)`. None: no softcap. Some kernels do
                 not support it: see `refusal` with the need "softcap".
-            into: Where to write the results: the output shaped as q, and the log-sum-exp `[batch, heads, queries]`,
-                with any strides and a dense last dimension. A kernel that cannot write there copies its results.
-                Default: new memory.
+            into: Where to write the results: the output `[batch, queries, heads, value_dim]`, and the log-sum-exp
+                `[batch, heads, queries]`, with any strides and a dense last dimension. A kernel that cannot write there
+                copies its results. Default: new memory.
         """
         ...
 
@@ -119,6 +120,15 @@ class Kernel(Protocol):
             softcap: As in forward.
             into: Where to write the gradients, shaped as q, k and v, with strides as in forward. Default: new memory.
         """
+        ...
+
+
+@runtime_checkable
+class TwoWidths(Protocol):
+    """A kernel whose values may have another head dim than its keys. Others get padded tensors: `PaddedKernel`."""
+
+    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """Return whether the kernel takes values of this head dim beside queries and keys of q's, on q's device."""
         ...
 
 
@@ -196,6 +206,11 @@ class ReferenceKernel:
         """See `Kernel.refusal`: it supports all inputs."""
         del q, k, needs
         return None
+
+    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`."""
+        del q, value_dim, needs
+        return True
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, package_arguments
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, deliver, deliver_gradients, deliver_partial
-from bmburst_ops.flash.triton import BlockSizes, Kernels, cap_of, launch_grid, near_rows, strides_of
+from bmburst_ops.flash.triton import BlockSizes, Kernels, cap_of, launch_grid, near_rows, strides_of, widths_of
 from bmburst_ops.fused import is_there
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Band, Pattern, Rectangle, Segments, rectangles, transposed, visible_ranges
@@ -43,7 +43,7 @@ def forward_seen(
     """
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
-        return _nothing(q, into)
+        return _nothing(q, v, into)
     if isinstance(pattern, Segments):
         partial = part(q, k, v, pattern, into)
         if (queries := _places(pattern, q, k)[0]) is not None:
@@ -122,9 +122,9 @@ def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _
     return _MaskedTokens(*(copy_to_device((places,), device, torch.int64) if places.size else None for places in empty))
 
 
-def _nothing(q: Tensor, into: Partial | None) -> Partial:
+def _nothing(q: Tensor, v: Tensor, into: Partial | None) -> Partial:
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    return deliver_partial(Partial(torch.zeros_like(q), lse), into)
+    return deliver_partial(Partial(q.new_zeros(*q.shape[:3], v.shape[3]), lse), into)
 
 
 def _after_zeros(tensor: Tensor, count: int) -> Tensor:
@@ -217,7 +217,7 @@ def isolate_forward(
     """
     if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [near_rows(t) for t in (q, k, v)]
-        _run(_kernels().forward, [*tensors, found.out], q, k, pattern, scale, softcap, over_keys=True)
+        _run(_kernels().forward, [*tensors, found.out], q, k, v, pattern, scale, softcap, over_keys=True)
     return found
 
 
@@ -235,8 +235,8 @@ def isolate_backward(
     """
     if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
-        _run(_kernels().keys, [*tensors, *found[1:]], given.q, given.k, pattern, scale, softcap, over_keys=False)
-        _run(_kernels().queries, [*tensors, found.q], given.q, given.k, pattern, scale, softcap, over_keys=True)
+        _run(_kernels().keys, [*tensors, *found[1:]], *given[1:4], pattern, scale, softcap, over_keys=False)
+        _run(_kernels().queries, [*tensors, found.q], *given[1:4], pattern, scale, softcap, over_keys=True)
     return found
 
 
@@ -245,6 +245,7 @@ def _run(
     tensors: list[Tensor],
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     pattern: Segments,
     scale: float,
     softcap: float | None,
@@ -252,7 +253,7 @@ def _run(
     over_keys: bool,
 ) -> None:
     """Run a kernel whose programs hold queries and loop over keys, or the other way round."""
-    call, documents, head_dim = package_arguments(pattern, q, k), len(pattern.queries) - 1, q.shape[3]
+    call, documents, head_dim = package_arguments(pattern, q, k), len(pattern.queries) - 1, max(q.shape[3], v.shape[3])
     longest, tokens = (call.longest_queries, k.shape[1]) if over_keys else (call.longest_keys, q.shape[1])
     parts = -(-longest // _SHARE)
     left, right = (_UNBOUNDED if bound is None else bound for bound in pattern.band)
@@ -260,7 +261,7 @@ def _run(
     size = 64 if head_dim <= 128 else 32
     behind = 256 if head_dim <= _WIDE_TILES else 128
     arguments = (*tensors, *map(strides_of, tensors), call.queries, call.keys, *numbers)
-    launch_grid(kernel, k, documents * parts, arguments, BlockSizes(size, size, 4, 1), BEHIND=behind)
+    launch_grid(kernel, k, documents * parts, arguments, BlockSizes(size, size, 4, 1), BEHIND=behind, **widths_of(v))
 
 
 @cache

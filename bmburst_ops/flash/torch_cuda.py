@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.inputs import (
+    LATENT_WIDTHS,
     PACKED,
     PackageArguments,
     aligned,
@@ -155,6 +156,11 @@ class CudnnKernel:
         """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""
         del q, needs
         return "has no deterministic backward in torch"
+
+    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`."""
+        del needs
+        return (q.shape[-1], value_dim) in LATENT_WIDTHS
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""bmburst's flash attention in Triton: any head dim up to 256, also fp32, and a backward that takes delta.
+"""bmburst's flash attention in Triton: any head dims up to 256, also fp32, and a backward that takes delta.
 
 Masks, block sizes and launches are shared with the other attention kernels in Triton. Importing this file needs no
 Triton.
@@ -244,6 +244,11 @@ def blocks_of(side: Tensor, rows: int) -> int:
     return -(-side.shape[1] // rows)
 
 
+def widths_of(v: Tensor) -> dict[str, int]:
+    """Return the compile-time constants for values `[batch, keys, kv_heads, value_dim]`, which may have own widths."""
+    return {"VALUE_HEAD_DIM": v.shape[-1], "VALUE_DIM": padded_head_dim(v.shape[-1])}
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Return the power of two to which a head dim is padded; Triton's products need at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -294,6 +299,11 @@ class TritonKernel:
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
+    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`."""
+        del q, value_dim, needs
+        return True
+
     def forward(
         self,
         q: Tensor,
@@ -311,15 +321,15 @@ class TritonKernel:
         q, k, v = (near_rows(t) for t in (q, k, v))
         batch, queries, heads, _ = q.shape
         out, lse = into or (
-            torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            torch.empty(batch, queries, heads, v.shape[3], dtype=q.dtype, device=q.device),
             torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device),
         )
-        kernels, blocks = _kernels(), _block_sizes(q).forward
+        kernels, blocks = _kernels(), _block_sizes(q, v).forward
         mask = mask_arguments(pattern, q, k, *blocks.over_keys)
         numbers = (*_lengths(q, k), scale / math.log(2), cap_of(softcap, scale))
         strides = (*map(strides_of, (q, k, v, out)), *lse.stride()[:2])
         arguments = (q, k, v, out, lse, *strides, *numbers, *mask[1:])
-        launch_grid(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind, **widths_of(v))
         return Partial(out, lse)
 
     def backward(
@@ -339,21 +349,24 @@ class TritonKernel:
         inputs = (grad_out, q, k, v, lse, delta)
         strides = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
         numbers = (*_lengths(q, k), scale, scale / math.log(2), cap_of(softcap, scale))
-        kernels, sizes = _kernels(), _block_sizes(q)
+        kernels, sizes = _kernels(), _block_sizes(q, v)
         blocks = sizes.keys
         mask = mask_arguments(pattern, q, k, *blocks.over_queries)
         arguments = (*inputs, *grads[1:], *strides, *map(strides_of, grads[1:]), *numbers, *mask[1:])
-        launch_grid(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind, **widths_of(v))
         blocks = sizes.queries
         mask = mask_arguments(pattern, q, k, *blocks.over_keys)
         arguments = (*inputs, grads.q, *strides, strides_of(grads.q), *numbers, *mask[1:])
-        launch_grid(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind, **widths_of(v))
         return grads
 
 
-def _block_sizes(q: Tensor) -> FlashBlockSizes:
-    """Return the block sizes of each kernel for these inputs on this device."""
-    return block_sizes_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
+def _block_sizes(q: Tensor, v: Tensor) -> FlashBlockSizes:
+    """Return the block sizes of each kernel for these inputs on this device: those of the wider ones."""
+    wider = max(q, v, key=lambda tensor: tensor.shape[-1])
+    return block_sizes_for(
+        wider, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
+    )
 
 
 @cache

@@ -37,7 +37,8 @@ def keys_kernel(
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
     queries, keys, group, scale, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of KEYS keys of one KV head. Grid: (key blocks, KV heads, batch).
@@ -51,12 +52,13 @@ def keys_kernel(
         first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
     )  # fmt: skip
     key = load_rows(matrix_of(k, k_strides, batch, kv_head), first, k_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
-    value = load_rows(matrix_of(v, v_strides, batch, kv_head), first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
+    v_matrix = matrix_of(v, v_strides, batch, kv_head)
+    value = load_rows(v_matrix, first, v_strides[1], keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
     key_acc, value_acc = _over_heads(
         key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
         start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(key_acc) | has_nan(value_acc):
@@ -64,12 +66,12 @@ def keys_kernel(
                 key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides,
                 batch, kv_head, group, start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+                HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
     grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
     store_rows(grad_k_matrix, key_acc * scale, first, grad_k_strides[1], keys, HEAD_DIM, KEYS, DIM)
-    store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], keys, HEAD_DIM, KEYS, DIM)
+    store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM)
 
 
 @triton.jit
@@ -77,12 +79,13 @@ def _over_heads(
     key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
     start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dK, not yet scaled, and dV. For HAS_NAN see `triton_forward._attend`."""
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
-    value_acc = tl.zeros([KEYS, DIM], tl.float32)
+    value_acc = tl.zeros([KEYS, VALUE_DIM], tl.float32)
     for head in tl.range(kv_head * group, kv_head * group + group):
         of_queries = queries_of(
             grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head
@@ -91,14 +94,14 @@ def _over_heads(
             key_acc, value_acc, key, value, of_queries,
             open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale, cap,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
+            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
         # Masked blocks lie on both sides of the open ones: the diagonal before them, an incomplete block after them.
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, of_queries,
             start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
+            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
     return key_acc, value_acc
 
@@ -146,7 +149,8 @@ def _over_queries(
     key_acc, value_acc, key, value, of_queries,
     start, stop, gap, gap_queries, first_key, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dK and dV over the blocks of queries from `start` to `stop` of `_query_ranges`.
@@ -161,7 +165,9 @@ def _over_queries(
             first = tl.where(at < gap, at, at + gap_queries)
         else:
             first = at
-        query, grad, level, delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+        query, grad, level, delta = load_queries(
+            of_queries, first, queries, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, MASKED
+        )  # fmt: skip
         scores = dot(key, tl.trans(query), PRECISION)
         if cap is not None:
             scores = capped(scores, cap)
@@ -192,7 +198,8 @@ def queries_kernel(
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
     queries, keys, group, scale, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head. Grid: (query blocks, heads, batch)."""
@@ -204,12 +211,14 @@ def queries_kernel(
     )  # fmt: skip
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
     of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
-    query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
+    query, grad_out, level, row_delta = load_queries(
+        of_queries, first, queries, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True
+    )  # fmt: skip
     acc = _over_all_keys(
         query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
         start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(acc):
@@ -217,7 +226,7 @@ def queries_kernel(
                 query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
                 start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+                HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
     store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], queries, HEAD_DIM, QUERIES, DIM)
@@ -228,7 +237,8 @@ def _over_all_keys(
     query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
     start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dQ, not yet scaled. For HAS_NAN see `triton_forward._attend`."""
@@ -237,13 +247,13 @@ def _over_all_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
         open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     acc = _over_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
         start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     return acc
 
@@ -253,14 +263,15 @@ def _over_keys(
     acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
     start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dQ over the blocks of keys from `start` to `stop` of `key_ranges`."""
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
+        value = load_rows(v_matrix, first, v_stride, keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, MASKED)
         scores = dot(query, tl.trans(key), PRECISION)
         if cap is not None:
             scores = capped(scores, cap)
@@ -302,12 +313,14 @@ def queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_
 
 @triton.jit
 def load_queries(
-    of_queries, first, queries, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
-):
+    of_queries, first, queries,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return queries `first` to `first + QUERIES` with dO, `load_levels` and deltas; without MASKED all must exist."""
     q_matrix, grad_matrix, lse_row, delta_row, q_stride, grad_stride, lse_stride, delta_stride = of_queries
     query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-    grad_out = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+    grad_out = load_rows(grad_matrix, first, grad_stride, queries, VALUE_HEAD_DIM, QUERIES, VALUE_DIM, MASKED)
     level = load_levels(lse_row, first, lse_stride, queries, QUERIES, MASKED)
     row_delta = load_numbers(delta_row, first, delta_stride, queries, QUERIES, MASKED)
     return query, grad_out, level, row_delta

@@ -196,7 +196,8 @@ def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_batch, lse_head,
     queries, keys, group, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
@@ -218,7 +219,7 @@ def forward_kernel(
         query, k_matrix, v_matrix, k_strides[1], v_strides[1],
         start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(acc):
@@ -226,10 +227,10 @@ def forward_kernel(
                 query, k_matrix, v_matrix, k_strides[1], v_strides[1],
                 start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+                HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
+    store_rows(out_matrix, acc, first, out_strides[1], queries, VALUE_HEAD_DIM, QUERIES, VALUE_DIM)
     rows = first + tl.arange(0, QUERIES)
     at = lse + tl.cast(batch, tl.int64) * lse_batch + tl.cast(head, tl.int64) * lse_head + rows
     tl.store(at, (peak + tl.log2(total)) * LN_2, mask=rows < queries)
@@ -239,7 +240,8 @@ def forward_kernel(
 def _attend(
     query, k_matrix, v_matrix, k_stride, v_stride, start, stop, open_start, open_size,
     first, queries, keys, bits_scale, cap, starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the running softmax over all keys: the sum of weighted values, the sum of weights, and the largest score.
@@ -247,20 +249,20 @@ def _attend(
     Without HAS_NAN, all values must be finite: a weight of 0 times NaN is NaN, and a hidden value may belong to another
     document. With HAS_NAN, only visible values can make the result NaN.
     """
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    acc = tl.zeros([QUERIES, VALUE_DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     acc, total, peak = _over_keys(
         acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
         open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     acc, total, peak = _over_keys(
         acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
         start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
+        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     return acc, total, peak
 
@@ -270,7 +272,8 @@ def _over_keys(
     acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
     start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax with the blocks of keys from `start` to `stop` of `key_ranges`."""
@@ -297,7 +300,7 @@ def _over_keys(
             weights = tl.exp2(scores * bits_scale - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
-        value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
+        value = load_rows(v_matrix, first, v_stride, keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, MASKED)
         if MASKED and HAS_NAN:
             acc = add_visible_dot(acc * fade[:, None], weights.to(value.dtype), value, visible, PRECISION)
         else:

@@ -56,7 +56,8 @@ def is_inside(rows, columns, first_key, query_end, key_end, left, right):
 def forward_kernel(
     q, k, v, out, q_strides, k_strides, v_strides, out_strides,
     query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of a document's queries, all heads of a KV head. Grid: (documents * parts, KV heads, batch).
@@ -66,19 +67,22 @@ def forward_kernel(
     """
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
-    if is_finite_behind(v, v_strides, batch, batches, kv_head, key_end, tokens, HEAD_DIM, DIM, BEHIND) == 0:
+    is_finite = is_finite_behind(
+        v, v_strides, batch, batches, kv_head, key_end, tokens, VALUE_HEAD_DIM, VALUE_DIM, BEHIND
+    )  # fmt: skip
+    if is_finite == 0:
         k_matrix, v_matrix = matrix_of(k, k_strides, batch, kv_head), matrix_of(v, v_strides, batch, kv_head)
         for head in tl.range(kv_head * group, kv_head * group + group):
             q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
             for first in tl.range(first_query + at, query_end, step):
                 rows = first + tl.arange(0, QUERIES)
                 query = load_rows(q_matrix, first, q_strides[1], query_end, HEAD_DIM, QUERIES, DIM, True)
-                acc = tl.zeros([QUERIES, DIM], tl.float32)
+                acc = tl.zeros([QUERIES, VALUE_DIM], tl.float32)
                 total = tl.zeros([QUERIES], tl.float32)
                 peak = tl.full([QUERIES], float("-inf"), tl.float32)
                 for other in tl.range(first_key, key_end, KEYS):
                     key = load_rows(k_matrix, other, k_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
-                    value = load_rows(v_matrix, other, v_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
+                    value = load_rows(v_matrix, other, v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip
@@ -93,7 +97,7 @@ def forward_kernel(
                     acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
                     peak = higher
                 acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                store_rows(out_matrix, acc, first, out_strides[1], query_end, HEAD_DIM, QUERIES, DIM)
+                store_rows(out_matrix, acc, first, out_strides[1], query_end, VALUE_HEAD_DIM, QUERIES, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -101,7 +105,8 @@ def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
     query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of a part of a document's keys. See `forward_kernel`; `tokens` is a number of queries."""
@@ -111,7 +116,7 @@ def keys_kernel(
     for head in tl.range(kv_head * group, kv_head * group + group):
         is_finite &= is_finite_behind(q, q_strides, batch, batches, head, query_end, tokens, HEAD_DIM, DIM, BEHIND)
         is_finite &= is_finite_behind(
-            grad, grad_strides, batch, batches, head, query_end, tokens, HEAD_DIM, DIM, BEHIND
+            grad, grad_strides, batch, batches, head, query_end, tokens, VALUE_HEAD_DIM, VALUE_DIM, BEHIND
         )  # fmt: skip
         is_finite &= is_finite_behind(delta, delta_strides, batch, batches, head, query_end, tokens, 1, 16, BEHIND)
     if is_finite == 0:
@@ -119,16 +124,16 @@ def keys_kernel(
         for first in tl.range(first_key + at, key_end, step):
             columns = first + tl.arange(0, KEYS)
             key = load_rows(k_matrix, first, k_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
-            value = load_rows(v_matrix, first, v_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
+            value = load_rows(v_matrix, first, v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
             key_acc = tl.zeros([KEYS, DIM], tl.float32)
-            value_acc = tl.zeros([KEYS, DIM], tl.float32)
+            value_acc = tl.zeros([KEYS, VALUE_DIM], tl.float32)
             for head in tl.range(kv_head * group, kv_head * group + group):
                 of_queries = queries_of(
                     grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head
                 )  # fmt: skip
                 for other in tl.range(first_query, query_end, QUERIES):
                     query, grad_out, level, row_delta = load_queries(
-                        of_queries, other, query_end, HEAD_DIM, QUERIES, DIM, True
+                        of_queries, other, query_end, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True
                     )  # fmt: skip
                     rows = other + tl.arange(0, QUERIES)
                     visible = tl.trans(is_inside(rows, columns, first_key, query_end, key_end, left, right))
@@ -146,7 +151,7 @@ def keys_kernel(
             grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
             grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
             store_rows(grad_k_matrix, key_acc * scale, first, grad_k_strides[1], key_end, HEAD_DIM, KEYS, DIM)
-            store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], key_end, HEAD_DIM, KEYS, DIM)
+            store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -154,14 +159,17 @@ def queries_kernel(
     grad, q, k, v, lse, delta, grad_q,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
     query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of a part of a document's queries. See `forward_kernel`."""
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
     is_finite = is_finite_behind(k, k_strides, batch, batches, kv_head, key_end, tokens, HEAD_DIM, DIM, BEHIND)
-    is_finite &= is_finite_behind(v, v_strides, batch, batches, kv_head, key_end, tokens, HEAD_DIM, DIM, BEHIND)
+    is_finite &= is_finite_behind(
+        v, v_strides, batch, batches, kv_head, key_end, tokens, VALUE_HEAD_DIM, VALUE_DIM, BEHIND
+    )  # fmt: skip
     if is_finite == 0:
         k_matrix, v_matrix = matrix_of(k, k_strides, batch, kv_head), matrix_of(v, v_strides, batch, kv_head)
         for head in tl.range(kv_head * group, kv_head * group + group):
@@ -172,12 +180,12 @@ def queries_kernel(
             for first in tl.range(first_query + at, query_end, step):
                 rows = first + tl.arange(0, QUERIES)
                 query, grad_out, level, row_delta = load_queries(
-                    of_queries, first, query_end, HEAD_DIM, QUERIES, DIM, True
+                    of_queries, first, query_end, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True
                 )  # fmt: skip
                 acc = tl.zeros([QUERIES, DIM], tl.float32)
                 for other in tl.range(first_key, key_end, KEYS):
                     key = load_rows(k_matrix, other, k_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
-                    value = load_rows(v_matrix, other, v_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
+                    value = load_rows(v_matrix, other, v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip

@@ -9,7 +9,9 @@ from tests.mask_oracle import visible
 
 
 def attention(q, k, v, mask, scale=None, softcap=None, sink=None):
-    """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`.
+    """q `[batch, tokens, heads, head_dim]`, k and v with their own heads, v with its own head dim -> out, lse.
+
+    The log-sum-exp is `[batch, heads, tokens]`.
 
     A sink, `[heads]`, is one more logit of every row, without a value.
     """
@@ -26,10 +28,12 @@ def attention(q, k, v, mask, scale=None, softcap=None, sink=None):
     return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
 
 
-def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, spread=1.0):
+def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, spread=1.0, value_dim=None):
     """Return q, k, v, dO and dLSE of a whole sequence, in fp64 values that `dtype` represents exactly."""
     rng = torch.Generator().manual_seed(seed)
-    shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)] + [(batch, heads, tokens)]
+    of_values = head_dim if value_dim is None else value_dim
+    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, of_values), (heads, of_values)
+    shapes = [(batch, tokens, *size) for size in sizes] + [(batch, heads, tokens)]
     q, k, v, grad, grad_lse = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
     return tuple(t.to(dtype).double() for t in (q * spread, k * spread, v, grad, grad_lse))
 
@@ -43,10 +47,10 @@ def reference(q, k, v, grad, mask, grad_lse=None, scale=None, softcap=None, sink
 
 
 @lru_cache(maxsize=256)
-def problem(tokens, heads, kv_heads, mask, with_lse=True):
+def problem(tokens, heads, kv_heads, mask, with_lse=True, value_dim=8):
     """Return what `draw` gives of two samples and a head_dim of 8, and its `reference`: the same for every rank.
 
     Nobody writes into them: layouts, strategies and ranks are compared with one computation.
     """
-    whole = draw(0, 2, tokens, heads, kv_heads, 8)
+    whole = draw(0, 2, tokens, heads, kv_heads, 8, value_dim=value_dim)
     return whole, reference(*whole[:4], mask, whole[4] if with_lse else None)

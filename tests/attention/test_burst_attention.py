@@ -47,8 +47,8 @@ def split_attention(comm, whole, layout, mask, dtype=torch.float64, with_lse=Tru
     ]
 
 
-def compare(comm, layout, mask, length, heads, kv_heads, options):
-    whole, expected = problem(length, heads, kv_heads, mask)
+def compare(comm, layout, mask, length, heads, kv_heads, options, value_dim=8):
+    whole, expected = problem(length, heads, kv_heads, mask, value_dim=value_dim)
     for got, wanted in zip(split_attention(comm, whole, layout, mask, **options), expected, strict=True):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 

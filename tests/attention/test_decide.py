@@ -73,17 +73,17 @@ def test_the_levels_of_a_double_ring_choose_their_own_transports(strategy, monke
 
 def test_a_plan_is_of_shapes_strides_and_direction():
     call, (q, k, v) = decide(group(), *inputs(), None, replace(OPTIONS, strategy="heads")), inputs()
-    first = call.heads_plan(q, k, (q, k, v), backward=False)
-    assert call.heads_plan(q.clone(), k, (q, k, v), backward=False) is first
+    first = call.heads_plan((q, k, v), backward=False)
+    assert call.heads_plan((q.clone(), k, v), backward=False) is first
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     longer = inputs(tokens=10)
     for other in (
-        call.heads_plan(strided, k, (strided, k, v), backward=False),
-        call.heads_plan(longer[0], longer[1], longer, backward=False),
-        call.heads_plan(q, k, (q, k, v, q, q[..., 0], q[..., 0]), backward=True),
+        call.heads_plan((strided, k, v), backward=False),
+        call.heads_plan(longer, backward=False),
+        call.heads_plan((q, k, v, q, q[..., 0], q[..., 0]), backward=True),
     ):
         assert other is not first
-    assert replace(call, scale=2.0).heads_plan(q, k, (q, k, v), backward=False) == first
+    assert replace(call, scale=2.0).heads_plan((q, k, v), backward=False) == first
 
 
 def test_ranks_that_compare_their_calls_decide_each():
@@ -119,7 +119,9 @@ def test_the_strategy_is_the_cost_models():
     def body(comm):
         call = decide(comm, q, k, v, None, OPTIONS)
         placement, machine = Placement("threads", 1), hardware_like(HOST)
-        return call.strategy, choose_strategy("auto", head_shapes(call.layout, q, k), 256, Causal(), placement, machine)
+        return call.strategy, choose_strategy(
+            "auto", head_shapes(call.layout, q, k, v), 256, Causal(), placement, machine
+        )
 
     for taken, wanted in run_ranks(4, body):
         assert taken == wanted

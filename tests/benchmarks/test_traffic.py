@@ -45,8 +45,8 @@ def test_a_gather_receives_what_its_exchanges_move(mask, layout, ranks):
     inward, home = [], []
     for rank in range(ranks):
         plan = make_gather_plan(shapes, rank, 1)
-        inward.append(sum(map(received, plan.inbound)))
-        home.append(sum(map(received, plan.outbound)))
+        inward.append(sum(received(exchange) for exchange, _ in plan.inbound))
+        home.append(sum(received(exchange) for exchange, _ in plan.outbound))
     said = traffic(at, call)
     assert said.forward == max(inward)
     assert said.forward_backward == max(2 * k + g for k, g in zip(inward, home, strict=True))

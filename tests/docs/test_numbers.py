@@ -9,6 +9,12 @@ import pytest
 
 from benchmarks.hugging_face import TRAINERS
 from benchmarks.predictions import predicted_choice
+from bmburst.schedule.cost import Placement, Problem
+from bmburst.schedule.hardware import load_hardware
+from bmburst.schedule.layout import Zigzag
+from bmburst.schedule.mask import Causal
+from bmburst.schedule.strategy import choose_strategy
+from bmburst.schedule.units import HeadShapes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -45,6 +51,37 @@ def test_the_table_of_attention(label, record, cells):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {gpus} | {label} |"))
     assert line.startswith(f"| {gpus} | {label} | {' | '.join(shown)} | [")
     assert line.endswith(f"](benchmarks/results/{record}.md) |")
+
+
+def test_what_an_exchange_of_latents_would_cost():
+    """As the cost model predicts the exchange of expanded tensors, and by the FLOPs of expansion."""
+    lines = re.findall(
+        r"^\| (\d+) \| (\d+)K \| (\d+) on (\d) \| (\S+) \| (\S+) \| (\S+) \|",
+        (ROOT / "docs/attention.md").read_text(),
+        re.M,
+    )
+    assert len(lines) == 6
+    machine = load_hardware("h200")
+    for line in lines:
+        heads, tokens, ranks, nodes, *shown = map(float, line)
+        tokens *= 1024
+        shapes = HeadShapes(
+            layout=Zigzag(int(ranks), int(tokens / ranks)),
+            degree=1,
+            batch=1,
+            heads=int(heads),
+            kv_heads=int(heads),
+            head_dim=192,
+            itemsize=2,
+            statistics_itemsize=4,
+            value_dim=128,
+        )
+        placement = Placement("peer" if nodes == 1 else "nccl", int(nodes))
+        asked = shapes, int(tokens), Causal(), placement, machine
+        cost = Problem(*asked).cost(choose_strategy("auto", *asked))
+        expansion = 3 * 2 * 512 * heads * (128 + 128) * tokens * (1 - 1 / ranks) / machine.matmul
+        found = cost.total, cost.forward.exposed + cost.backward.exposed, expansion
+        assert [1e3 * seconds for seconds in found] == pytest.approx(shown, rel=0.03)
 
 
 INFERENCE = {1: "inference_1xh200_202611", 2: "inference_2xh200_202611"}

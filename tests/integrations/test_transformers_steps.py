@@ -49,6 +49,7 @@ def test_tokens_and_ends_are_those_of_one_process(ranks: int, expected: dict[str
     for rank, seen in enumerate(every):
         got = {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in seen.items()}
         assert {name: got[name] for name in expected} == {name: each.tolist() for name, each in expected.items()}
+        assert got["mimo_v2_flash widths"] == [8, 6]  # values are not padded to keys
         assert got["plain again"] == got["synced_gpus"] == got["streamed"] == got["clocks"] == plain
         assert got["criterion"] == [row[: 9 + 3] for row in plain]
         assert got["no time"] == [row[: 9 + 1] for row in plain]

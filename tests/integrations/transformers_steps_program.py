@@ -106,6 +106,7 @@ def _lengths(mesh: Mesh) -> dict[str, Any]:
         found[f"{name} {length}"] = first
         turn = torch.cat((first, prompt(7)), 1)
         found[f"{name} {length} turn"] = generate(model, turn, mesh=mesh, past_key_values=cache, **GREEDY)
+        found[f"{name} widths"] = [cache.layers[0].keys.shape[-1], cache.layers[0].values.shape[-1]]
     return found
 
 

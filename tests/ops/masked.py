@@ -24,12 +24,26 @@ class Masked:
     """Inputs on the device, and what the definition gives for them."""
 
     def __init__(
-        self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2, softcap=None, spread=1.0, device=DEVICE
+        self,
+        pattern,
+        queries,
+        keys,
+        heads,
+        kv_heads,
+        head_dim,
+        dtype,
+        batch=2,
+        softcap=None,
+        spread=1.0,
+        value_dim=None,
+        device=DEVICE,
     ):
         self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
         self.mask = visible(pattern, queries, keys)
         sizes = queries, keys, heads, kv_heads, head_dim, batch
-        inputs, self.out, self.lse, self.gradients = _defined(pattern, *sizes, dtype, self.scale, softcap, spread)
+        inputs, self.out, self.lse, self.gradients = _defined(
+            pattern, *sizes, dtype, self.scale, softcap, spread, value_dim
+        )
         self.delta = row_dots(inputs[-1], self.out)
         self.q, self.k, self.v, self.grad = (t.to(device, dtype, copy=True) for t in inputs)
 
@@ -53,10 +67,11 @@ class Masked:
 
 
 @lru_cache(maxsize=8)
-def _defined(pattern, queries, keys, heads, kv_heads, head_dim, batch, dtype, scale, softcap, spread):
+def _defined(pattern, queries, keys, heads, kv_heads, head_dim, batch, dtype, scale, softcap, spread, value_dim):
     """Return q, k, v and dO in fp64, and out, lse and gradients: kernels are compared with one computation."""
-    k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype, spread)[1:3]
-    q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype, spread)
+    drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
+    k, v = draw(0, batch, keys, *drawn)[1:3]
+    q, _, _, grad, _ = draw(1, batch, queries, *drawn)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out, lse = attention(*leaves, pattern, scale, softcap)
     return (q, k, v, grad), out.detach(), lse.detach(), torch.autograd.grad(out, leaves, grad)

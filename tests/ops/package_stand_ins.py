@@ -117,7 +117,7 @@ def fa4(seen, written=None):
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, deterministic=False, dq, dk, dv, dlse
     ):
         assert softcap is not None
-        assert out.shape == q.shape and out.dtype is q.dtype and out.untyped_storage().nbytes() <= 2 * q.shape[-1]
+        assert out.shape == dout.shape and out.dtype is q.dtype and out.untyped_storage().nbytes() <= 2 * q.shape[-1]
         assert dlse.dtype is torch.float32
         seen.append((deterministic, dq, dk, dv))
         differentiate(dout, q, k, v, lse, row_dots(dout, out) - dlse, softmax_scale, causal, (dq, dk, dv), softcap)

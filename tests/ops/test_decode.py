@@ -336,6 +336,22 @@ def test_auto_is_triton_on_gpus_only(monkeypatch):
     assert not decode._runs_triton("auto", OnGpu)
 
 
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_values_have_their_own_head_dim(kernel):
+    """Narrower values give the first numbers of each head, wider ones here the same numbers twice."""
+    case = Case(4, 2, 24, torch.float32, starts=[0] * (len(LENGTHS) - 1) + [3])
+    keys, values = case.cache.to(DEVICE if kernel == "triton" else "cpu")
+    for splits in (1, 3):
+        for cache, wanted in (
+            ((keys, values[..., :11]), case.out[..., :11]),
+            ((keys, torch.cat((values, values), -1)), torch.cat((case.out, case.out), -1)),
+        ):
+            out, lse = case.run(kernel, cache, num_splits=splits)
+            assert out.shape == wanted.shape
+            torch.testing.assert_close(out.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse.double().cpu(), case.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_triton_is_refused_with_a_reason(monkeypatch):
     q, lengths = torch.zeros(1, 2, 16, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
 

@@ -13,6 +13,7 @@ from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, select
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
+from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked
@@ -277,6 +278,34 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
     q, needs = gpu(capability, installed, **options), frozenset(options.get("needs", ()))
     with refused(f"kernel '{name}'", words, error=KernelError):
         select_kernel(name, q, q, deterministic, needs)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "name", "widths", "needs", "pads"),
+    [
+        (HOPPER, ALL, "fa4", (192, 128), (), False),
+        (HOPPER, ALL, "fa4", (96, 64), ("segments",), False),
+        (HOPPER, ALL, "fa4", (128, 128), (), False),
+        (HOPPER, ALL, "fa4", (128, 192), (), True),
+        (HOPPER, ALL, "fa4", (192, 64), (), True),
+        (HOPPER, ALL, "fa4", (96, 64), ("blocks",), True),
+        (BLACKWELL, ALL, "fa4", (96, 64), (), True),
+        (BLACKWELL, ALL, "fa2", (192, 128), (), True),
+        (HOPPER, {"flash_attn_interface": "found"}, "fa3", (192, 128), (), True),
+        (HOPPER, {}, "cudnn", (192, 128), (), False),
+        (HOPPER, {}, "cudnn", (160, 128), (), True),
+        (AMPERE, {}, "torch", (192, 128), (), True),
+        (AMPERE, {"triton": "found"}, "triton", (40, 10), ("cells",), False),
+        (HOPPER, ALL, "reference", (128, 512), (), False),
+    ],
+    ids=str,
+)
+def test_who_takes_two_widths(gpu, capability, installed, name, widths, needs, pads):
+    """The choice is that of the wider head dim; "auto" but for block-sparse masks, where fa4 must be named."""
+    head_dim, value_dim = widths
+    q = gpu(capability, installed, head_dim)
+    kernel = select_kernel("fa4" if "blocks" in needs else "auto", q, q, False, frozenset(needs), value_dim)
+    assert kernel.name == name and isinstance(kernel, PaddedKernel) == pads
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), FlashAttention3Kernel()], ids=lambda kernel: kernel.name)

@@ -16,12 +16,13 @@ EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 class Tile:
     """Inputs of a tile on the device, and what the definition gives for them."""
 
-    def __init__(self, case, seed=0, spread=1.0, softcap=None, device=DEVICE):
+    def __init__(self, case, seed=0, spread=1.0, softcap=None, value_dim=None, device=DEVICE):
         batch, rows, columns, causal, heads, kv_heads, head_dim, dtype = case
         self.pattern = CAUSAL if causal else FULL
         self.dtype, self.scale, self.softcap = dtype, head_dim**-0.5, softcap
-        k, v = draw(seed, batch, columns, heads, kv_heads, head_dim, dtype, spread)[1:3]
-        q, _, _, grad, _ = draw(seed + 1, batch, rows, heads, kv_heads, head_dim, dtype, spread)
+        drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
+        k, v = draw(seed, batch, columns, *drawn)[1:3]
+        q, _, _, grad, _ = draw(seed + 1, batch, rows, *drawn)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out, self.lse = attention(*leaves, self.pattern, self.scale, softcap)
         self.gradients = torch.autograd.grad(out, leaves, grad)

@@ -236,7 +236,7 @@ def test_what_the_planner_names_best_is_what_attention_does(gpus, nodes):
         placement = Placement("peer" if nodes == 1 else "nccl", nodes)
 
         def taken(name, degree=None):
-            there = head_shapes(layout, q, k), tokens, mask, placement  # noqa: B023
+            there = head_shapes(layout, q, k, k), tokens, mask, placement  # noqa: B023
             return choose_strategy(name, *there, LARGE, degree)
 
         own = taken("auto")

@@ -158,7 +158,7 @@ def test_brings_every_key_that_is_seen_and_no_other(at):
     assert sums_own_tiles(at) == (max(len(plan.own) for plan in plans) > 1)
     for unit in range(2):
         row = len(plans[0].units[unit].kv_heads) * 2 * 4
-        exchanges = [plan.inbound[unit] for plan in plans]
+        exchanges = [plan.inbound[unit].exchange for plan in plans]
         assert len({exchange.nbytes for exchange in exchanges}) == 1
         boxes = numbered(size, exchanges[0].nbytes)
         targets = [[torch.full((2 * plan.seen * row,), -1) for _ in (0, 1)] for plan in plans]
@@ -244,7 +244,7 @@ def test_gradients_come_home_from_all_that_pulled_the_key(at):
     size = at.layout.size
     plans = plans_of(at, 2)
     row = len(plans[0].units[1].kv_heads) * 2 * 4
-    exchanges = [plan.outbound[1] for plan in plans]
+    exchanges = [plan.outbound[1].exchange for plan in plans]
     assert len({exchange.nbytes for exchange in exchanges}) == 1
     assert {plan.most_key_parts for plan in plans} == {max(plan.key_parts for plan in plans)}
     boxes = numbered(size, exchanges[0].nbytes)
@@ -276,7 +276,7 @@ def moved(exchange):
 def test_halves_of_an_outbox_are_aligned():
     """Kernels write vectors of 16 bytes, and copies are fastest from whole sectors."""
     plan = make_gather_plan(shapes(visibility("zigzag", Causal(), 3, 6), batch=1, kv_heads=1, head_dim=1), 1, 0)
-    assert all(exchange.nbytes % 1024 == 0 for exchange in (*plan.inbound, *plan.outbound))
+    assert all(exchange.nbytes % 1024 == 0 for exchange, _ in (*plan.inbound, *plan.outbound))
 
 
 def test_zigzag_moves_less_than_everything():
@@ -286,12 +286,14 @@ def test_zigzag_moves_less_than_everything():
         for rank, plan in enumerate(plans_of(at)):
             chunks = 2 * size - 2 - rank
             assert plan.seen == 4 * chunks
-            assert moved(plan.inbound[0]) == chunks * 4 * 2 * 2 * 3 * 2 * 4  # tokens, K and V, batch, heads, dim, bytes
+            assert (
+                moved(plan.inbound[0].exchange) == chunks * 4 * 2 * 2 * 3 * 2 * 4
+            )  # tokens, K and V, batch, heads, dim, bytes
             assert len(plan.forward) == len(plan.backward) == (1 if rank in (0, size - 1) else 2)
             assert all(tile.pattern == FULL for tile in (*plan.forward, *plan.backward)) and plan.apart
             assert len(plan.query_sums.rows) == len(plan.key_sums.rows) == (1 if rank == size - 1 else 2)
             assert not plan.query_sums.zeroed and not plan.key_sums.zeroed
-            assert moved(plan.outbound[0]) == (size - 1 + rank) * 4 * 2 * 2 * 3 * 2 * 4
+            assert moved(plan.outbound[0].exchange) == (size - 1 + rank) * 4 * 2 * 2 * 3 * 2 * 4
 
 
 def test_a_window_pulls_what_it_shows_and_no_more():
@@ -299,7 +301,7 @@ def test_a_window_pulls_what_it_shows_and_no_more():
     at = visibility("contiguous", SlidingWindow(5), 4, 16)
     assert [plan.seen for plan in plans_of(at)] == [0, 4, 4, 4]
     assert most_seen(at) == 4
-    assert all(moved(plan.inbound[0]) == plan.seen * 2 * 2 * 3 * 2 * 4 for plan in plans_of(at))
+    assert all(moved(plan.inbound[0].exchange) == plan.seen * 2 * 2 * 3 * 2 * 4 for plan in plans_of(at))
     assert [pulled(at, 2)[0].owner, pulled(at, 2)[0].tokens] == [1, Span(12, 16)]
     both = visibility("contiguous", SlidingWindow(5, causal=False), 4, 16)
     assert [plan.seen for plan in plans_of(both)] == [4, 8, 8, 4]
@@ -316,7 +318,7 @@ def test_blocks_that_nobody_sees_do_not_move():
         for plan in plans_of(at):
             assert (plan.seen, plan.most_seen, plan.forward, plan.backward, plan.key_parts) == (0, 0, (), (), 1)
             assert plan.own and plan.query_sums.rows == plan.key_sums.rows == (SummedTokens(Span(0, 16), 1),)
-            assert not any(moved(exchange) for exchange in (*plan.inbound, *plan.outbound))
+            assert not any(moved(exchange) for exchange, _ in (*plan.inbound, *plan.outbound))
     one = plans_of(visibility("contiguous", Documents([16, 24, 24]), 4, 16))  # the middle of three is on two ranks each
     assert [plan.seen for plan in one] == [0, 0, 16, 8]
     assert {plan.most_seen for plan in one} == {16}  # every rank takes part
