@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, head_shapes_of
 from bmburst.attention.local import local_backward, local_forward
-from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm import OnCurrentStream
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.streams import BUFFERS, RECORDINGS, current_stream, is_capturing
 from bmburst.comm.waits import working
@@ -146,7 +146,7 @@ def _to_tokens(call: AttentionCall, shapes: HeadShapes, parts: Sequence[Tensor])
 
 
 def _exchanged(call: AttentionCall, sent: Tensor) -> Tensor:
-    assert isinstance(call.comm, CheckedCommunicator)  # all ranks of the sequence exchange heads
+    assert isinstance(call.comm, OnCurrentStream)  # that of a group whose ranks all exchange heads
     return call.comm.all_to_all_here(sent)
 
 

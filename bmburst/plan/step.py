@@ -121,15 +121,17 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
         parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
     ranks = min(candidate.shards // candidate.tensor, candidate.task.gpus_per_node, MEASURED_RANKS)
     issued = layers * (hardware.layer_host + hardware.zero_host * (ranks - 1)) + hardware.layer_host * OUTSIDE_BLOCKS
-    on_one_rank = 2 * (hardware.pass_host + hardware.call_start)  # of attention, which `layer_host` has
+    waits = 0.0  # of the GPU for the host in attention
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        issued += count * (attention.issued - on_one_rank) if candidate.sequence > 1 else 0.0
+        waits += count * attention.host
     parts = {name: passes * seconds for name, seconds in parts.items()}
-    # The host waits for the passes before the optimizer, which needs little of its time.
-    host = max(0.0, passes * issued - sum(parts.values()))
+    # Attention counts with its own waits, so that ways compare as in `burst_attention`. The host waits for the passes
+    # before the optimizer, which needs little of its time.
+    others = sum(parts.values()) - parts["attention"] - parts["attention_communication"]
+    host = passes * waits + max(0.0, passes * issued - others)
     parameters = candidate.task.trained / candidate.shards
     if candidate.offload is Offload.NOTHING:
         optimizer = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)

@@ -169,6 +169,7 @@ class Problem:
         """Return the strategy with the cheapest way to move heads: in units of each pass, or by one collective."""
         within, transport = replace(self.shapes, degree=strategy.ulysses_degree), self.placement.transport
         pace = self._pace(within)
+        strategy = replace(strategy, forward_units=(), backward_units=(), at_once=False)
         for backward in (False, True):
             strategy = self._fewest_units(
                 with_units(strategy, within, transport, pace, backward=backward), backward=backward

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bmburst.comm import BlockMover, Transfer
+from bmburst.comm import Transfer
 from bmburst.schedule.exchange import Exchange
 
 
@@ -19,7 +19,7 @@ class Counting:
         received: Bytes received from other ranks so far.
     """
 
-    def __init__(self, comm: BlockMover) -> None:
+    def __init__(self, comm: Any) -> None:
         self._comm = comm
         self.received = 0
 
@@ -31,6 +31,12 @@ class Counting:
         if shift % self._comm.size:
             self.received += sum(tensor.nbytes for tensor in tensors)
         return self._comm.ring(*tensors, shift=shift)
+
+    def all_to_all_here(self, tensor: Tensor) -> Tensor:
+        """See `OnCurrentStream.all_to_all_here`."""
+        self.received += tensor.nbytes // self._comm.size * (self._comm.size - 1)
+        received: Tensor = self._comm.all_to_all_here(tensor)
+        return received
 
     def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
         """See `BlockMover.pull`."""

@@ -45,11 +45,11 @@ class CountingPeers(Counting):
     transport = "peer"
 
 
-def received(comm, strategy, of, dtype, counter=Counting):
+def received(comm, strategy, of, dtype, counter=Counting, at_once=False):
     q, k, v = inputs(of, dtype)
     call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
     counting = counter(call.comm)
-    call = replace(call, comm=counting)
+    call = replace(call, comm=counting, strategy=replace(call.strategy, at_once=at_once))
     executor = executor_of(call)
     out, lse = executor.forward(call, q, k, v)
     forward, counting.received = counting.received, 0
@@ -65,8 +65,9 @@ def received(comm, strategy, of, dtype, counter=Counting):
 def test_our_strategies_receive_what_the_formulas_say(strategy, ranks, kv_heads, dtype):
     of = shape(ranks, kv_heads=kv_heads, itemsize=dtype.itemsize)
     method = METHODS[STRATEGIES[strategy]]
-    for found in run_ranks(ranks, received, strategy, of, dtype):
-        assert found == (method.forward(of), method.backward(of))
+    for at_once in (False, True)[: 1 + (strategy == "heads")]:
+        for found in run_ranks(ranks, received, strategy, of, dtype, Counting, at_once):
+            assert found == (method.forward(of), method.backward(of)), at_once
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

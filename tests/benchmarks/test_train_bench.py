@@ -105,9 +105,9 @@ def test_batches_and_stages_of_zero_are_of_the_suite_step():
     assert bound(eight, RATES).total == pytest.approx(8 * bound(one, RATES).total)
     parallel = METHODS["ours"].parallel(eight)
     assert parallel.zero_level == 2 and METHODS["ours"].predict(eight, "h200").candidate.zero == 2
-    # whole weights of two layers in place of a quarter; eight sequences' activations
-    three = METHODS["ours"].predict(cell(tokens=4096, batch=8), "h200")
-    assert METHODS["ours"].predict(eight, "h200").memory.total > three.memory.total
+    # whole weights of four layers in place of two; eight sequences' activations
+    three, two = (METHODS["ours"].predict(cell(tokens=4096, batch=8, layers=4, zero=n), "h200") for n in (3, 2))
+    assert two.memory.total > three.memory.total
     assert three.memory.total > METHODS["ours"].predict(one, "h200").memory.total
     for changes, words in (({"batches": (0,)}, "--batch 0 | at least 1"), ({"stages": (1,)}, "--zero 1 | 2, 3 or 2,3")):
         with refused(words):

@@ -198,7 +198,6 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"not_an_argument": 1}, "not_an_argument=1 | leave it out"),
     ({"stored": {"token_healing": True}}, "token_healing | generation_config.token_healing = None"),
     ({"stored": {"num_beams": 4}}, "num_beams=1"),
-    ({"model": "deepseek_v3"}, "DeepseekV3ForCausalLM | keys or values | eager"),
     ({"model": "diffllama"}, "DiffLlamaForCausalLM | keys or values | eager"),
     ({"model": "jetmoe"}, "JetMoeForCausalLM | keys or values | eager"),
     ({"model": "gpt_oss"}, "sinks | another attn_implementation"),

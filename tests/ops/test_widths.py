@@ -1,5 +1,7 @@
 """Kernels with values of another head dim than keys, against the definition in fp64: in their own way, or padded."""
 
+from random import Random
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from bmburst_ops.flash.padded import PaddedKernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells
 from tests.ops.package_stand_ins import fa2, fa3, fa4, install
-from tests.ops.test_triton_masks import RNG, pytestmark  # noqa: F401 - the interpreter's warnings
+from tests.ops.test_triton_masks import pytestmark  # noqa: F401 - the interpreter's warnings
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, some_heads, some_statistics
 from tests.pairs import in_turn
 
@@ -19,7 +21,7 @@ PATTERNS = {
     "causal": CAUSAL,
     "full": FULL,
     "windows of documents": Segments(Band(7, 3), *DOCUMENTS),
-    "cells": a_cells(RNG, QUERIES, KEYS, 4),
+    "cells": a_cells(Random(4), QUERIES, KEYS, 4),
 }
 WIDTHS = [(192, 128), (96, 64), (64, 96)] if GPU else [(24, 16), (8, 24), (16, 5)]
 SOFTCAP = 0.7

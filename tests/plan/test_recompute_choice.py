@@ -134,15 +134,15 @@ def test_outputs_of_an_mlp_go_to_the_host_where_they_save_time():
         return {each.recompute for each in found}
 
     keep = "block-keep-attention+offload-mlp-first"
-    assert taken() == {f"{keep}-32", f"{keep}-28+first-28"}
-    assert taken(128) == {f"{keep}-16", f"{keep}-16+first-28"}
+    assert taken() == {f"{keep}-32", f"{keep}-29+first-29"}
+    assert taken(128) == {f"{keep}-16", f"{keep}-16+first-29"}
     assert not taken(120)  # 15 of 32 layers
     assert not taken(names=["none", "block", "block-keep-attention"])  # nothing may go to the host
     assert not taken(512, of=way(1 << 19, 8))  # eight GPUs of a host
     assert not taken(of=replace(asked, offload=Offload.OPTIMIZER)) and not taken(of=way(1 << 14, 2))
     assert not taken(of=replace(way(1 << 17, 2), tensor=2, ulysses_degree=1))
     choice = choose_recompute(asked, H200, H200.memory - reserved_memory(asked.task, H200), layout="zigzag")
-    assert choice.name == f"{keep}-28+first-28" and "196.0 GiB of each host's" in choice.message
+    assert choice.name == f"{keep}-28+first-29" and "196.0 GiB of each host's" in choice.message
 
 
 def test_the_host_must_have_room_too():
