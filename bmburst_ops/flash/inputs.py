@@ -39,8 +39,8 @@ _NAMES: Mapping[Need, str] = MappingProxyType(
 
 LATENT_WIDTHS = frozenset({(192, 128), (96, 64)})
 """Head dims of keys and of values that packages take unequal: those of models with multi-head latent attention.
-`tests/gpu/test_two_widths.py` checks them. cuDNN 9.11 and later is wrong in backward on Hopper with others of 128 and more
-(`nvte_get_fused_attn_backend` of TransformerEngine)."""
+`tests/gpu/test_two_widths.py` checks them. cuDNN 9.11 and later is wrong in backward on Hopper with others of 128 and
+more (`nvte_get_fused_attn_backend` of TransformerEngine)."""
 
 
 def unless_half_on_gpu(q: Tensor) -> str | None:

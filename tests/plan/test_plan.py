@@ -211,7 +211,7 @@ def test_a_search_tries_first_layers_where_not_all_can_keep_everything():
 
 def test_parts_add_up_and_the_host_is_a_floor():
     time = step_time(way(task("llama-tiny", 4096, 1)), H200)
-    assert time.host > 0 and time.total == pytest.approx(6 * H200.layer_host + time.optimizer)
+    assert time.host > 0 and time.total == pytest.approx(6 * H200.layer_host + time.attention + time.optimizer)
     assert step_time(way(task(), 8), H200).host == 0
 
 
