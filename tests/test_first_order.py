@@ -20,9 +20,9 @@ from tests.ops.biased_oracle import draw, draw_ant
 from tests.ops.test_biased import ours
 from tests.refusals import refused
 
-# The first's backward is differentiable itself (tests/attention/test_sequence.py), those of the next three are the
+# The first's backward is differentiable itself (tests/attention/test_sequence.py), those of the next two are the
 # identity, and the last one's gives nothing.
-DIFFERENTIABLE = {"_Shard", "_Shown", "_Entered", "_Left", "_Root"}
+DIFFERENTIABLE = {"_Shard", "_Shown", "_InBackward", "_Root"}
 ROOT = Path(bmburst.__file__).parents[1]
 
 

@@ -67,7 +67,8 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         if has_graph:
             hidden = with_graph(hidden)
             if self._is_first_layer:
-                hidden = _Entered.apply(self, hidden)  # type: ignore[no-untyped-call]
+                # The blocks after the first one are released by the blocks before them.
+                hidden = _InBackward.apply(self.after_backward, hidden)  # type: ignore[no-untyped-call]
         if self._is_first_layer and not self._ready:
             self._memory.begin()
         entered = self._enter()
@@ -82,7 +83,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
                     self._memory.end()
         if not has_graph:
             return result
-        returned: Tensor = _Left.apply(self, result)  # type: ignore[no-untyped-call]
+        returned: Tensor = _InBackward.apply(self.before_backward, result)  # type: ignore[no-untyped-call]
         return returned
 
     @contextmanager
@@ -253,29 +254,15 @@ class _ShardViews:
         return storage[info["begin"] : info["begin"] + info["end"][0]]
 
 
-class _Entered(torch.autograd.Function):
-    """Releases the first block after its backward; those after it are released by the blocks before them."""
+class _InBackward(torch.autograd.Function):
+    """Returns a tensor as it is, and calls a function in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: ShardedBlock, hidden: Tensor) -> Tensor:
-        ctx.block = block
-        return hidden
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        ctx.block.after_backward()
-        return None, grad
-
-
-class _Left(torch.autograd.Function):
-    """Gathers a block before its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, block: ShardedBlock, result: Tensor) -> Tensor:
-        ctx.block = block
-        return result
+    def forward(ctx: Any, call: Callable[[], None], tensor: Tensor) -> Tensor:
+        ctx.call = call
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        ctx.block.before_backward()
+        ctx.call()
         return None, grad

@@ -79,14 +79,11 @@ class AttentionCost:
         forward: Seconds of the GPU, forward.
         backward: Seconds of the GPU, backward.
         host: Seconds that the GPU waits for the host in both passes; above 0 for short sequences only.
-        issued: Seconds of the host in both passes.
     """
 
     forward: Pass
     backward: Pass
     host: float = 0.0
-
-    issued: float = 0.0
 
     @property
     def total(self) -> float:
@@ -95,8 +92,7 @@ class AttentionCost:
 
     def times(self, calls: float) -> "AttentionCost":
         """Return the cost of several calls, one after the other."""
-        passes = self.forward.times(calls), self.backward.times(calls)
-        return AttentionCost(*passes, calls * self.host, calls * self.issued)
+        return AttentionCost(self.forward.times(calls), self.backward.times(calls), calls * self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +183,11 @@ class Problem:
         """
         cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
         forward, backward = (cost.run(backward=direction) for direction in (False, True))
-        issued = [cost.host_seconds(backward=direction) for direction in (False, True)]
         waits = (
-            max(0.0, own - HOST_HIDDEN * each.total) for own, each in zip(issued, (forward, backward), strict=True)
+            max(0.0, cost.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
+            for direction, each in ((False, forward), (True, backward))
         )
-        return AttentionCost(forward, backward, sum(waits), sum(issued))
+        return AttentionCost(forward, backward, sum(waits))
 
     def head_seconds(self, shapes: HeadShapes, *, backward: bool = False, keys_stay: bool = False) -> float:
         """Return the seconds of one head in a pass on the rank with the most work.
