@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.groups import single_rank_group
-from bmburst.integrations.transformers import Part, SplitSequences, recompute
+from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import attention
 from bmburst.integrations.transformers_head import CHUNK
 from bmburst.mesh import Mesh, MeshShape
@@ -105,6 +105,7 @@ def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
 
 
 def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
     calls: list[object] = []
     count_forward(monkeypatch, calls.append)
     part = SplitSequences(ALONE).part(torch.arange(14)[None])
