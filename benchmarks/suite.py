@@ -21,6 +21,7 @@ import importlib
 import io
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from benchmarks.engine.report import markdown_table
 from bmburst.cli import CommandParser, find_command
 from bmburst.cli import main as bmburst
 from bmburst.config import build_config, field, read_config_file, read_json, read_layer, write_json
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 from bmburst.launch import devices
 from bmburst.outputs import require_file, require_folder
 
@@ -54,7 +55,8 @@ class Record:
 
     Attributes:
         name: Its name, with which the names of its files begin.
-        command: `bmburst ...` or `python -m ...`; `{path}` is the folder of the output and the name.
+        command: `bmburst ...`, `python -m ...`, which run in this Python, or another program; `{path}` is the folder of
+            the output and the name.
         seconds: How long it is expected to take.
         limit: After how many seconds it is stopped; None: 1.5 times `seconds`.
         asked: What its result is to show.
@@ -131,11 +133,13 @@ def _record(path: Path, number: int, values: object) -> Record:
     try:
         return build_config(Record, read_layer(Record, values, ""))
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise with_fix(UserError(f"{where}: {error}"), "see the lists in benchmarks/suites") from None
 
 
 def check(words: Sequence[str]) -> str:
     """Read a command by its program's own parser, without running it, and return what it would measure, or "".
+
+    Options of pytest, and of programs other than bmburst and Python's modules, are not read.
 
     Args:
         words: The command.
@@ -160,8 +164,8 @@ def check(words: Sequence[str]) -> str:
                 raise UserError(f"{missing[0]} does not exist\nfix: correct the path")
         case ["python", "-m", module, *options] if find_spec(module) is not None:
             _read(module, importlib.import_module(module).parser(), options)
-        case _:
-            raise UserError(f"{shlex.join(words)}\nallowed: bmburst ..., python -m pytest ..., or python -m MODULE ...")
+        case [program, *_] if program == "python" or shutil.which(program) is None:
+            raise UserError(f"{shlex.join(words)}\nallowed: bmburst ..., python -m MODULE ..., or another program")
     return ""
 
 
@@ -173,10 +177,14 @@ def _read(module: str, parser: argparse.ArgumentParser, options: Sequence[str]) 
             raise UserError(f"{module}: {said.getvalue().strip().splitlines()[-1]}") from end
 
 
-def main() -> int:
-    """Run the command line and return the exit status: 1 if a command failed or was stopped."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 1 if a command failed or was stopped, 2 for bad input.
+
+    Args:
+        words: The arguments; None: those of the process.
+    """
     try:
-        return _main(parser().parse_args())
+        return _main(parser().parse_args(words))
     except UserError as error:
         print(f"benchmarks.suite: {error}", file=sys.stderr)
         return 2
@@ -273,7 +281,8 @@ def _why_not(each: Record, left: float, old: Path | None) -> str:
 
 def _ran(each: Record, words: Sequence[str], left: float, options: argparse.Namespace) -> dict[str, Any]:
     """Run a command and return its state, seconds, and the last line of its output if it did not run to its end."""
-    command = [sys.executable, *(["-m", "bmburst"] if words[0] == "bmburst" else []), *words[1:]]
+    ours = {"bmburst": [sys.executable, "-m", "bmburst"], "python": [sys.executable]}
+    command = [*ours.get(words[0], words[:1]), *words[1:]]
     limit = min(left, each.limit or _LONGER * each.seconds)
     began, log = time.monotonic(), options.output / f"{each.name}.log"
     with log.open("w", encoding="utf-8") as output:

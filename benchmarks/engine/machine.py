@@ -189,10 +189,11 @@ class RankGroup:
         return received, dist.batch_isend_irecv(hops)
 
 
-def start_ranks(**options: Any) -> torch.device:
+def start_ranks(backend: str = "nccl", **options: Any) -> torch.device:
     """Initialize torch.distributed from the launcher's environment variables, and return this rank's device.
 
     Args:
+        backend: The backend on GPUs; on CPUs it is gloo.
         options: Further arguments of `torch.distributed.init_process_group`.
     """
     if not torch.cuda.is_available():
@@ -200,7 +201,7 @@ def start_ranks(**options: Any) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **options)
+    dist.init_process_group(backend, device_id=device, **options)
     return device
 
 
