@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,12 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 def _trainer(way: str, options: argparse.Namespace, group: RankGroup, folder: Path, clock: _Clock) -> Any:
     """Return the trainer of a way."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     from bmburst.integrations.transformers_grpo import SplitRows
 
-    class Split(SplitRows, GRPOTrainer):  # type: ignore[misc]
-        pass
-
+    trl = import_module("trl")
     on_gpu, is_split = group.device.type == "cuda", way != "trl"
-    arguments = GRPOConfig(
+    arguments = trl.GRPOConfig(
         output_dir=str(folder / "out"),
         per_device_train_batch_size=options.rows,
         num_generations=options.rows,
@@ -221,10 +219,11 @@ def _trainer(way: str, options: argparse.Namespace, group: RankGroup, folder: Pa
         "callbacks": [clock],
     }
     if not is_split:
-        return GRPOTrainer(**fields)
+        return trl.GRPOTrainer(**fields)
     recompute(model)
     split = SplitSequences(bmburst.Mesh.over_process_group(), layout="balanced" if way == "shared" else "zigzag")
-    return Split(split=split, share_prompts=way == "shared", **fields)
+    trainer = type("SplitTrainer", (SplitRows, trl.GRPOTrainer), {})
+    return trainer(split=split, share_prompts=way == "shared", **fields)
 
 
 class _Drawn:

@@ -148,8 +148,10 @@ def _fla(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], floa
         return out
 
     def step() -> float:
-        theirs = {"burst_linear_attention": attention, "burst_causal_conv": convolution}
-        with mock.patch.multiple(transformers_recurrent, **theirs):
+        with (
+            mock.patch.object(transformers_recurrent, "burst_linear_attention", attention),
+            mock.patch.object(transformers_recurrent, "burst_causal_conv", convolution),
+        ):
             return training.step(ids)
 
     return step

@@ -5,6 +5,7 @@ SUITE is one of:
 adapters: LoRA and QLoRA of llama-3-70b on 1, 2 and 4 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
 full: all weights of qwen3-32b on 2 and 4 GPUs, with small optimizer states in host memory
 pipeline: llama-3-8b in two stages, beside ZeRO-3 over the same GPUs
+long: one step of llama-3-8b at 1M tokens on 4 GPUs
 
 Weights are random, and so are tokens. The planner chooses mesh, recompute policy and offload of each case on a machine
 with the host memory of the case. Each run of a suite starts its own ranks and trains one case after another: a first
@@ -65,7 +66,6 @@ _SHORTER = 256  # times, with --small
 _SMALL = MappingProxyType(
     {"hidden_size": 64, "intermediate_size": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "vocab_size": 256}
 )
-_LIMIT = 280.0  # seconds of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Case:
         offload: What may be in host memory.
         host: GiB of host memory that the run may count on.
         gpu: GB of a GPU that torch may take; None: all.
-        steps: Measured steps.
+        steps: Measured steps; 0: the first one is measured.
     """
 
     preset: str
@@ -130,10 +130,12 @@ class Run:
     Attributes:
         cases: The cases, on the same number of GPUs and stages.
         alone: Whether no other run may use the machine at the same time.
+        limit: Seconds after which it is stopped.
     """
 
     cases: tuple[Case, ...]
     alone: bool = False
+    limit: float = 280.0
 
     @property
     def gpus(self) -> int:
@@ -173,6 +175,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
             *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
         ),
+        "long": (Run((Case(preset="llama-3-8b", tokens=1024 * K, gpus=4, steps=0),), limit=580.0),),
     }
 )
 
@@ -223,7 +226,7 @@ def _chosen(options: argparse.Namespace) -> dict[int, Run]:
     """
     runs = dict(enumerate(SUITES[options.suite]))
     for number in options.runs or ():
-        require_known("run", number, runs)
+        require_known("run", str(number), map(str, runs))
     chosen = {number: runs[number] for number in options.runs or runs}
     given = {name: value for name in ("layers", "steps") if (value := getattr(options, name)) is not None}
     return {
@@ -277,8 +280,9 @@ def _measured(runs: Mapping[int, Run], options: argparse.Namespace) -> Iterator[
                 visible = range(first, first + runs[number].gpus)
                 started.append((number, log, _started(number, options, Path(folder) / f"{number}", visible, log)))
                 first = visible.stop
-            ends = time.monotonic() + _LIMIT
+            begun = time.monotonic()
             for number, log, process in started:
+                ends = begun + runs[number].limit
                 yield from _ended(runs[number], process, log, Path(folder) / f"{number}", ends, options)
 
 
@@ -316,7 +320,7 @@ def _ended(
     except subprocess.TimeoutExpired:
         process.terminate()  # the launcher ends its ranks
         process.wait()
-        late = f"not done after {_LIMIT:.0f} s"
+        late = f"not done after {run.limit:.0f} s"
     log.seek(0)
     output = log.read()
     print(output, end="", flush=True)
@@ -379,7 +383,7 @@ def _trained(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         steps = [trainer.step() for _ in range(config.steps)]
     seconds = [step.seconds for step in steps]
     row: dict[str, Any] = {
-        "seconds": statistics.median(seconds[1:]),
+        "seconds": statistics.median(seconds[1:] or seconds),
         "seconds_of_steps": seconds,
         "ready_seconds": ready,
         "losses": [step.loss for step in steps],
@@ -446,6 +450,14 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([*markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
 
 
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return a row in one line, printed when a case is done."""
+    planned, seconds = row["planned"], row.get("seconds")
+    measured = "" if seconds is None else f"{seconds:.3f} s a step, "
+    memory = f"{planned['total_gib']:.1f} GiB, {planned['host_gib']:.0f} GiB of the host"
+    return f"{row['case']}: {measured}planned {planned['seconds']:.2f} s, {memory}: {row.get('failed', row['way'])}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -456,7 +468,7 @@ def _error(planned: float, measured: float | None) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="large-models", about=__doc__, configure=_configure, measure=_measure, table=table,
+        name="large-models", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of,
         is_wrong=lambda row: "failed" in row,
     ),
 )  # fmt: skip

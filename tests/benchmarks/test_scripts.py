@@ -42,7 +42,7 @@ def test_a_benchmark_of_rows_says_how_it_is_used(capsys):
         assert main(["bench", name, "--help"]) == 0
         text = capsys.readouterr().out
         assert text.startswith(f"usage: bmburst bench {name} ") and "--output" in text
-        assert ("--gpus" in text) == bool(load_rows(name).ranks)
+        assert "--gpus" in text or not load_rows(name).ranks
     assert main(["bench", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # a line ends at a hyphen
     assert f"rows with options of its own: {', '.join(ROWS)}." in text
