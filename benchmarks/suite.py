@@ -46,6 +46,7 @@ ROOT = Path(__file__).parents[1]
 RAN, FAILED, STOPPED, LEFT_OUT = "ran", "failed", "stopped", "left out"
 _PATIENCE = 30.0  # seconds between the signal that stops a command and the one that ends it
 _LONGER = 1.5  # the limit of a record that has none, in its expected time
+_EXAMPLE = "see the lists in benchmarks/suites"
 _CACHED = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # kernels are compiled once for all commands
 
 
@@ -113,7 +114,9 @@ def read_suite(path: Path, only: str = "*") -> Suite:
     content = read_config_file(path)
     gpus, records = content.get("gpus"), content.get("records")
     if len(content) != 2 or type(gpus) is not int or not isinstance(records, list):
-        raise UserError(f"{path} has {', '.join(content)}\nallowed: gpus, a number, and records, a list")
+        raise UserError(
+            f"{path} has {', '.join(content)}\nallowed: gpus, a number, and records, a list\nfix: {_EXAMPLE}"
+        )
     runs = [run for number, values in enumerate(records) for run in _record(path, number, values).runs()]
     names = [run.name for run in runs]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -121,7 +124,7 @@ def read_suite(path: Path, only: str = "*") -> Suite:
     patterns = only.split(",")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"--only {pattern} matches no record\nallowed: {', '.join(names)}")
+            raise UserError(f"--only {pattern} matches no record\nfix: one of {', '.join(names)}")
     kept = tuple(run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns))
     return Suite(gpus=gpus, runs=kept)
 
@@ -129,11 +132,11 @@ def read_suite(path: Path, only: str = "*") -> Suite:
 def _record(path: Path, number: int, values: object) -> Record:
     where = f"{path}: record {number}"
     if not isinstance(values, Mapping):
-        raise UserError(f"{where} is {values!r}\nallowed: fields, such as name, command and seconds")
+        raise UserError(f"{where} is {values!r}\nallowed: fields, such as name and command\nfix: {_EXAMPLE}")
     try:
         return build_config(Record, read_layer(Record, values, ""))
     except UserError as error:
-        raise with_fix(UserError(f"{where}: {error}"), "see the lists in benchmarks/suites") from None
+        raise with_fix(UserError(f"{where}: {error}"), _EXAMPLE) from None
 
 
 def check(words: Sequence[str]) -> str:
@@ -165,7 +168,10 @@ def check(words: Sequence[str]) -> str:
         case ["python", "-m", module, *options] if find_spec(module) is not None:
             _read(module, importlib.import_module(module).parser(), options)
         case [program, *_] if program == "python" or shutil.which(program) is None:
-            raise UserError(f"{shlex.join(words)}\nallowed: bmburst ..., python -m MODULE ..., or another program")
+            raise UserError(
+                f"{shlex.join(words)}\nallowed: bmburst ..., python -m MODULE ..., or another program\n"
+                "fix: correct the name, or install the program"
+            )
     return ""
 
 
