@@ -84,7 +84,7 @@ def rows(options: argparse.Namespace, starter: Start = launch) -> Iterator[Row]:
         while left := [way for way in options.ways.split(",") if way not in [row["way"] for row in found]]:
             found += _of_processes(length, left, options, starter)
         yield from found
-        if 2 * length > options.longest or any("failed" in row for row in found if row["way"] == "trl"):
+        if 2 * length > options.longest or any("seconds" not in row for row in found if row["way"] == "trl"):
             return
         length *= 2
 
@@ -104,7 +104,8 @@ def _of_processes(length: int, ways: Sequence[str], options: argparse.Namespace,
     measured = [_row(length, way, of_way) for way, of_way in found.items() if of_way]
     if status == 0 or found[started]:
         return measured
-    return [*measured, {"tokens": length, "way": started, "failed": reasons[0] if reasons else f"exit status {status}"}]
+    why = {"out_of_memory": reasons[0]} if reasons else {"failed": f"exit status {status}"}
+    return [*measured, {"tokens": length, "way": started, **why}]
 
 
 def _row(length: int, way: str, turns: Sequence[Row]) -> Row:
@@ -275,8 +276,8 @@ def table(record: Mapping[str, Any]) -> str:
     lines, reasons = [], []
     for row in record["rows"]:
         where, alone = f"{short(row['tokens'])}, {row['way']}", theirs.get(row["tokens"])
-        if "failed" in row:
-            reasons.append(f"{where}: {row['failed']}")
+        if "seconds" not in row:
+            reasons.append(f"{where}: {row.get('failed', row.get('out_of_memory'))}")
             lines.append([where, *["-"] * 4])
             continue
         cells = [f"{row['seconds']:.3f}", "-" if alone is None else f"{alone / row['seconds']:.2f}"]
@@ -286,7 +287,12 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([title, "", *markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
 
 
-BENCHMARKS = (RowBenchmark(name="grpo", about=__doc__, configure=_configure, measure=_measure, table=table),)
+BENCHMARKS = (
+    RowBenchmark(
+        name="grpo", about=__doc__, configure=_configure, measure=_measure, table=table,
+        is_wrong=lambda row: "failed" in row,
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(_rank(Path(sys.argv[1])))

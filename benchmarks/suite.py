@@ -47,7 +47,6 @@ RAN, FAILED, STOPPED, LEFT_OUT = "ran", "failed", "stopped", "left out"
 _PATIENCE = 30.0  # seconds between the signal that stops a command and the one that ends it
 _LONGER = 1.5  # the limit of a record that has none, in its expected time
 _EXAMPLE = "see the lists in benchmarks/suites"
-_CACHED = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # kernels are compiled once for all commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +213,12 @@ def _main(options: argparse.Namespace) -> int:
         return _print(suite)
     if options.output is None:
         raise UserError("--output is missing\nfix: --output DIR, or --dry-run")
-    require_folder("--output", options.output)
-    options.output.mkdir(parents=True, exist_ok=True)
     if options.old is not None and not (options.old / "bmburst").is_dir():
         raise UserError(f"--old {options.old} is no checkout of bmburst\nfix: git worktree add {options.old} COMMIT")
     if (found := len(devices.gpus())) < suite.gpus:
         raise UserError(f"{options.file} needs {suite.gpus} GPUs, this machine has {found}\nfix: --dry-run")
+    require_folder("--output", options.output)
+    options.output.mkdir(parents=True, exist_ok=True)
     state = options.output / "suite.json"
     require_file("--output", state, "the state of a list", lambda file: "outcomes" in read_json(file))
     before = read_json(state)["outcomes"] if state.exists() else {}
@@ -295,7 +294,8 @@ def _ran(each: Record, words: Sequence[str], left: float, options: argparse.Name
         process = subprocess.Popen(
             command,
             cwd=options.old if each.old else ROOT,
-            env=os.environ | _CACHED,
+            # Kernels that are compiled for a command serve the next ones.
+            env=os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,

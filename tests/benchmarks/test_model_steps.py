@@ -117,7 +117,7 @@ def test_prompts_become_longer_until_trl_alone_is_out_of_memory():
         *((1024, "split", 2.0), (1024, "shared", None), (1024, "trl", 2.0)),
         *((2048, "split", 2.0), (2048, "shared", 2.0), (2048, "trl", None)),
     ]
-    assert rows[1]["failed"] == "exit status 7" and "9 GiB" in rows[5]["failed"]
+    assert rows[1]["failed"] == "exit status 7" and "9 GiB" in rows[5]["out_of_memory"]
     text = grpo.table({**options, "rows": rows, "completions_of_a_rank": 2, "machine": {"device": "H200"}})
     assert "| 1K, split | 2.000 | 1.00 | 4.0 | 0.5000 |" in text and "| 2K, trl | - | - | - | - |" in text
     assert "2K, trl: CUDA out of memory" in text

@@ -72,6 +72,8 @@ def test_a_row_that_shows_a_fault_is_the_exit_status():
     for name, fault, fine in (
         ("linear", {"right": False}, {"first s": 1.0}),
         ("families", {"result": "failed"}, {"result": "exact"}),
+        ("grpo", {"failed": "exit status 1"}, {"out_of_memory": "9 GiB"}),
+        ("hybrid", {"method": "ours", "failed": "no"}, {"method": "ringmaster", "failed": "no"}),
     ):
         assert load_rows(name).is_wrong(fault) and not load_rows(name).is_wrong(fine)
 
