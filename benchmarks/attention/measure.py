@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.attention import (
+from benchmarks.attention.cells import (
     PLAIN_MASKS,
     TREE,
     Cell,
@@ -37,8 +37,8 @@ from benchmarks.attention.method import (
     prepare,
 )
 from benchmarks.attention.methods import all_methods
-from benchmarks.engine import ONE_GPU, Row
 from benchmarks.engine.job import Job, RankRun
+from benchmarks.engine.kinds import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB

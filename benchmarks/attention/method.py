@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.attention import (
+from benchmarks.attention.cells import (
     MASKS,
     PLAIN_MASKS,
     Cell,
@@ -28,7 +28,7 @@ from benchmarks.attention import (
     pattern_of,
     sizes,
 )
-from benchmarks.engine import ONE_GPU
+from benchmarks.engine.kinds import ONE_GPU
 from benchmarks.engine.machine import RankGroup
 from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.layout import make_layout

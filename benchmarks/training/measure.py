@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.attention import Cell, forward_flops, one_gpu_cell
+from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
 from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, prepare
 from benchmarks.attention.methods import Ours, all_methods
-from benchmarks.engine import Row
 from benchmarks.engine.job import RankRun
+from benchmarks.engine.kinds import Row
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Times, in_turns, mark, milliseconds_between, record_timeline
-from benchmarks.training import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
+from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.kind import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator, Transfer, gather_objects
 from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.comm.communicator import Communicator, Transfer, gather_objects
 from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.shared_memory import (
     Copies,

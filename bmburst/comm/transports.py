@@ -25,9 +25,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bmburst.comm import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
+from bmburst.comm.communicator import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bmburst.comm import Communicator, Transfer, gather_objects
+from bmburst.comm.communicator import Communicator, Transfer, gather_objects
 from bmburst.comm.shared_memory import look_during_captures
 
 

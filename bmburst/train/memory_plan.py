@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from bmburst.amounts import GIB, bytes_text
-from bmburst.comm import gather_objects
+from bmburst.comm.communicator import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.memory import DRIVER_IS_FULL, available_bytes, peak_bytes

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention import (
+from benchmarks.attention import measure
+from benchmarks.attention.cells import (
     Cell,
     Selection,
     facts,
     forward_flops,
     list_cells,
     mask_of,
-    measure,
     median_tokens,
     one_gpu_cell,
     pattern_of,
@@ -30,8 +30,8 @@ from benchmarks.attention.measure import measure_speed
 from benchmarks.attention.method import LocalKernel, Method, Setting, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import zigzag_positions
-from benchmarks.engine import OK, REFUSED, Results
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import OK, REFUSED, Results
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.report import markdown, row_line
 from bmburst.schedule.tiles import visible_area

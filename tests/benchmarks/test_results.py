@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.methods import all_methods
-from benchmarks.engine import FAILED, OK, REFUSED, Results, timing
 from benchmarks.engine import job as job_module
+from benchmarks.engine import timing
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.engine.timing import LEAST, Times, in_turns, quotient

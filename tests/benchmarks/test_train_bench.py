@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention.method import Setting
-from benchmarks.engine import FAILED, OK, REFUSED, Results
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.training import (
+from benchmarks.training.cells import (
     METHODS,
     Rates,
     TrainCell,
@@ -376,7 +376,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--preset", "llama-3-8b", "--layers", "33"), "--layers 33 | 1 to 32"),
         (("--ranks", "2", "--heads", "4"), "--heads | bench attention"),
         (("--ranks", "2", "--recompute", "all"), "recompute | 'all' | known: "),
-        (("--ranks", "2", "--recompute", "block+first-x"), "'block+first-x' | 'x' | fix: block+first-1"),
+        (("--ranks", "2", "--recompute", "block+first-x"), "'block+first-x' | 'x' | fix: +first-4"),
         (("--ranks", "2", "--kernel", "fa4"), "kernel | 'fa4' | NVIDIA | cpu"),
         (("--ranks", "2", "--text", "no/such"), "--text no/such | does not exist"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),

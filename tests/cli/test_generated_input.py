@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from benchmarks.engine import KINDS, Results, load_kind
+from benchmarks.engine.kinds import KINDS, Results, load_kind
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.checkpoint.model_center import ModelCenterConfig

@@ -13,7 +13,8 @@ import torch
 
 import bmburst
 from bmburst.attention import heads
-from bmburst.comm import gather_objects, peer, shared_memory
+from bmburst.comm import peer, shared_memory
+from bmburst.comm.communicator import gather_objects
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, SharedMemoryError, Signals
