@@ -304,15 +304,12 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path, monkeypatch):
-    from benchmarks.training import measure
+def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path):
+    from benchmarks.training.measure import build_trainer
 
-    built = []
-    monkeypatch.setattr(measure, "Trainer", lambda config: built.append(config.parallel.kernel))
-    measure.build_trainer(
-        cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1
-    )
-    assert built == [kernel]
+    setting = Setting(group=None, kernel=None, kernel_name=kernel)
+    config = build_trainer(cell("ours"), setting, DataConfig(), tmp_path, steps=1, make=lambda config: config)
+    assert config.parallel.kernel == kernel
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def here(tmp_path_factory):
         patch.setattr("bmburst.launch.launcher.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.rates.calibrate", lambda *_: "# Measured")
-        patch.setattr("bmburst.setup.doctor.examine", lambda: [])
+        patch.setattr("bmburst.setup.doctor.examine", lambda _: [])
         patch.setattr("bmburst.setup.doctor.can_train", lambda *_: True)
         patch.setattr("bmburst.setup.doctor.to_text", lambda *_: "")
         patch.setattr("bmburst.setup.doctor.to_json", lambda *_: "")
