@@ -37,6 +37,7 @@ def test_fields_are_the_same_as_names():
     [
         ({"attention": 1.5}, "keeps attention of 1.5 | fraction"),
         ({"every": 0}, "number of layers | 1"),
+        ({"every": 2.5}, "'block+every-2.5' | whole number"),
         ({"layers": 0}, "number of layers | 1"),
         ({"offloads_mlp": -1}, "'block+offload-mlp-first--1' | number of layers"),
         ({"recomputes": False, "attention": 1.0}, "'none' | keeps everything | fix: block"),
@@ -47,6 +48,8 @@ def test_fields_are_the_same_as_names():
 def test_fields_that_cannot_be(fields, words):
     with refused("recompute policy", words):
         Policy(**fields)
+    with refused("offload", "'input'", "inputs"):
+        Policy(offload="input")
 
 
 PART = "allowed: | above 0 and below 1 | fix: block-keep-attention:0.5, or block-keep-attention for all"

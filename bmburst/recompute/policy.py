@@ -45,7 +45,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known, unknown
 
 NAMES = ("none", "block", "block-keep-attention")
 """Base policies. Backward recomputes nothing, the whole block, or the block without its attention."""
@@ -118,6 +118,7 @@ class Policy:
     feeds_next: bool = False
 
     def __post_init__(self) -> None:
+        require_known("offload", self.offload, ("nothing", *_OFFLOADS.values()))
         for problem, fix in self._problems():
             raise UserError(f"recompute policy '{self.name}' {problem}\nfix: {fix}")
 
@@ -284,9 +285,10 @@ class Policy:
         """Yield what contradicts itself, with the fix."""
         if not self.recomputes and (self.attention or self._suffix):
             yield "keeps everything", f"block{self._suffix}, or none"
+        first = 1 if self.layers is None else self.layers
         counts = self.keeps_last, self.offloads_first, self.offloads_attention, self.offloads_mlp
-        if min(counts) < 0 or self.every < 1 or (self.layers is not None and self.layers < 1):
-            yield "has a negative number of layers, or none of them", "1 layer and more"
+        if not all(isinstance(each, int) and each >= 0 for each in (*counts, self.every - 1, first - 1)):
+            yield "has a number of layers that is no whole number, or too small", "1 layer and more"
         if not 0 <= self.attention <= 1:
             yield f"keeps attention of {self.attention:g} of a sequence", "a fraction from 0 to 1"
         if self.offload == "all" and not self.attention:
