@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, head_shapes_of
 from bmburst.attention.local import local_backward, local_forward
-from bmburst.comm import OnCurrentStream
+from bmburst.comm.communicator import OnCurrentStream
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.streams import BUFFERS, RECORDINGS, current_stream, is_capturing
 from bmburst.comm.waits import working

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import AttentionOptions, gradient_signature, require_tensors, require_transport, scale_of
-from bmburst.comm import BlockMover
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
+from bmburst.comm.communicator import BlockMover
 from bmburst.comm.transports import (
     DoubleRingGroups,
     StridedSubgroup,

@@ -223,7 +223,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         attention: Mapping[str, Any] | None = None,
         group: object = None,
         dtype: torch.dtype = torch.float32,
-        recompute: str = "none",
+        recompute: str | Policy = "none",
         zero_level: int = 3,
         seed: int | None = 0,
     ) -> None:
@@ -236,7 +236,9 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
             raise UserError("layout 'balanced' is made for one mask, and an encoder-decoder has 3\nfix: 'zigzag'")
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
-            raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
+            raise UserError(
+                f"recompute policy '{policy.name}' for an encoder-decoder\nfix: block-keep-attention or none"
+            )
         require_end(policy.attention, target_layout, resolve_group(group).size)
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
             raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")

@@ -163,19 +163,26 @@ class SideStreamTransfer:
         side: The side stream.
         received: The tensors that `wait` returns.
         sent: The tensors that are only read.
+        current: Returns the current stream of a device.
     """
 
-    def __init__(self, side: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self,
+        side: Any,
+        received: tuple[Tensor, ...],
+        sent: tuple[Tensor, ...],
+        current: Callable[[int], Any] = current_stream,
+    ) -> None:
         self.done: Any = None
         """The event after the operations; the owner sets it when they are launched."""
         self.waited = False
         """Whether `wait` was called."""
-        self.side, self._maker = side, current_stream(side.device_index)
+        self.side, self._current, self._maker = side, current, current(side.device_index)
         self._received, self._sent = received, sent
 
     def wait(self) -> tuple[Tensor, ...]:
         """See `Transfer.wait`."""
-        here = current_stream(self.side.device_index)
+        here = self._current(self.side.device_index)
         here.wait_event(self.done)
         if here != self._maker:
             here.wait_stream(self._maker)  # it may have made the copies inside this rank
