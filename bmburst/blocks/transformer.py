@@ -25,7 +25,7 @@ from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rms_norm import stream_norm
-from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.rotary import apply_rotary, apply_rotary_to
 from bmburst_ops.swiglu import swiglu
 
 _FEW = 128  # tokens of the inputs that `compile_ahead` runs kernels on
@@ -88,7 +88,7 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
         del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        query, key = apply_rotary_to((query, key), cos, sin)
         mixed: Tensor = self.attention(query, key, value, length, mask)
         return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=keys))
 
