@@ -156,10 +156,10 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
 def project(x: Tensor, *matrices: Linear, keys: Tensor | None = None, is_needed: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers that share an input; backward accumulates its gradient inside the matmuls."""
-    weights, rows, terms = zip(*((each.weight, each.rows, each.adapter(keys)) for each in matrices), strict=True)
+    weights, rows, terms = zip(*[(each.weight, each.rows, each.adapter(keys)) for each in matrices], strict=True)
     products = linears(x, weights, rows, terms, is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
-    return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
+    return tuple([product + each.bias if each.has_bias else product for product, each in pairs])
 
 
 def with_graph(hidden: Tensor) -> Tensor:
