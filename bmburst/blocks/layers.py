@@ -61,6 +61,13 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
     return bmt.DistributedParameter(made, tp_mode=True, tp_split_dim=split)
 
 
+class Composite(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """A module that has parameters in its modules only."""
+
+    # BMTrain's own looks for a parameter to gather, with calls of Python for each module that it finds instead.
+    __getattr__ = torch.nn.Module.__getattr__
+
+
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """A linear layer, or this rank's shard of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
 
