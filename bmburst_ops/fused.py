@@ -37,8 +37,10 @@ def triton_twin(module: str, *tensors: Tensor) -> Any | None:
         tensors: Inputs of the operation, at least one. Kernels support fp32 and 16-bit dtypes on one NVIDIA GPU.
     """
     device = tensors[0].device
-    is_taken = all(t.is_cuda and t.device == device and t.dtype in _DTYPES for t in tensors)
-    return triton_module(module) if is_taken and _has_bf16(device) else None
+    for each in tensors:  # not `all(...)`, which would make a generator in every call of every operation
+        if not (each.is_cuda and each.device == device and each.dtype in _DTYPES):
+            return None
+    return triton_module(module) if _has_bf16(device) else None
 
 
 @cache

@@ -15,6 +15,7 @@ from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.parallelism import STRATEGIES
 from bmburst.schedule.strategy import choose_strategy
+from tests.attention.test_refusals import Standing
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
@@ -104,6 +105,15 @@ def test_what_cannot_work_is_refused_after_what_can():
     decide(comm, q, k, v, None, OPTIONS)
     with refused("k and v", "shape", "[1, 8"):
         decide(comm, q, k, v[:, :4], None, OPTIONS)
+    for other, words in (
+        (v.numpy(), "torch tensor"),
+        (v.to_sparse(), "dense"),
+        (torch.nested.nested_tensor([v[0]], layout=torch.jagged), "dense"),
+        (v.to("meta"), "one device"),
+        (v.as_subclass(Standing), "plain tensor"),
+    ):
+        with refused("v", words):
+            decide(comm, q, k, other, None, OPTIONS)
     with refused("mask", "list of 2"):
         decide(comm, q, k, v, None, replace(OPTIONS, mask=["causal", "full"]))
     with refused("kernel", "['reference']"):
