@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 import bmburst
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import LocalKernel, OneGpu, Setting, prepare
 from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table

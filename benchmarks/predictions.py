@@ -37,7 +37,7 @@ from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import preset
 from bmburst.cli import main
-from bmburst.comm import gather_objects
+from bmburst.comm.communicator import gather_objects
 from bmburst.launch.start import start
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.search import predict

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import accuracy
-from benchmarks.engine import KINDS, Results, load_kind
+from benchmarks.engine.kinds import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.engine.rows import load_rows, notes_above
 

@@ -28,9 +28,9 @@ from benchmarks import netns
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.attention.api import burst_attention
 from bmburst.cli import main
-from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.comm.communicator import gather_objects
 from bmburst.errors import UserError
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}

@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import KINDS
+from benchmarks.engine.kinds import KINDS
 from benchmarks.engine.report import markdown_table
 from bmburst.cli import CommandParser, find_command
 from bmburst.cli import main as bmburst

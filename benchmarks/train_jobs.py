@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.engine.machine import describe_run
 from benchmarks.engine.report import markdown_table, versions
-from benchmarks.training import SHAPES
+from benchmarks.training.cells import SHAPES
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS

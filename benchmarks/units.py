@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from benchmarks.attention import Cell, forward_flops, one_gpu_cell
+from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
 from benchmarks.attention.method import LocalKernel, OneGpu, Setting, prepare
 from benchmarks.attention.methods import Ours
 from benchmarks.engine.machine import RankGroup, start_ranks

@@ -12,13 +12,20 @@ from pathlib import Path
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32's polynomial, with the lowest power in the highest bit, as in zlib
 _ONE = 1 << 31  # the polynomial 1 in this bit order
-_BLOCK = 64 << 20  # bytes per task of a thread
-_READ = 4 << 20  # bytes per read
+_BLOCK, _READ = 64 << 20, 4 << 20
 _THREADS = 16
 _SEAL = ', "checksum": '
 
 
-def file_checksum(path: Path, begin: int = 0, end: int | None = None, beat: Callable[[], object] | None = None) -> int:
+def file_checksum(
+    path: Path,
+    begin: int = 0,
+    end: int | None = None,
+    beat: Callable[[], object] | None = None,
+    *,
+    block: int = _BLOCK,
+    read: int = _READ,
+) -> int:
     """Return the CRC-32 of the bytes [begin, end) of a file, by default of the whole file. Several threads read it.
 
     Args:
@@ -26,6 +33,8 @@ def file_checksum(path: Path, begin: int = 0, end: int | None = None, beat: Call
         begin: First byte.
         end: End of the range; None for the end of the file.
         beat: Called repeatedly while reading.
+        block: Bytes per task of a thread.
+        read: Bytes per read.
 
     Raises:
         OSError: The file cannot be read, or is shorter than `end`.
@@ -33,10 +42,10 @@ def file_checksum(path: Path, begin: int = 0, end: int | None = None, beat: Call
     descriptor = os.open(path, os.O_RDONLY)
     try:
         end = os.fstat(descriptor).st_size if end is None else end
-        blocks = [(at, min(at + _BLOCK, end)) for at in range(begin, end, _BLOCK)]
+        blocks = [(at, min(at + block, end)) for at in range(begin, end, block)]
         total = 0
         with ThreadPoolExecutor(max(1, min(_THREADS, len(blocks), len(os.sched_getaffinity(0))))) as threads:
-            sums = threads.map(lambda block: _range_checksum(descriptor, path, *block), blocks)
+            sums = threads.map(lambda span: _range_checksum(descriptor, path, read, *span), blocks)
             for (first, last), found in zip(blocks, sums, strict=True):
                 total = joined(total, found, last - first)
                 if beat is not None:
@@ -93,8 +102,8 @@ def verify_own_checksum(data: bytes) -> bool | None:
     return data == body + f'{_SEAL}"{text_of(zlib.crc32(body))}"}}\n'.encode()
 
 
-def _range_checksum(descriptor: int, path: Path, begin: int, end: int) -> int:
-    total, at, buffer = 0, begin, bytearray(min(_READ, end - begin))
+def _range_checksum(descriptor: int, path: Path, read: int, begin: int, end: int) -> int:
+    total, at, buffer = 0, begin, bytearray(min(read, end - begin))
     view = memoryview(buffer)
     while at < end:
         count = os.preadv(descriptor, [view[: min(len(buffer), end - at)]], at)

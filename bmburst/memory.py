@@ -6,21 +6,30 @@ from pathlib import Path
 DRIVER_IS_FULL = "CUDA error: out of memory"
 """What the `RuntimeError` says where CUDA itself, and not torch's allocator, finds no memory on a GPU."""
 
-_MEMORY = Path("/proc/meminfo")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
+_ROOT = Path("/")
+_MEMORY, _LIMIT = "proc/meminfo", "sys/fs/cgroup/memory.max"
+_GROWS = ("sys/bus/virtio/drivers/virtio_mem/virtio*", "sys/bus/vmbus/drivers/hv_balloon/*-*")
 """Devices that add memory to a virtual machine on demand: MemTotal then starts at a fraction of the total."""
 
 
-def available_bytes() -> int | None:
-    """Return the free bytes of this host, at most its container's limit; None if Linux does not report them."""
-    return _least(_line("MemAvailable:"))  # the container's usage is not subtracted: it includes the page cache
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Return the free bytes of this host, at most its container's limit; None if Linux does not report them.
+
+    Args:
+        root: The root of the file systems in which the kernel reports them.
+    """
+    # The container's usage is not subtracted: it includes the page cache.
+    return _least(_line("MemAvailable:", root), root)
 
 
-def total_bytes() -> int | None:
-    """Return the bytes of this host, at most its container's limit; None if they can grow or Linux reports none."""
-    grows = any(any(Path("/").glob(pattern[1:])) for pattern in _GROWS)
-    return None if grows else _least(_line("MemTotal:"))
+def total_bytes(root: Path = _ROOT) -> int | None:
+    """Return the bytes of this host, at most its container's limit; None if they can grow or Linux reports none.
+
+    Args:
+        root: See `available_bytes`.
+    """
+    grows = any(any(root.glob(pattern)) for pattern in _GROWS)
+    return None if grows else _least(_line("MemTotal:", root), root)
 
 
 def peak_bytes() -> tuple[int, int]:
@@ -51,18 +60,18 @@ def forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _line(name: str) -> int | None:
+def _line(name: str, root: Path) -> int | None:
     try:
-        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        lines = (root / _MEMORY).read_text(encoding="ascii").splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
     except (OSError, StopIteration):
         return None
 
 
-def _least(nbytes: int | None) -> int | None:
+def _least(nbytes: int | None, root: Path) -> int | None:
     if nbytes is None:
         return None
     try:
-        return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
+        return min(nbytes, int((root / _LIMIT).read_text(encoding="ascii")))
     except (OSError, ValueError):  # no container, or no limit
         return nbytes

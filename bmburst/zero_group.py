@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import bmtrain as bmt
 
-from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator
+from bmburst.comm.communicator import gather_objects
 from bmburst.comm.transports import NODE_SWITCH
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh

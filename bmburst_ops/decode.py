@@ -13,6 +13,7 @@ from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rotary import apply_rotary
 
 KERNELS = ("auto", "triton", "reference")
+_TRITON = TritonKernel()
 _MAX_SPLITS = 1024  # one program of the merge holds the log-sum-exps of all splits
 
 
@@ -62,7 +63,7 @@ def decode_attention(
         ValueError: Shapes, dtypes, devices or strides do not fit.
     """
     _check(q, keys, values, lengths, starts, num_splits)
-    if _runs_triton(kernel, max(keys, values, key=lambda cache: cache.shape[3])):
+    if runs_triton(kernel, max(keys, values, key=lambda cache: cache.shape[3])):
         from bmburst_ops import triton_decode
 
         return triton_decode.decode_attention(
@@ -99,7 +100,7 @@ def merge_decode(
             f"a merge needs outputs [parts, batch, heads, head_dim] with a contiguous last dimension and log-sum-exps "
             f"[parts, batch, heads]; got {tuple(outs.shape)} with strides {outs.stride()}, {tuple(lses.shape)}"
         )
-    if _runs_triton(kernel, outs):
+    if runs_triton(kernel, outs):
         from bmburst_ops import triton_decode
 
         return triton_decode.merge_decode(outs, lses, out_dtype or outs.dtype)
@@ -107,12 +108,16 @@ def merge_decode(
     return out.to(out_dtype or outs.dtype), lse
 
 
-def _runs_triton(kernel: str, values: Tensor) -> bool:
+def runs_triton(kernel: str, values: Tensor, triton: TritonKernel = _TRITON) -> bool:
     """Return whether the Triton kernel runs. It supports the same inputs as Triton's flash attention.
 
     Args:
         kernel: One of `KERNELS`.
         values: A tensor with the dtype, the device and, as last dimension, the head dim of the call.
+        triton: Triton's flash attention.
+
+    Raises:
+        KernelError: The kernel is unknown, or "triton" does not support these inputs.
     """
     if kernel == "reference":
         return False
@@ -120,7 +125,7 @@ def _runs_triton(kernel: str, values: Tensor) -> bool:
         raise unknown_kernel(kernel, KERNELS)
     if kernel == "auto" and not values.is_cuda:  # the interpreter is for tests, which select it by name
         return False
-    reason = TritonKernel().refusal(values, values)
+    reason = triton.refusal(values, values)
     if reason and kernel == "triton":
         raise KernelError(f"decode kernel 'triton' {reason}\nfix: use kernel='auto' or 'reference'")
     return reason is None

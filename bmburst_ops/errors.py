@@ -39,7 +39,9 @@ def first_order(error: type[Exception]) -> Callable[[Backward], Backward]:
 
         @wraps(backward)
         def checked(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if not torch.is_grad_enabled():  # `once` would disable gradients again, which takes time of the host
+                return backward(ctx, *grads)
+            if not torch.compiler.is_compiling():
                 raise error(
                     f"create_graph=True: the gradients of {name} cannot be differentiated again\n"
                     "allowed: create_graph=False\n"

@@ -1,7 +1,6 @@
 """Faster twins of plain torch: Triton kernels (`triton_twin`), C compiled at first use, and optional packages.
 
-No other module decides between a Triton kernel and its twin. Packages are found without importing them, and imported at
-first use.
+No other module decides between a Triton kernel and its twin. Packages are imported at first use.
 
 Liger-Kernel (0.6.4) is not used, for three reasons. Its SwiGLU overwrites saved inputs with gradients. Its rotary
 embedding rotates its inputs in place, or copies heads that are a slice. Its norm rounds twice, as Hugging Face's LLaMA.
@@ -9,15 +8,12 @@ embedding rotates its inputs in place, or copies heads that are a slice. Its nor
 
 import ctypes
 import importlib
-import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
+from bmburst_ops.machine import HERE, Machine
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITY = (8, 0)  # the first with bf16
@@ -40,8 +37,10 @@ def triton_twin(module: str, *tensors: Tensor) -> Any | None:
         tensors: Inputs of the operation, at least one. Kernels support fp32 and 16-bit dtypes on one NVIDIA GPU.
     """
     device = tensors[0].device
-    is_taken = all(t.is_cuda and t.device == device and t.dtype in _DTYPES for t in tensors)
-    return _module(module) if is_taken and _has_bf16(device) else None
+    for each in tensors:  # not `all(...)`, which would make a generator in every call of every operation
+        if not (each.is_cuda and each.device == device and each.dtype in _DTYPES):
+            return None
+    return triton_module(module) if _has_bf16(device) else None
 
 
 @cache
@@ -50,37 +49,24 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 @cache
-def _module(name: str) -> Any | None:
-    return importlib.import_module(f"bmburst_ops.{name}") if is_there("triton") else None
+def triton_module(name: str, machine: Machine = HERE) -> Any | None:
+    """Return the module `bmburst_ops.<name>`, which needs Triton; None without Triton."""
+    return importlib.import_module(f"bmburst_ops.{name}") if machine.has("triton") else None
 
 
-@cache
-def version_of(distribution: str) -> tuple[int, ...] | None:
-    """Return the version of an installed distribution, for example (2, 8, 3) for 2.8.3; None if it is not installed.
-
-    It looks up the distribution and not the module: flash-attn and flash-attn-4 share the top-level module
-    `flash_attn`, and flash-attn includes an older copy of flash-attn-4.
-    """
-    try:
-        return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def is_there(module: str) -> bool:
-    """Whether a top-level module can be found."""
-    return importlib.util.find_spec(module) is not None
-
-
-def import_package(module: str, kernel: str) -> ModuleType:
+def import_package(module: str, kernel: str, load: Callable[[str], ModuleType] = importlib.import_module) -> ModuleType:
     """Import a module of a package, which takes seconds the first time.
+
+    Args:
+        module: Name of the module.
+        kernel: Name of the kernel that needs it.
+        load: Imports a module by its name.
 
     Raises:
         KernelError: The package is installed, but the module cannot be imported.
     """
     try:
-        return importlib.import_module(module)
+        return load(module)
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no driver or shared libraries
         reason = " ".join(str(error).split())
         raise KernelError(
@@ -94,12 +80,13 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
 
 
-def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
+def compiled(source: Path, flags: Sequence[str], temporary: Path | None = None) -> ctypes.CDLL | None:
     """Compile a C file and load it, in a fraction of a second. Results are not cached here; callers keep them.
 
     Args:
         source: The file.
         flags: Compiler flags, in addition to those that all libraries here have.
+        temporary: Where temporary folders are made; None: where `tempfile` makes them.
 
     Returns:
         The library; None if there is no compiler, compiling fails, or no temporary folder is writable.
@@ -109,7 +96,7 @@ def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
         return None
     try:
         # A private folder: other users cannot change the code. NFS keeps the file of a loaded library in it.
-        with tempfile.TemporaryDirectory(prefix="bmburst-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix="bmburst-", dir=temporary, ignore_cleanup_errors=True) as folder:
             library = Path(folder) / f"{source.stem}.so"
             command = [compiler, *_FLAGS, *flags, str(source), "-o", str(library), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -67,6 +67,7 @@ def adamw_(
     remainder: Tensor | None = None,
     rounding: Rounding | None = None,
     kernel: Literal["auto", "c", "torch"] = "auto",
+    piece: int = PIECE,
 ) -> None:
     """Do one step in place. All tensors are flat `[n]`, contiguous and in host memory.
 
@@ -83,6 +84,7 @@ def adamw_(
         rounding: How small moments are rounded and, for 8 bits, their scales (`bmburst_ops.moments`). bf16 weights then
             have remainders.
         kernel: "c", "torch", or "auto": "c" if it can be compiled.
+        piece: Elements that plain torch updates at once.
 
     Raises:
         KernelError: The kernel is unknown, or cannot be compiled.
@@ -96,7 +98,7 @@ def adamw_(
         _call(library, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder, rounding)
         return
     plain = _numbers(rates, step, scale, None)
-    for run in aligned(len(weights), rounding.first if rounding else 0, PIECE):
+    for run in aligned(len(weights), rounding.first if rounding else 0, piece):
         part, given, stored = weights[run], gradient[run], (moments[0][run], moments[1][run])
         of_run = part_of(rounding, run) if rounding else None
         if factor is not None:

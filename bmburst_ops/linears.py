@@ -127,7 +127,7 @@ class _Linears(torch.autograd.Function):
         ctx.rows, ctx.shape, ctx.reads_x = rows, x.shape, reads_x
         # Without their matrices, which autograd saves: ZeRO-3 frees the data and gathers it again.
         ctx.terms = [None if term is None else (term.scale, term.dropout) for term in terms]
-        parts = [weight[own] for weight, own in zip(matrices, rows, strict=False)]
+        parts = [_of_rows(weight, own) for weight, own in zip(matrices, rows, strict=False)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
         return tuple(_result(x, part, term) for part, term in zip(parts, terms, strict=True))
@@ -139,7 +139,7 @@ class _Linears(torch.autograd.Function):
         weights, of_terms = saved[ctx.reads_x :][: len(ctx.rows)], iter(saved[ctx.reads_x + len(ctx.rows) :])
         states: Any = saved[0].flatten(0, -2) if ctx.reads_x else None
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
-        parts = [weight[own] for weight, own in zip(weights, ctx.rows, strict=True)]
+        parts = [_of_rows(weight, own) for weight, own in zip(weights, ctx.rows, strict=True)]
         grad_x = sum_of_products(grads, parts) if ctx.needs_input_grad[0] else None
         of_weights = [
             _in_rows(grad.t() @ states, weight, own) if wanted else None
@@ -174,6 +174,14 @@ def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     return total
 
 
+def _of_rows(weight: Tensor, rows: slice) -> Tensor:
+    """Return rows of a weight; all of them as the weight itself, since a view costs host time."""
+    return weight if rows == _ALL else weight[rows]
+
+
+_ALL = slice(None)
+
+
 def _in_rows(gradient: Tensor, weight: Tensor, rows: slice) -> Tensor:
     """Return the gradient of a whole weight, given that of some of its rows."""
     if gradient.shape == weight.shape:
@@ -203,7 +211,7 @@ def linears(
     Returns:
         For each weight `[..., width]` in x's dtype, where width is the number of its rows.
     """
-    chosen = [slice(None)] * len(weights) if rows is None else rows
+    chosen = [_ALL] * len(weights) if rows is None else rows
     added = [None] * len(weights) if terms is None else terms
     matrices = [each for term in added if term for each in (term.a, term.b)]
     results: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]

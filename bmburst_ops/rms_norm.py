@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError, first_order, unknown_kernel
-from bmburst_ops.fused import import_package, is_there, triton_twin
+from bmburst_ops.fused import import_package, triton_twin
+from bmburst_ops.machine import HERE, Machine
 
 
 class CpmKernels:
@@ -25,25 +26,31 @@ class CpmKernels:
     Importing it needs a driver, the CUDA runtime and cuBLASLt as system libraries, and `pkg_resources` (setuptools
     before 82). So it is imported at first use. We have not run it, because we have no GPU that it supports. Tests use a
     stand-in with the same signatures, which does the same as its published CUDA sources.
+
+    Args:
+        machine: Where it runs.
+        most: Most elements per call: the package counts them in 32 bits.
     """
 
     name = "cpm-kernels"
     _MODULE = "cpm_kernels"
     _FROM, _BELOW = (7, 0), (9, 0)  # machine code runs on GPUs of the same major version, from its minor version on
-    _NUMBERS = 2**31 - 1  # elements per call: the package counts them in 32 bits
+
+    def __init__(self, machine: Machine = HERE, most: int = 2**31 - 1) -> None:
+        self._machine, self._most = machine, most
 
     def refusal(self, x: Tensor, weight: Tensor) -> str | None:
         """Return why the package does not support these tensors, as a phrase; None if it does."""
         if not x.is_cuda or weight.device != x.device:
             return f"runs on NVIDIA GPUs only, and the tensors are on {x.device} and {weight.device}"
-        found = torch.cuda.get_device_capability(x.device)
+        found = self._machine.capability(x.device)
         if not self._FROM <= found < self._BELOW:
             return f"has machine code for compute capability 7.0 to 8.9 alone, and this GPU has {found[0]}.{found[1]}"
         if x.dtype != torch.float16:
             return f"takes float16 only, got {x.dtype}"
-        if x.shape[-1] % 2 or x.shape[-1] > self._NUMBERS:
+        if x.shape[-1] % 2 or x.shape[-1] > self._most:
             return f"takes an even number of features, got {x.shape[-1]}"
-        if not is_there(self._MODULE):
+        if not self._machine.has(self._MODULE):
             return "is not installed: pip install bmburst[cpm-kernels]"
         return None
 
@@ -59,7 +66,7 @@ class CpmKernels:
         result = torch.empty_like(rows)
         factors = weight.to(torch.float16, copy=True)  # aligned: the kernel reads pairs of numbers
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        most = self._NUMBERS // features
+        most = self._most // features
         with torch.cuda.device_of(x):  # the package launches on the current device
             for given, out in zip(rows.split(most), result.split(most), strict=True):
                 if not len(given):
@@ -181,16 +188,22 @@ def _fused(x: Tensor, weight: Tensor) -> Any | None:
     return fused if fused and x.shape[-1] <= fused.WIDEST_ROW else None
 
 
-def choose_norm(kernel: str, x: Tensor, weight: Tensor) -> Any | None:
+def choose_norm(kernel: str, x: Tensor, weight: Tensor, cpm_kernels: CpmKernels = CPM_KERNELS) -> Any | None:
     """Return the module or kernel whose `norm_forward` computes the norm of such tensors; None: use plain torch.
+
+    Args:
+        kernel: One of `KERNELS`.
+        x: As for `rms_norm`.
+        weight: As for `rms_norm`.
+        cpm_kernels: The kernel of the package.
 
     Raises:
         KernelError: The name is not in `KERNELS`, or the kernel does not support these tensors on this machine.
     """
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
-    module: Any = CPM_KERNELS if kernel == CPM_KERNELS.name else None
-    reason = CPM_KERNELS.refusal(x, weight) if module else None
+    module: Any = cpm_kernels if kernel == cpm_kernels.name else None
+    reason = cpm_kernels.refusal(x, weight) if module else None
     if kernel in ("auto", "triton"):
         module = _fused(x, weight)
     if kernel == "triton" and module is None:

@@ -1,5 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864), in Triton where `fused.triton_twin` allows it, else in plain torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,18 +38,20 @@ def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
 
 
 class _Rotary(torch.autograd.Function):
-    """Backward is the rotation by the negative angles, so x need not be saved."""
+    """Backward is the rotation by the negative angles, so the inputs need not be saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
+        ctx.set_materialize_grads(False)
+        return tuple([rotate(x, cos, sin) for x in inputs])
 
     @staticmethod
     @first_order(KernelError)
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return rotate(grad_output, cos, sin, back=True), None, None
+        turned = [None if grad is None else rotate(grad, cos, sin, back=True) for grad in reversed(grads)]
+        return None, None, *reversed(turned)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,13 +70,19 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError: The shapes do not fit.
     """
-    expected = (*x.shape[:2], x.shape[-1] // 2)
-    if x.dim() != 4 or x.shape[-1] % 2 or cos.shape != expected or sin.shape != expected:
-        raise ValueError(
-            f"rotary needs x [batch, tokens, heads, even head_dim] and cos, sin [batch, tokens, head_dim / 2]; "
-            f"got {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}"
-        )
+    return apply_rotary_to((x,), cos, sin)[0]
+
+
+def apply_rotary_to(inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of `apply_rotary` for several inputs, as one operation of autograd: queries and keys."""
+    for x in inputs:
+        expected = (*x.shape[:2], x.shape[-1] // 2)
+        if x.dim() != 4 or x.shape[-1] % 2 or cos.shape != expected or sin.shape != expected:
+            raise ValueError(
+                f"rotary needs x [batch, tokens, heads, even head_dim] and cos, sin [batch, tokens, head_dim / 2]; "
+                f"got {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}"
+            )
     if not torch.is_grad_enabled():  # without the host time of autograd
-        return rotate(x, cos, sin)
-    result: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return result
+        return tuple([rotate(x, cos, sin) for x in inputs])
+    results: tuple[Tensor, ...] = _Rotary.apply(cos, sin, *inputs)  # type: ignore[no-untyped-call]
+    return results

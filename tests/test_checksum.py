@@ -16,17 +16,16 @@ def test_checksums_of_parts_make_that_of_the_whole(first, second):
     assert checksum.joined(zlib.crc32(a), zlib.crc32(b), second) == zlib.crc32(a + b)
 
 
-def test_a_file_by_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksum, "_BLOCK", 1000)
-    monkeypatch.setattr(checksum, "_READ", 300)
+def test_a_file_by_threads(tmp_path):
+    small = {"block": 1000, "read": 300}
     data = os.urandom(12_347)
     (tmp_path / "x").write_bytes(data)
     beats = []
-    assert checksum.file_checksum(tmp_path / "x", beat=lambda: beats.append(1)) == zlib.crc32(data)
+    assert checksum.file_checksum(tmp_path / "x", beat=lambda: beats.append(1), **small) == zlib.crc32(data)
     assert len(beats) == 13
-    assert checksum.file_checksum(tmp_path / "x", 100, 5001) == zlib.crc32(data[100:5001])
+    assert checksum.file_checksum(tmp_path / "x", 100, 5001, **small) == zlib.crc32(data[100:5001])
     with pytest.raises(OSError, match="it ends after 12347 bytes"):
-        checksum.file_checksum(tmp_path / "x", 0, 13_000)
+        checksum.file_checksum(tmp_path / "x", 0, 13_000, **small)
     (tmp_path / "empty").touch()
     assert checksum.file_checksum(tmp_path / "empty") == 0
 

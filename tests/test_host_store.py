@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from bmburst.comm import host_memory
-from bmburst.comm.host_memory import HostMemory, host_zeros
+from bmburst.comm.host_memory import HostMemory, host_block, host_zeros
 from bmburst.recompute import checkpoint, host_store
 from bmburst.recompute.host_store import HostStore
 from tests.live_bytes import LiveBytes
@@ -14,17 +13,12 @@ from tests.live_bytes import LiveBytes
 SHAPE = (3, 5, 7)
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(host_store, "PIECE", 4096)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("numbers", [0, 1, 2047, 2048, 5001])
 def test_what_went_comes_back(dtype, numbers):
     rows = torch.randint(0, 2, (numbers, 3)).to(dtype)
     wanted = rows[:, 0] if numbers == 1 else rows.t()  # one number is contiguous with any stride; the others are not
-    store = HostStore()
+    store = HostStore(piece=4096)
     group = store.new_group()
     number = group.put(wanted)
     store.new_group()  # it has left
@@ -35,7 +29,7 @@ def test_what_went_comes_back(dtype, numbers):
 
 
 def test_one_is_in_use_and_one_on_its_way():
-    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore(piece=4096)
     with alive:
         groups = []
         for seed in range(5):
@@ -54,7 +48,7 @@ def test_one_is_in_use_and_one_on_its_way():
 
 
 def test_a_chain_leaves_another_as_it_is():
-    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore(piece=4096)
     numbers = torch.full((1024,), 3.0, dtype=torch.float64)
     with alive:
         groups = {chain: store.new_group(chain) for chain in "ab"}
@@ -78,7 +72,7 @@ def test_a_chain_leaves_another_as_it_is():
 
 def test_a_block_without_groups_prefetches_those_before_it():
     """Of the same forward: a later one has groups of its own."""
-    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore(piece=4096)
     numbers = torch.full((1024,), 3.0, dtype=torch.float64)
     with alive:
         groups = []
@@ -102,7 +96,7 @@ def test_a_block_without_groups_prefetches_those_before_it():
 
 
 def test_memory_of_the_host_is_used_again():
-    store = HostStore()
+    store = HostStore(piece=4096)
     for size in (10_000, 9_000, 4_097):
         for _ in range(3):
             made = [store.new_group() for _ in range(2)]
@@ -116,7 +110,7 @@ def test_memory_of_the_host_is_used_again():
 def test_memory_that_copies_may_still_read_is_not_a_cpu_tensors(monkeypatch):
     """A piece of a GPU's tensor is given back when the host is done with it: its copies may not be."""
     memory = HostMemory()
-    store, made, real = HostStore(memory), [], torch.empty
+    store, made, real = HostStore(memory, piece=4096), [], torch.empty
 
     def spy(*size, pin_memory, **more):
         made.append(pin_memory)
@@ -144,17 +138,16 @@ def test_prepared_blocks_are_waited_for_and_taken_in_order():
     assert len({block.data_ptr() for block in taken}) == 4 and memory.nbytes == 8192 + 3 * 4096
 
 
-def test_a_block_that_is_not_begun_does_not_wait_for_those_before_it(monkeypatch):
-    made, real, taken = [], host_memory._block, threading.Event()
+def test_a_block_that_is_not_begun_does_not_wait_for_those_before_it():
+    made, taken = [], threading.Event()
 
     def slow(size, device):
         made.append((size, threading.current_thread() is threading.main_thread()))
         if size == 8192:
             assert taken.wait(60)
-        return real(size, device)
+        return host_block(size, device)
 
-    monkeypatch.setattr(host_memory, "_block", slow)
-    memory = HostMemory()
+    memory = HostMemory(slow)
     memory.prepare([8192, 4096])
     assert len(memory.take(4096)) == 4096 and (4096, True) in made
     taken.set()
@@ -173,7 +166,7 @@ def test_zeros_of_the_host(shape):
 
 
 def test_another_order_drops_what_was_sent_for_in_vain():
-    store, alive = HostStore(), LiveBytes()
+    store, alive = HostStore(piece=4096), LiveBytes()
     with alive:
         groups = [store.new_group() for _ in range(4)]
         for i, group in enumerate(groups):
@@ -194,7 +187,7 @@ def test_another_order_drops_what_was_sent_for_in_vain():
 
 
 def test_a_change_in_place_on_the_way_is_an_error():
-    store = HostStore()
+    store = HostStore(piece=4096)
     group, x = store.new_group(), torch.zeros(SHAPE)
     group.put(x)
     x.add_(1)
@@ -220,7 +213,7 @@ def test_a_chain_of_blocks_holds_one_input(policy):
         losses.append(loss)  # held during the next step, as callers do
         return held, torch.autograd.grad(loss, (x, *weights))
 
-    store, losses = HostStore(), []
+    store, losses = HostStore(piece=4096), []
     with LiveBytes() as alive:
         plain, wanted = step("block", None, alive)
     with LiveBytes() as alive:

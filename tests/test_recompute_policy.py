@@ -25,8 +25,35 @@ def test_names_are_read_and_written(name):
     assert config.recompute == name
 
 
+def test_fields_are_the_same_as_names():
+    fields = Policy(attention=0.5, offload="inputs", layers=3)
+    for name in ("block-keep-attention:0.5+offload+first-3", "block-keep-attention:0.5+first-3+offload"):
+        assert Policy.parse(name) == fields
+    assert fields.name == "block-keep-attention:0.5+offload+first-3" and Policy.parse(fields) is fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attention": 1.5}, "keeps attention of 1.5 | fraction"),
+        ({"every": 0}, "number of layers | 1"),
+        ({"every": 2.5}, "'block+every-2.5' | whole number"),
+        ({"layers": 0}, "number of layers | 1"),
+        ({"offloads_mlp": -1}, "'block+offload-mlp-first--1' | number of layers"),
+        ({"recomputes": False, "attention": 1.0}, "'none' | keeps everything | fix: block"),
+        ({"layers": 2, "keeps_last": 1}, "'block+keep-attention-last-1+first-2' | alone"),
+        ({"offload": "all"}, "'block+offload-all' | only inputs | fix: block+offload"),
+    ],
+)
+def test_fields_that_cannot_be(fields, words):
+    with refused("recompute policy", words):
+        Policy(**fields)
+    with refused("offload", "'input'", "inputs"):
+        Policy(offload="input")
+
+
 PART = "allowed: | above 0 and below 1 | fix: block-keep-attention:0.5, or block-keep-attention for all"
-FIRST = "allowed: 1 | below the model's layers | fix: block+first-1, or block for all"
+FIRST = "layers behind +first- | allowed: 1 | of the model | fix: +first-4"
 REFUSALS = {
     "blok": "recompute | 'blok' | 'block' | known: ",
     "block+offlod": "recompute | 'block+offlod' | 'block+offload' | known: ",
@@ -40,13 +67,13 @@ REFUSALS = {
     "none+offload": "'none+offload' | everything | fix: block+offload, or none",
     "block+offload-all": "'block+offload-all' | inputs | fix: block+offload",
     "block+": "recompute policy | 'block+' | 'block' | known: ",
-    "none+first-3": "everything | fix: block-keep-attention+first-3, or none",
+    "none+first-3": "everything | fix: block+first-3, or none",
     "block+first-0": f"'0' | {FIRST}",
     "block+first-": f"'' | {FIRST}",
     "block+first-2.5": f"'2.5' | {FIRST}",
     "block+first-1_0": f"'1_0' | {FIRST}",
-    "block+first-3+offload": f"'3+offload' | {FIRST} | end",
-    "block+first-3+first-3": f"'3+first-3' | {FIRST} | end",
+    "block+first-3+first-3": "'block+first-3+first-3' | 'first-3' twice",
+    "block+offload+offload-all": "'block+offload+offload-all' | 'offload-all' twice",
     "block+first": "recompute policy | 'block+first' | 'block' | known: ",
     "blok+first-3": "recompute | 'block' | known: ",
     "": "recompute policy | '' | known: ",
@@ -136,11 +163,11 @@ def test_outputs_of_an_mlp_in_host_memory():
     [
         ("block+every-2+offload-mlp-first-2", ("+every-", "+offload-mlp-first-")),
         ("block-keep-attention+offload-mlp-first-3+first-2", ("+first-", "+offload-mlp-first-2")),
-        ("block-keep-attention+first-2+offload-mlp-first-1+offload-first-1", ("+first-", "+offload-first-")),
+        ("block-keep-attention+offload-first-1+offload-mlp-first-1+first-2", ("+first- beside", "alone")),
         ("block+every-0", ("'0' layers", "every")),
         ("block+every-x", ("'x' layers",)),
         ("none+every-3", ("keeps everything", "block+every-3")),
-        ("block+every-2+first-3", ("+first-", "+every-")),
+        ("block+every-2+first-3", ("+first- beside", "alone")),
         ("block-keep-attention+keep-attention-last-2", ("keeps attention in all",)),
         ("block+offload+offload-first-2", ("offloads all",)),
         ("block-keep-attention:0.5+every-2", ("recompute inputs", "block+every-2")),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.attention import HEAD_DIM, MASKS, SUITES, TREE, Cell, Selection, forward_flops, list_cells
-from benchmarks.engine import OK, ONE_GPU, RUNTIMES, Kind, Results, Row, selection_of
+from benchmarks.attention.cells import HEAD_DIM, MASKS, SUITES, TREE, Cell, Selection, forward_flops, list_cells
+from benchmarks.engine.kinds import OK, ONE_GPU, RUNTIMES, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
     Rows,
     grid,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.attention import (
+from benchmarks.attention.cells import (
     PLAIN_MASKS,
     TREE,
     Cell,
@@ -37,10 +37,10 @@ from benchmarks.attention.method import (
     prepare,
 )
 from benchmarks.attention.methods import all_methods
-from benchmarks.engine import ONE_GPU, Row
 from benchmarks.engine.job import Job, RankRun
+from benchmarks.engine.kinds import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge, RankGroup
-from benchmarks.engine.timing import Times, in_turns, quotient, record_timeline
+from benchmarks.engine.timing import Timer, Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB
 from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.flash import BackwardInputs, ReferenceKernel
@@ -102,7 +102,9 @@ def _memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
     return f"would not fit: about {needed / GIB:.0f} GiB a rank, of {capacity / GIB:.0f} GiB"
 
 
-def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, job: Job) -> dict[str, Any]:
+def measure_speed(
+    method: Method, cell: Cell, setting: Setting, gauge: Gauge, job: Job, timer: Timer = in_turns
+) -> dict[str, Any]:
     """Return the contents of a cell's row: times, rates, ratio, memory. All ranks return the same times.
 
     * `milliseconds`: time of the slowest rank.
@@ -113,6 +115,14 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
     * `host_us`: median microseconds of the host per call, forward (with autograd) and backward, of the slowest rank.
     * Under documents and windows, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
       plain causal mask; and `times_arithmetic`: the method's time divided by that, median over the rounds.
+
+    Args:
+        method: The method.
+        cell: The cell.
+        setting: Ranks and kernel.
+        gauge: Measures the memory.
+        job: The job.
+        timer: Measures calls.
     """
     traffic, decided = method.resolve(cell, setting)
     gauge.clear()
@@ -128,7 +138,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
     for direction, factor in (("forward", 1.0), ("forward_backward", 1 + ATTENTION_BACKWARD)):
         moved = None if traffic is None else getattr(traffic, direction)
         together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
-        row[direction] = _measure(together, _flops(cell, direction, factor), setting, job) | {"bytes": moved}
+        row[direction] = _measure(together, _flops(cell, direction, factor), setting, job, timer) | {"bytes": moved}
         if job.trace_folder is not None:
             title = timeline_title(cell, direction)
             record_timeline(together[0], job.trace_folder, f"{cell.key}/{direction}", title, setting.group)
@@ -182,10 +192,10 @@ def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
 
 
 def _measure(
-    calls: Sequence[Callable[[], object]], flops: Sequence[float], setting: Setting, job: Job
+    calls: Sequence[Callable[[], object]], flops: Sequence[float], setting: Setting, job: Job, timer: Timer
 ) -> dict[str, Any]:
     """Return times and rates of the first call, and their ratios to those of the second and, if present, third call."""
-    rounds = in_turns(*calls, group=setting.group, repeats=job.repeats, seconds=job.cell_seconds)
+    rounds = timer(*calls, group=setting.group, repeats=job.repeats, seconds=job.cell_seconds)
     times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
     same_work = flops[0] / flops[1]
     row: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.attention import (
+from benchmarks.attention.cells import (
     MASKS,
     PLAIN_MASKS,
     Cell,
@@ -28,7 +28,7 @@ from benchmarks.attention import (
     pattern_of,
     sizes,
 )
-from benchmarks.engine import ONE_GPU
+from benchmarks.engine.kinds import ONE_GPU
 from benchmarks.engine.machine import RankGroup
 from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.layout import make_layout
@@ -296,19 +296,19 @@ class Calls:
     host: Callable[[], tuple[float, float]] | None = None
 
 
-def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
-    """Return calls of the method on random q, k, v and dO of this rank's shapes."""
+def prepare(method: Method, cell: Cell, setting: Setting, clock: Callable[[], float] = time.perf_counter) -> Calls:
+    """Return calls of the method on random q, k, v and dO of this rank's shapes; `clock` is the host's, in seconds."""
     attend = method.bind(cell, setting)
     q, k, v, grad = random_inputs(method, cell, setting.group.device, setting.group.rank)
     meter = method.meter(setting)
 
     def host() -> tuple[float, float]:
         with waits_of(meter) as waited:
-            began = time.perf_counter()
+            began = clock()
             out = attend(q, k, v)
-            middle, first = time.perf_counter(), waited()
+            middle, first = clock(), waited()
             torch.autograd.grad(out, (q, k, v), grad)
-            return middle - began - first, time.perf_counter() - middle - waited()
+            return middle - began - first, clock() - middle - waited()
 
     return Calls(lambda: forward_without_grad(attend, q, k, v), lambda: both(attend, q, k, v, grad), host)
 

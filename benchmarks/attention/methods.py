@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
+from benchmarks.attention.cells import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.method import Attend, Method, OneGpu, Setting
 from benchmarks.attention.packages import (
     BurstAttentionPackage,

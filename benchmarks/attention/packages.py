@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import LLAMA3, PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
 from benchmarks.attention.method import Attend, ForBackward, LocalKernel, Method, Setting
 from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
 from bmburst_ops.flash.fa4 import fa4_options

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import MASKS, Cell, Traffic, pattern_of, sizes
+from benchmarks.attention.cells import MASKS, Cell, Traffic, pattern_of, sizes
 from benchmarks.attention.method import Attend, ForBackward, Method, PackedPattern, Setting, applied, heads_refusal
 from benchmarks.engine.machine import RankGroup
 from bmburst.recompute import keep

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine
-from benchmarks.engine import Kind, Results, load_kind
+from benchmarks.engine import kinds
+from benchmarks.engine.kinds import Kind, Results, load_kind
 from benchmarks.engine.rows import ROWS, configure_rows, run_rows
 from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
-    add("what", choices=(*engine.KINDS, *ROWS), help="what to measure")
+    add("what", choices=(*kinds.KINDS, *ROWS), help="what to measure")
     add(
         "--gpus",
         metavar="N",
@@ -96,7 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the cells without measuring")
     add("--table", action="store_true", help="print the tables of --output without measuring")
     add("--plot", action="store_true", help="draw the pictures of --output without measuring")
-    for name in engine.KINDS:
+    for name in kinds.KINDS:
         load_kind(name).configure(parser.add_argument_group(name))
     parser.set_defaults(given=parser.get_default)
 
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
     """Fill in the benchmark's defaults; refuse options of other benchmarks and invalid values."""
-    for what in engine.KINDS:
+    for what in kinds.KINDS:
         for name in load_kind(what).own_options:
             if what != kind.name and getattr(args, name) != args.given(name):
                 raise UserError(f"--{name.replace('_', '-')} is an option of bench {what}\nfix: leave it out")

@@ -18,7 +18,7 @@ from typing import Any, Generic, cast
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine import FAILED, OK, REFUSED, BaseCell, C, Kind, Results, Row, load_kind
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, BaseCell, C, Kind, Results, Row, load_kind
 from benchmarks.engine.machine import Gauge, start_ranks
 from benchmarks.engine.report import row_line
 from bmburst.attention.api import empty_cache

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.engine import OK, ONE_GPU, BaseCell, C, Results, Row
+from benchmarks.engine.kinds import OK, ONE_GPU, BaseCell, C, Results, Row
 from bmburst.amounts import short
 from bmburst.outputs import blank_picture, save_picture
 

@@ -19,6 +19,8 @@ from bmburst.comm.streams import CALLS
 from bmburst.outputs import blank_picture, is_picture, require_own
 
 LEAST = 3  # measured rounds, however long they take
+Timer = Callable[..., tuple[tuple[float, ...], ...]]
+"""Measures calls as `in_turns` does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,11 @@ def median_seconds(
 
 
 def in_turns(
-    *calls: Callable[[], object], group: RankGroup, repeats: int, seconds: float
+    *calls: Callable[[], object],
+    group: RankGroup,
+    repeats: int,
+    seconds: float,
+    time_of: Callable[[Callable[[], object], RankGroup], float] = once,
 ) -> tuple[tuple[float, ...], ...]:
     """Measure calls in rounds; each round calls all of them once.
 
@@ -121,16 +127,17 @@ def in_turns(
         repeats: Largest number of rounds.
         seconds: Approximate time of all rounds. If it does not suffice, fewer rounds are measured, but at least
             `min(LEAST, repeats)`.
+        time_of: Returns the milliseconds of one call, the same on all ranks.
 
     Returns:
         For each call its milliseconds in each round, on the slowest rank.
     """
 
     def once_each() -> tuple[float, ...]:
-        return tuple(once(call, group) for call in calls)
+        return tuple(time_of(call, group) for call in calls)
 
     # Warm-up compiles kernels, creates buffers and communicators, and records CUDA graphs of short calls. One round is
-    # enough for long calls. `once` returns the same time on all ranks, so they agree on the number of rounds.
+    # enough for long calls. `time_of` returns the same on all ranks, so they agree on the number of rounds.
     for _ in range(CALLS):
         if sum(once_each()) > seconds * 1e3 / 4:
             break

@@ -28,8 +28,8 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults import CHAINS, KINDS, SINGLE, SingleFault, faults, nodes
 from benchmarks.faults.inject import DisturbedRun, FaultOutcome, Workspace
+from benchmarks.faults.kinds import CHAINS, KINDS, SINGLE, SingleFault, faults, nodes
 from benchmarks.faults.programs import Fault
 from bmburst.outputs import replacing
 

@@ -139,7 +139,7 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        kind: A key of `benchmarks.faults.KINDS`.
+        kind: A key of `benchmarks.faults.kinds.KINDS`.
         moment: One of the kind's moments.
         target: One of the kind's targets.
         seed: Determines everything else, for example the delay after the moment: see `draw`.

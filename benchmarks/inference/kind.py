@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine import OK, Kind, Results, Row, selection_of
+from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
     Rows,
     columns_of,
@@ -21,7 +21,7 @@ from benchmarks.engine.report import (
     ranks_name,
     scale_heights,
 )
-from benchmarks.inference import (
+from benchmarks.inference.cells import (
     CAUSAL,
     METHODS,
     SUITES,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.method import LocalKernel, Setting
-from benchmarks.engine import Row
 from benchmarks.engine.job import RankRun
+from benchmarks.engine.kinds import Row
 from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.timing import record_timeline
-from benchmarks.inference import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell
+from benchmarks.inference.cells import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell
 from benchmarks.inference.kind import timeline_title
 from benchmarks.inference.peers import PeerPrefill, Transformers
 from bmburst.amounts import GIB

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import Setting
 from benchmarks.attention.peers import RingLi
 from benchmarks.engine.machine import RankGroup
-from benchmarks.inference import CAUSAL, RING_LI, TENSOR_V1, InferenceCell
+from benchmarks.inference.cells import CAUSAL, RING_LI, TENSOR_V1, InferenceCell
 from bmburst.blocks.rope import rotary_tables
 from bmburst.checkpoint.derived import EMBEDDING
 from bmburst.inference.cache import KVCache, LayerSlice

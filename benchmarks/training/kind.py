@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine import OK, Kind, Results, Row, selection_of
+from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
     Rows,
     is_measured,
@@ -16,7 +16,7 @@ from benchmarks.engine.report import (
     ranks_name,
     scale_heights,
 )
-from benchmarks.training import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
+from benchmarks.training.cells import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.report import (
     MEDIAN_STEPS,
     curve_name,

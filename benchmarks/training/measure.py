@@ -4,7 +4,7 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.attention import Cell, forward_flops, one_gpu_cell
+from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
 from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, prepare
 from benchmarks.attention.methods import Ours, all_methods
-from benchmarks.engine import Row
 from benchmarks.engine.job import RankRun
+from benchmarks.engine.kinds import Row
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Times, in_turns, mark, milliseconds_between, record_timeline
-from benchmarks.training import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
+from benchmarks.training.cells import METHODS, OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.kind import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
@@ -39,7 +39,15 @@ _MORE = 1.25  # random tokens per token of a sequence, since a part of the file 
 _SLOWLY = OptimizerConfig(lr=1e-5)  # for random tokens, from which nothing can be learned
 
 
-def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, steps: int) -> Trainer:
+def build_trainer(
+    cell: TrainCell,
+    setting: Setting,
+    data: DataConfig,
+    folder: Path,
+    *,
+    steps: int,
+    make: Callable[[TrainConfig], Trainer] = Trainer,
+) -> Trainer:
     """Return a cell's trainer before its first step. All ranks must call it.
 
     Args:
@@ -48,6 +56,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
         data: The training data.
         folder: Parent of the run folder. Nothing is written to it.
         steps: Number of steps, for the learning rate schedule.
+        make: Makes the trainer of a configuration.
     """
     method = METHODS[cell.method]
     is_measured = cell.suite in ("step", "save")
@@ -66,7 +75,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
         optimizer=_SLOWLY if is_measured else OptimizerConfig(lr=1e-3),
         schedule=ScheduleConfig(kind="constant", warmup_steps=0) if is_measured else ScheduleConfig(),
     )
-    trainer = Trainer(config)
+    trainer = make(config)
     if method.replicated:
         from benchmarks.training.tensor_v1 import replicate
 

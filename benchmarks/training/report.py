@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.engine import OK, Results, Row
+from benchmarks.engine.kinds import OK, Results, Row
 from benchmarks.engine.report import (
     Rows,
     grid,
@@ -17,7 +17,7 @@ from benchmarks.engine.report import (
     ranks_name,
     spread_name,
 )
-from benchmarks.training import ZERO, Rates, TrainCell, bound
+from benchmarks.training.cells import ZERO, Rates, TrainCell, bound
 from bmburst.amounts import short
 
 SHOWN_STEPS = 10  # evenly spaced steps of a curve in a table

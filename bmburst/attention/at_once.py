@@ -13,17 +13,16 @@ Memory beside the results, on each rank: inputs and results of the exchange, eac
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, head_shapes_of
 from bmburst.attention.local import local_backward, local_forward
-from bmburst.comm import OnCurrentStream
-from bmburst.comm.memory import tensor_in
+from bmburst.comm.communicator import OnCurrentStream
 from bmburst.comm.streams import BUFFERS, RECORDINGS, current_stream, is_capturing
 from bmburst.comm.waits import working
-from bmburst.schedule.exchange import offsets_of
 from bmburst.schedule.heads_plan import token_order, workspace_nbytes
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.tiles import Span
@@ -43,11 +42,11 @@ def at_once_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend
     dim, value_dim = shapes.head_dim, shapes.value_width
     is_recorded = attend is None and _is_recorded(call, shapes, q)
     rows = _to_heads(call, shapes, is_recorded, [_by_rank(t, shapes.degree) for t in (q, k, v)])
-    queries, keys, values = _heads(rows, (own, own_kv, own_kv), (dim, dim, value_dim))
     size = shapes.batch, shapes.tokens, own
-    out, lse = _results(is_recorded, rows, (*size, value_dim), (shapes.batch, own, shapes.tokens))
+    out, lse = _results(is_recorded, q, (*size, value_dim), (shapes.batch, own, shapes.tokens))
 
     def work() -> None:
+        queries, keys, values = _heads(_by_token(rows, shapes, q), (own, own_kv, own_kv), (dim, dim, value_dim))
         if attend is None:
             local_forward(call.outer, queries, keys, values, Partial(out, lse))
         else:
@@ -72,14 +71,14 @@ def at_once_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     parts = [_by_rank(t, shapes.degree) for t in (statistics, q, k, v, grad_out)]
     rows = _to_heads(call, shapes, is_recorded, parts)
     words = parts[0].shape[3]
-    queries, keys, values, grads = _heads(
-        rows[..., words:], (own, own_kv, own_kv, own), (dim, dim, value_dim, value_dim)
-    )
     size, heads = (shapes.batch, shapes.tokens), ((own, dim), (own_kv, dim), (own_kv, value_dim))
-    results = _results(is_recorded, rows, *((*size, *each) for each in heads))
+    results = _results(is_recorded, q, *[(*size, *each) for each in heads])
 
     def work() -> None:
-        numbers = rows[..., :words].view(lse.dtype).unflatten(2, (own, 2))
+        of_tokens = _by_token(rows, shapes, q)
+        counts, dims = (own, own_kv, own_kv, own), (dim, dim, value_dim, value_dim)
+        queries, keys, values, grads = _heads(of_tokens[..., words:], counts, dims)
+        numbers = of_tokens[..., :words].view(lse.dtype).unflatten(2, (own, 2))
         own_lse, own_delta = numbers.permute(3, 0, 2, 1).contiguous()
         arrived = BackwardInputs(grads, queries, keys, values, own_lse, own_delta)
         local_backward(call.outer, arrived, Gradients(*results))
@@ -109,7 +108,7 @@ def _run(
     backward: bool = False,
     varying: int = 0,
 ) -> None:
-    """Launch the kernels."""
+    """Launch the kernels. `work` makes the views that they read: the launch of a graph needs none."""
     with working(call.comm):
         if is_recorded:
             places = inbox.data_ptr(), outbox.data_ptr(), current_stream(inbox.device.index)
@@ -127,14 +126,17 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:
 
 
 def _to_heads(call: AttentionCall, shapes: HeadShapes, is_recorded: bool, parts: Sequence[Tensor]) -> Tensor:
-    """Exchange parts by rank; return `[batch, tokens, features]` of this rank's heads, in the order of the sequence."""
+    """Exchange parts by rank; return this rank's heads in the order of the sequence, as `_wide` rows of tokens."""
     arrived = _exchanged(call, _packed(parts))
     order, _ = _orders(shapes.layout, shapes.batch, arrived.device)
-    width = arrived.shape[3]
-    size = shapes.batch * shapes.tokens, width
-    into = _memory(is_recorded, "in", arrived, arrived.nbytes).view(arrived.dtype).view(size)
-    torch.index_select(_wide(arrived.view(size)), 0, order, out=_wide(into))
-    return into.view(shapes.batch, shapes.tokens, width)
+    sent = _wide(arrived.view(-1, arrived.shape[3]))
+    into = BUFFERS.get(sent.device, "in", (sent.shape, sent.dtype))[0] if is_recorded else None
+    return torch.index_select(sent, 0, order, out=into)
+
+
+def _by_token(rows: Tensor, shapes: HeadShapes, like: Tensor) -> Tensor:
+    """Return the result of `_to_heads` as `[batch, tokens, features]`."""
+    return rows.view(like.dtype).view(shapes.batch, shapes.tokens, -1)
 
 
 def _to_tokens(call: AttentionCall, shapes: HeadShapes, parts: Sequence[Tensor]) -> Tensor:
@@ -146,8 +148,8 @@ def _to_tokens(call: AttentionCall, shapes: HeadShapes, parts: Sequence[Tensor])
 
 
 def _exchanged(call: AttentionCall, sent: Tensor) -> Tensor:
-    assert isinstance(call.comm, OnCurrentStream)  # that of a group whose ranks all exchange heads
-    return call.comm.all_to_all_here(sent)
+    # That of a group whose ranks all exchange heads. `isinstance` with a protocol takes tens of microseconds.
+    return cast(OnCurrentStream, call.comm).all_to_all_here(sent)
 
 
 def _wide(rows: Tensor) -> Tensor:
@@ -175,20 +177,12 @@ def _heads(rows: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[Ten
     return [part.view(batch, tokens, count, -1) for part, count in zip(parts, counts, strict=True)]
 
 
-def _results(is_recorded: bool, like: Tensor, *sizes: Sequence[int]) -> list[Tensor]:
+def _results(is_recorded: bool, like: Tensor, *sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return memory for results of these sizes: those of three dimensions are statistics."""
-    dtypes = [accumulation_dtype(like.dtype) if len(size) == 3 else like.dtype for size in sizes]
-    nbytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
-    starts, total = offsets_of(nbytes)
-    memory = _memory(is_recorded, "out", like, total)
-    return [tensor_in(memory, *place) for place in zip(starts, sizes, dtypes, strict=True)]
-
-
-def _memory(stays: bool, name: str, like: Tensor, nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]`; if it stays, in the same place at each call."""
-    if stays:
-        return BUFFERS.get(like.device, name, nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+    kinds = [(size, accumulation_dtype(like.dtype) if len(size) == 3 else like.dtype) for size in sizes]
+    if is_recorded:
+        return BUFFERS.get(like.device, "out", *kinds)
+    return tuple([torch.empty(size, dtype=dtype, device=like.device) for size, dtype in kinds])
 
 
 def _joined(parts: Tensor, heads: int, dim: int) -> Tensor:

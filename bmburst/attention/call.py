@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import AttentionOptions, gradient_signature, require_tensors, require_transport, scale_of
-from bmburst.comm import BlockMover
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
+from bmburst.comm.communicator import BlockMover
 from bmburst.comm.transports import (
     DoubleRingGroups,
     StridedSubgroup,
@@ -190,7 +190,7 @@ class Executor(NamedTuple):
 
 
 class DecidedCalls(Generic[Call]):
-    """Cache of the calls of one group and its options, by the kind of their tensors: shape, dtype, device."""
+    """Cache of the calls of one group and its options, by the kind of their tensors: all that deciding reads."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, Call] = {}
@@ -228,8 +228,8 @@ def decide(
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
-    A call with inputs of the same kind as an earlier call reuses its decision: deciding takes the host a sixth of a
-    millisecond, during which no kernel runs.
+    A call with inputs of the same kind as an earlier call reuses its checks and its decision: deciding takes the host a
+    sixth of a millisecond, during which no kernel runs.
 
     Raises:
         UserError: The inputs or options are not supported. If the group compares its ranks, all of them raise it.
@@ -237,12 +237,12 @@ def decide(
     anew = partial(_decide, comm, q, k, v, length, options, key_length)
     if comm.active or not isinstance(length, int | None) or not isinstance(key_length, int | None):
         return anew()
-    require_tensors(q, k, v, is_cross=options.is_cross(key_length))
     try:
         decided = _decided_calls(comm, (length, key_length), options)
-    except TypeError:  # an unhashable option, such as a list: `_decide` refuses it
+        kind = [(type(t), t.layout, t.is_nested, t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]
+    except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an unhashable option: `_decide` refuses it
         return anew()
-    return decided.get(tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]), anew)
+    return decided.get(tuple(kind), anew)
 
 
 def _decide(

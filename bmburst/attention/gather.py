@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_backward, local_forward, tile_backward, tile_forward
-from bmburst.comm import Transfer
+from bmburst.comm.communicator import Transfer
 from bmburst.comm.memory import tensor_in
 from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSumPlan, Visibility, make_gather_plan
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial

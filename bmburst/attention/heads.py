@@ -22,7 +22,7 @@ from bmburst.attention.call import AttentionCall, Executor
 from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.attention.local import empty_partial, local_backward, local_forward
 from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst.comm import Transfer
+from bmburst.comm.communicator import Transfer
 from bmburst.comm.streams import RECORDINGS, UnitStreams, current_stream
 from bmburst.comm.waits import working
 from bmburst.schedule.heads_plan import HeadsPlan, StridedView

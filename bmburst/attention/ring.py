@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
-from bmburst.comm import BlockMover, CompletedTransfer, Transfer
+from bmburst.comm.communicator import BlockMover, CompletedTransfer, Transfer
 from bmburst.comm.transports import DoubleRingGroups
 from bmburst.schedule.parallelism import RingTensors
 from bmburst.schedule.ring_schedule import DoubleRingOrder, Schedule, Step

@@ -61,6 +61,13 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
     return bmt.DistributedParameter(made, tp_mode=True, tp_split_dim=split)
 
 
+class Composite(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """A module that has parameters in its modules only."""
+
+    # BMTrain's own looks for a parameter to gather, with calls of Python for each module that it finds instead.
+    __getattr__ = torch.nn.Module.__getattr__
+
+
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """A linear layer, or this rank's shard of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
 
@@ -156,10 +163,10 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
 def project(x: Tensor, *matrices: Linear, keys: Tensor | None = None, is_needed: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers that share an input; backward accumulates its gradient inside the matmuls."""
-    weights, rows, terms = zip(*((each.weight, each.rows, each.adapter(keys)) for each in matrices), strict=True)
+    weights, rows, terms = zip(*[(each.weight, each.rows, each.adapter(keys)) for each in matrices], strict=True)
     products = linears(x, weights, rows, terms, is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
-    return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
+    return tuple([product + each.bias if each.has_bias else product for product, each in pairs])
 
 
 def with_graph(hidden: Tensor) -> Tensor:

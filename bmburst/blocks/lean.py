@@ -144,16 +144,21 @@ class BlockWork:
         return result.view(self._shape)
 
     def backward(
-        self, grad: Tensor, tape: Tape | None = None, mlp_outputs: Iterator[MLPOutputs] | None = None
+        self,
+        grad: Tensor,
+        parameters: Sequence[Tensor],
+        tape: Tape | None = None,
+        mlp_outputs: Iterator[MLPOutputs] | None = None,
     ) -> tuple[Tensor, GradientSums]:
         """Return the gradient of the stream before the block, which overwrites `grad`, and those of the parameters.
 
         Args:
             grad: The gradient of the stream after the block.
+            parameters: Those of the block.
             tape: All of attention's results, rewound, if the block's forward was just recomputed.
             mlp_outputs: What `keep_outputs` received in forward. They are overwritten. None: they are computed again.
         """
-        sums = GradientSums(list(self._block.parameters()), is_wide=len(self._chunks) > 1)
+        sums = GradientSums(parameters, is_wide=len(self._chunks) > 1)
         grads = grad.view(self._stream.shape)
         is_kept, ready = self._is_ours and (tape is not None or self._block.recompute.attention == 1), None
         if len(self._groups) == 1 and not is_kept:

@@ -214,7 +214,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         *,
         attention: AttentionFactory | None = None,
         dtype: torch.dtype = torch.float32,
-        recompute: str = "none",
+        recompute: str | Policy = "none",
         zero_level: int = 3,
         seed: int | None = 0,
         loss_chunk: int = DEFAULT_CHUNK,

@@ -71,7 +71,7 @@ class _RecomputedBlock(torch.autograd.Function):
         tape, done.again = done.again, None
         with done.recomputation:
             work = BlockWork(done.block, hidden, done.batch)
-            grad_hidden, sums = work.backward(grad.contiguous(), tape, done.kept_outputs())
+            grad_hidden, sums = work.backward(grad.contiguous(), parameters, tape, done.kept_outputs())
         if done.tape:
             done.tape.give_up()
         return None, None, grad_hidden, *(sums.result(each) for each in parameters)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
-from bmburst import recompute
 from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
@@ -28,6 +27,7 @@ from bmburst.blocks.seq2seq_config import Seq2SeqConfig
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, token_loss_sum
 from bmburst.mesh import current_mesh
+from bmburst.recompute.checkpointing import checkpoint
 from bmburst.recompute.policy import Policy, require_end
 from bmburst.sequence import ShardedBatch
 from bmburst.zero import gather, named_shards, scatter
@@ -103,7 +103,7 @@ class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
     def forward(self, hidden: Tensor, *args: Any) -> Tensor:
         """Return the hidden states after this layer; positional arguments only, `bmt.Block` drops keyword arguments."""
-        result: Tensor = recompute.checkpoint(self.policy, self._forward, hidden, *args)
+        result: Tensor = checkpoint(self.policy, self._forward, hidden, *args)
         return result
 
     def _forward(self, hidden: Tensor, *args: Any) -> Tensor:
@@ -223,7 +223,7 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         attention: Mapping[str, Any] | None = None,
         group: object = None,
         dtype: torch.dtype = torch.float32,
-        recompute: str = "none",
+        recompute: str | Policy = "none",
         zero_level: int = 3,
         seed: int | None = 0,
     ) -> None:
@@ -236,7 +236,9 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
             raise UserError("layout 'balanced' is made for one mask, and an encoder-decoder has 3\nfix: 'zigzag'")
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
-            raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
+            raise UserError(
+                f"recompute policy '{policy.name}' for an encoder-decoder\nfix: block-keep-attention or none"
+            )
         require_end(policy.attention, target_layout, resolve_group(group).size)
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
             raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")

@@ -194,7 +194,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             if storage.grad is None:
                 storage.grad = torch.empty_like(storage.data)
             else:
-                gradients.memory[name][info["begin"] : info["end"]] += storage.grad
+                gradients.memory[name][info["begin"] : info["end"]].add_(storage.grad)
         load = bmt.config["load_stream"]
         load.wait_stream(current())
         with torch.cuda.stream(load):

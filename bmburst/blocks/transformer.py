@@ -9,23 +9,22 @@ from collections.abc import Callable
 from functools import partial
 from threading import Thread
 
-import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst import recompute
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
+from bmburst.blocks.layers import Composite, Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
 from bmburst.blocks.lean import Batch
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
+from bmburst.recompute.checkpointing import checkpoint, is_recomputing
 from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rms_norm import stream_norm
-from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.rotary import apply_rotary, apply_rotary_to
 from bmburst_ops.swiglu import swiglu
 
 _FEW = 128  # tokens of the inputs that `compile_ahead` runs kernels on
@@ -36,7 +35,7 @@ NormFactory = Callable[..., RMSNorm]
 """Returns an `RMSNorm` for a number of features and a factor."""
 
 
-class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+class SelfAttention(Composite):
     """Projections and rotary embedding around BurstAttention. KV heads are not expanded to the query heads.
 
     With tensor parallelism, each rank has a shard of the query heads and the matching KV heads. If the tensor degree
@@ -88,12 +87,12 @@ class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has
         del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        query, key = apply_rotary_to((query, key), cos, sin)
         mixed: Tensor = self.attention(query, key, value, length, mask)
         return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=keys))
 
 
-class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+class MLP(Composite):
     """The gated MLP, down(silu(gate(x)) * up(x)); tensor parallelism splits its intermediate dimension.
 
     Args:
@@ -139,7 +138,7 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         return self.tensor.add_up(self.down_proj(inner, keys=keys, is_needed=is_needed))
 
 
-class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+class TransformerBlock(Composite):
     """A transformer block for `bmt.Block`, which drops keyword arguments: forward takes positional arguments only.
 
     Args:
@@ -211,7 +210,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
             return recomputed_block(self, hidden, Batch(cos, sin, length, mask, keys))
-        result: Tensor = recompute.checkpoint(
+        result: Tensor = checkpoint(
             self.recompute, self._forward, hidden, cos, sin, length, mask, keys, store=self.store
         )
         if prefetch is not None:
@@ -234,7 +233,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         )
         self.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         # Backward does not read the MLP's result, so that recompute can skip it.
-        is_needed = not recompute.is_recomputing(self._forward)
+        is_needed = not is_recomputing(self._forward)
         mlp: Tensor = self.mlp(normed, cos.shape[1], keys, is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)
 

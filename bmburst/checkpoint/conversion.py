@@ -34,7 +34,6 @@ from bmburst.outputs import replacing
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
 PART_BYTES = 5 * 10**9
 """Largest size in bytes of one safetensors file, unless a single tensor is larger. It is Hugging Face's default."""
-PIECE_BYTES = 16 << 20
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
 
 
@@ -65,6 +64,7 @@ def convert(
     to: str,
     dtype: str | None = None,
     part_bytes: int = PART_BYTES,
+    piece_bytes: int = 16 << 20,
     tokenizer: Path | None = None,
     on_total: Callable[[int], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
@@ -76,7 +76,7 @@ def convert(
 
     Values are copied unchanged, or rounded once to `dtype`. Fields that the other family's config.json cannot express
     are stored in a file beside it, together with code that config.json names, so that converting back restores the
-    original config.json. At most `PIECE_BYTES` of a tensor are in memory, or twice that if the dtype changes. The
+    original config.json. At most `piece_bytes` of a tensor are in memory, or twice that if the dtype changes. The
     output gets its name only when it is complete. A ModelCenter file is on the disk twice while it
     is written.
 
@@ -87,6 +87,7 @@ def convert(
         to: "huggingface", "bmburst" (the same format), or "model-center".
         dtype: "float32", "float16" or "bfloat16"; None: the dtype of each tensor.
         part_bytes: Size in bytes above which safetensors are split into several files.
+        piece_bytes: Size in bytes of the pieces in which tensors are read and written.
         tokenizer: A tokenizer.json, or a directory of tokenizer files, to copy instead of the source's tokenizer.
         on_total: Called once, with the total number of bytes to write.
         on_bytes: Called with the number of bytes written since the last call.
@@ -121,7 +122,7 @@ def convert(
     try:
         with replacing(whole) as partial:
             partial.mkdir(parents=True)
-            _write_weights(partial, weights, target, plan, part_bytes, on_bytes)
+            _write_weights(partial, weights, target, plan, part_bytes, piece_bytes, on_bytes)
             _write_config(partial, weights, target, plan)
             for name, path in carried.items():
                 if not (partial / name).exists():
@@ -168,6 +169,7 @@ def _write_weights(
     target: str,
     plan: Sequence[_Tensor],
     part_bytes: int,
+    piece_bytes: int,
     on_bytes: Callable[[int], object],
 ) -> None:
     parts = [list(plan)] if target == MODEL_CENTER else list(_parts(plan, part_bytes))
@@ -176,7 +178,7 @@ def _write_weights(
         announced = [(tensor.target, tensor.shape, tensor.dtype) for tensor in part]
         with SafetensorsWriter(folder / name, announced, {"format": "pt"}) as writer:
             for tensor in part:
-                for piece in _pieces(weights, tensor):
+                for piece in _pieces(weights, tensor, piece_bytes):
                     writer.write_run(piece)
                     on_bytes(piece.nbytes)
     if target == MODEL_CENTER:
@@ -197,8 +199,8 @@ def _parts(plan: Sequence[_Tensor], part_bytes: int) -> Iterator[list[_Tensor]]:
     yield part
 
 
-def _pieces(weights: Weights, tensor: _Tensor) -> Iterator[torch.Tensor]:
-    total, step = prod(tensor.shape), max(PIECE_BYTES // tensor.dtype.itemsize, 1)
+def _pieces(weights: Weights, tensor: _Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    total, step = prod(tensor.shape), max(nbytes // tensor.dtype.itemsize, 1)
     for begin in range(0, total, step):
         wide = torch.promote_types(tensor.dtype, torch.float32)  # an adapter is added in fp32 and rounded once
         read = weights.read(tensor.name, begin, min(begin + step, total), wide)

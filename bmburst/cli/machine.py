@@ -8,14 +8,19 @@ import argparse
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from bmburst import __version__
 from bmburst.cli import Command, ranks_to_start
 from bmburst.config import write_json
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
+
+if TYPE_CHECKING:
+    from bmburst.setup.doctor import Check
 
 _DOCTOR_HELP = (
     "Check Python, torch, GPUs, BMTrain and its machine code, NCCL, attention kernels and packages. Print what is "
@@ -67,8 +72,12 @@ def configure_doctor(parser: argparse.ArgumentParser) -> None:
     add("--run", type=Path, metavar="DIR", help="with --report: a run folder whose settings are reported too")
 
 
-def run_doctor(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace, checks: "Sequence[Check] | None" = None) -> int:
     """Print the findings, or write them; return 0 if training can run here or the report is written, else 1.
+
+    Args:
+        args: The options.
+        checks: What is checked; default: everything.
 
     Raises:
         UserError: The report cannot be written, or the run folder has no settings.
@@ -81,11 +90,12 @@ def run_doctor(args: argparse.Namespace) -> int:
         require_file(
             "--report", args.report, "a report of bmburst", lambda file: b"bmburst-report-" in file.read_bytes()
         )
-    findings = examine()
+    checks = CHECKS if checks is None else checks
+    findings = examine(checks)
     if args.report is not None:
         from bmburst.cli import report
 
-        values = report.report(CHECKS, findings, args.run)
+        values = report.report(checks, findings, args.run)
         try:
             write_json(args.report, values)
         except OSError as error:
@@ -94,8 +104,8 @@ def run_doctor(args: argparse.Namespace) -> int:
             ) from None
         print(f"{args.report}: no paths, names or data; read it before you send it")
         return 0
-    print(to_json(CHECKS, findings) if args.json else to_text(CHECKS, findings))
-    return 0 if can_train(CHECKS, findings) else 1
+    print(to_json(checks, findings) if args.json else to_text(checks, findings))
+    return 0 if can_train(checks, findings) else 1
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:

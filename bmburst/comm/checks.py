@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator, CompletedTransfer, OnCurrentStream, Transfer
+from bmburst.comm.communicator import Communicator, CompletedTransfer, OnCurrentStream, Transfer
 from bmburst.comm.waits import WaitMeter, traced
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange

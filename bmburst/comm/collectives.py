@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm import CompletedTransfer, Transfer, device_of, gather_objects
+from bmburst.comm.communicator import CompletedTransfer, Transfer, device_of, gather_objects
 from bmburst.comm.memory import MessageMover, bytes_of, contiguous
 from bmburst.comm.streams import SideStreamTransfer, current_handle
 from bmburst.errors import UserError

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm import Communicator, Transfer, device_of
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
+from bmburst.comm.communicator import Communicator, Transfer, device_of
 from bmburst.comm.memory import MessageMover
 from bmburst.errors import UserError
 

@@ -12,7 +12,7 @@ have one stream for each direction, and the host waits for them only when it rea
 import mmap
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -23,65 +23,7 @@ _BUFFERS = 2
 """Number of blocks with shards on the GPU: BMTrain gathers from one while the other is copied."""
 
 
-class HostMemory:
-    """Blocks of pinned memory; without a GPU, blocks of ordinary memory.
-
-    Attributes:
-        nbytes: Bytes of all blocks, including those still being prepared.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._prepared: dict[int, deque[Future[Tensor]]] = defaultdict(deque)
-        self._thread: ThreadPoolExecutor | None = None
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Start to prepare blocks in this order, after the blocks of earlier calls.
-
-        Args:
-            sizes: Bytes of each block.
-        """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        for size in sizes:
-            self.nbytes += size
-            self._prepared[size].append(self._thread.submit(_block, size, device))
-
-    def wait(self) -> None:
-        """Wait until all blocks that were not taken are prepared; `take` raises their errors."""
-        wait([block for blocks in list(self._prepared.values()) for block in list(blocks)])
-
-    def take(self, size: int) -> Tensor:
-        """Return a block, uint8 `[size]` with any content: a prepared one, or else a new one.
-
-        Raises:
-            RuntimeError: The memory cannot be allocated, or CUDA cannot register it.
-        """
-        if prepared := self._prepared[size]:
-            block = prepared.popleft()
-            if not block.cancel():
-                return block.result()
-            # The thread still has other blocks to prepare before this one: make it here instead.
-        else:
-            self.nbytes += size
-        return _block(size, torch.cuda.current_device() if torch.cuda.is_available() else None)
-
-    def tensor(self, like: Tensor) -> Tensor:
-        """Return a new tensor with the shape and dtype of `like`, in its own block."""
-        return self.take(like.nbytes).view(like.dtype).view(like.shape)
-
-
-def host_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros in ordinary host memory that is already paged in, in huge pages where the system has them.
-
-    Raises:
-        RuntimeError: The memory cannot be allocated.
-    """
-    return _block(shape.numel() * dtype.itemsize, None).view(dtype).view(shape)
-
-
-def _block(size: int, device: int | None) -> Tensor:
+def host_block(size: int, device: int | None) -> Tensor:
     """Return mapped memory that is already paged in, all zero; pinned if a GPU is given."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -116,6 +58,68 @@ def paged_in(memory: mmap.mmap, device: int | None, offset: int = 0) -> Tensor:
             )
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return block
+
+
+class HostMemory:
+    """Blocks of pinned memory; without a GPU, blocks of ordinary memory.
+
+    Args:
+        make: Allocates a block of so many bytes, pinned for a GPU unless that is None.
+
+    Attributes:
+        nbytes: Bytes of all blocks, including those still being prepared.
+    """
+
+    def __init__(self, make: Callable[[int, int | None], Tensor] = host_block) -> None:
+        self.nbytes = 0
+        self._make = make
+        self._prepared: dict[int, deque[Future[Tensor]]] = defaultdict(deque)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Start to prepare blocks in this order, after the blocks of earlier calls.
+
+        Args:
+            sizes: Bytes of each block.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        for size in sizes:
+            self.nbytes += size
+            self._prepared[size].append(self._thread.submit(self._make, size, device))
+
+    def wait(self) -> None:
+        """Wait until all blocks that were not taken are prepared; `take` raises their errors."""
+        wait([block for blocks in list(self._prepared.values()) for block in list(blocks)])
+
+    def take(self, size: int) -> Tensor:
+        """Return a block, uint8 `[size]` with any content: a prepared one, or else a new one.
+
+        Raises:
+            RuntimeError: The memory cannot be allocated, or CUDA cannot register it.
+        """
+        if prepared := self._prepared[size]:
+            block = prepared.popleft()
+            if not block.cancel():
+                return block.result()
+            # The thread still has other blocks to prepare before this one: make it here instead.
+        else:
+            self.nbytes += size
+        return self._make(size, torch.cuda.current_device() if torch.cuda.is_available() else None)
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """Return a new tensor with the shape and dtype of `like`, in its own block."""
+        return self.take(like.nbytes).view(like.dtype).view(like.shape)
+
+
+def host_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros in ordinary host memory that is already paged in, in huge pages where the system has them.
+
+    Raises:
+        RuntimeError: The memory cannot be allocated.
+    """
+    return host_block(shape.numel() * dtype.itemsize, None).view(dtype).view(shape)
 
 
 class HostShard:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst.comm import BlockMover, Transfer
+from bmburst.comm.communicator import BlockMover, Transfer
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, offsets_of
 
 

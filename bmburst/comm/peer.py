@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator, Transfer, gather_objects
 from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.comm.communicator import Communicator, Transfer, gather_objects
 from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.shared_memory import (
     Copies,
@@ -87,6 +87,7 @@ class PeerCommunicator:
     Args:
         inner: The group's communicator; it exchanges memory handles at construction and when a buffer grows.
         device: This rank's GPU.
+        host: Identity of this rank's host; default: `host_identity`.
 
     Raises:
         SharedMemoryError: On every rank, with the reason, if a rank cannot access the memory of another.
@@ -94,10 +95,10 @@ class PeerCommunicator:
 
     transport = "peer"
 
-    def __init__(self, inner: Communicator, device: torch.device) -> None:
+    def __init__(self, inner: Communicator, device: torch.device, host: str | None = None) -> None:
         self._inner, self._device = inner, device
         self.rank, self.size = inner.rank, inner.size
-        _require_one_host(inner)
+        _require_one_host(inner, host or host_identity())
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
         *streams, self._local = (torch.cuda.Stream(device, priority=FIRST) for _ in range(LANES + 1))
         self._lanes = [_Lane(stream) for stream in streams]
@@ -333,8 +334,8 @@ def _copy(source: Block, target: Block) -> list[Copy]:
     return [Copy(target.offset + i, source.offset + i, min(_MOST, source.nbytes - i)) for i in starts]
 
 
-def _require_one_host(inner: Communicator) -> None:
-    hosts = gather_objects(inner, host_identity())
+def _require_one_host(inner: Communicator, mine: str) -> None:
+    hosts = gather_objects(inner, mine)
     for rank, host in enumerate(hosts):
         if host != hosts[0]:
             raise SharedMemoryError(f"ranks 0 and {rank} are on different hosts")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator, gather_objects
+from bmburst.comm.communicator import Communicator, gather_objects
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1

@@ -15,6 +15,7 @@ this pool. Where each training step has its own documents, a graph that needs sl
 its full size to the pool. So the memory is allocated in one piece, with a margin.
 """
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.comm.memory import tensor_in
+from bmburst.schedule.exchange import offsets_of
 from bmburst_ops.flash.inputs import collect_vectors
 
 FIRST = -3
@@ -163,19 +166,26 @@ class SideStreamTransfer:
         side: The side stream.
         received: The tensors that `wait` returns.
         sent: The tensors that are only read.
+        current: Returns the current stream of a device.
     """
 
-    def __init__(self, side: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self,
+        side: Any,
+        received: tuple[Tensor, ...],
+        sent: tuple[Tensor, ...],
+        current: Callable[[int], Any] = current_stream,
+    ) -> None:
         self.done: Any = None
         """The event after the operations; the owner sets it when they are launched."""
         self.waited = False
         """Whether `wait` was called."""
-        self.side, self._maker = side, current_stream(side.device_index)
+        self.side, self._current, self._maker = side, current, current(side.device_index)
         self._received, self._sent = received, sent
 
     def wait(self) -> tuple[Tensor, ...]:
         """See `Transfer.wait`."""
-        here = current_stream(self.side.device_index)
+        here = self._current(self.side.device_index)
         here.wait_event(self.done)
         if here != self._maker:
             here.wait_stream(self._maker)  # it may have made the copies inside this rank
@@ -275,21 +285,37 @@ class FixedBuffers:
     """Buffers of a process that stay in place from call to call, one for each device, stream (thread) and name."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._buffers: dict[tuple[object, ...], tuple[Tensor, dict[_Kinds, tuple[Tensor, ...]]]] = {}
 
-    def get(self, device: torch.device, name: str, nbytes: int) -> Tensor:
-        """Return a buffer, uint8 `[nbytes]`: the same memory until a larger one is requested on the current stream."""
+    def get(self, device: torch.device, name: str, *kinds: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
+        """Return tensors of these shapes and dtypes: in the same memory until more is requested on the current stream.
+
+        The tensors of a request are one behind another, those of two requests in the same place.
+        """
         key = device, name, current_stream(device.index) if device.type == "cuda" else threading.get_ident()
-        found = self._buffers.get(key)
-        if found is None or found.numel() < nbytes:
-            found = self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return found[:nbytes]
+        memory, views = self._buffers.get(key, (None, {}))
+        found = views.get(kinds)
+        if found is None:
+            starts, nbytes = offsets_of([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
+            with torch.inference_mode(False):  # the caller may be in inference mode, later users may not be
+                if memory is None or memory.numel() < nbytes:
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    views = {}
+                elif len(views) >= _MOST_VIEWS:
+                    views.clear()
+                places = zip(starts, kinds, strict=True)
+                found = views[kinds] = tuple([tensor_in(memory, start, *kind) for start, kind in places])
+            self._buffers[key] = memory, views
+        return found
 
     def clear(self) -> None:
         """Free the memory."""
         self._buffers.clear()
 
 
+_Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+_MOST_VIEWS = 64
+"""Most requests whose tensors a buffer keeps: making views of its memory takes time of the host at each call."""
 BUFFERS = FixedBuffers()
 
 

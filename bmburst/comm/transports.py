@@ -25,9 +25,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bmburst.comm import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
+from bmburst.comm.communicator import BlockMover, Communicator, Transfer, gather_objects
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
@@ -39,9 +39,14 @@ from bmburst_ops.fused import triton_twin
 
 
 class PeerGroups:
-    """The groups of this process for which transport "peer" was requested, with one communicator each."""
+    """The groups of this process for which transport "peer" was requested, with one communicator each.
 
-    def __init__(self) -> None:
+    Args:
+        make: Makes the communicator of a group on a device, or raises `SharedMemoryError` on every rank.
+    """
+
+    def __init__(self, make: Callable[[Communicator, torch.device], PeerCommunicator] = PeerCommunicator) -> None:
+        self._make_peers = make
         self._outcomes: dict[CheckedCommunicator, CheckedCommunicator | str] = {}
         self._peers: list[PeerCommunicator] = []  # in the same order on all ranks
 
@@ -70,7 +75,7 @@ class PeerGroups:
 
     def _make(self, comm: CheckedCommunicator) -> CheckedCommunicator | str:
         try:
-            peers = PeerCommunicator(comm.inner, comm.device)
+            peers = self._make_peers(comm.inner, comm.device)
         except SharedMemoryError as error:
             if comm.rank == 0:
                 warnings.warn(f"bmburst: blocks move by NCCL, because {error}", stacklevel=3)
@@ -82,17 +87,22 @@ class PeerGroups:
 PEER_GROUPS = PeerGroups()
 
 
-def over_transport(comm: CheckedCommunicator, transport: str) -> CheckedCommunicator:
+def over_transport(comm: CheckedCommunicator, transport: str, groups: PeerGroups = PEER_GROUPS) -> CheckedCommunicator:
     """Return the group over a transport: "auto" is "peer" if every rank can read the GPU memory of the others.
 
     The first call for a group on GPUs is collective and blocks the host.
+
+    Args:
+        comm: The group.
+        transport: "auto", "peer", or the transport of the group.
+        groups: The groups of this process.
 
     Raises:
         UserError: On every rank, if "peer" was requested and a rank cannot read the memory of another.
     """
     if comm.size == 1 or comm.transport != "nccl" or transport not in ("auto", "peer"):
         return comm
-    outcome = PEER_GROUPS.over(comm.base)
+    outcome = groups.over(comm.base)
     if isinstance(outcome, CheckedCommunicator):
         return outcome
     if transport == "peer":
@@ -215,12 +225,16 @@ def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
     return NodeGrouping(len({name for name, _ in found}), uneven)
 
 
-def device_name(comm: CheckedCommunicator) -> str:
+def device_name(comm: CheckedCommunicator, name_of: Callable[[torch.device], str] = torch.cuda.get_device_name) -> str:
     """Return the device name of the first rank, on every rank: it selects the machine of the cost model.
 
     The first call for a group of GPUs is collective and blocks the host.
+
+    Args:
+        comm: The group.
+        name_of: Returns the name of a GPU.
     """
-    return _first_device(comm.base) if comm.device.type == "cuda" else HOST
+    return _first_device(comm.base, name_of) if comm.device.type == "cuda" else HOST
 
 
 def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
@@ -277,8 +291,8 @@ def _part(comm: CheckedCommunicator, partition: Sequence[tuple[int, ...]]) -> Bl
 
 
 @lru_cache(maxsize=64)
-def _first_device(comm: CheckedCommunicator) -> str:
-    mine = torch.cuda.get_device_name(comm.device)
+def _first_device(comm: CheckedCommunicator, name_of: Callable[[torch.device], str]) -> str:
+    mine = name_of(comm.device)
     return mine if comm.size == 1 else gather_objects(comm, mine)[0]
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bmburst.comm import Communicator, Transfer, gather_objects
+from bmburst.comm.communicator import Communicator, Transfer, gather_objects
 from bmburst.comm.shared_memory import look_during_captures
 
 
@@ -34,15 +34,17 @@ class WaitMeter:
 
     Args:
         on_gpu: Whether streams wait; else the host does.
+        cuda: Streams and events, as `torch.cuda` has them.
+        clock: Seconds of the host.
     """
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, *, on_gpu: bool, cuda: Any = torch.cuda, clock: Callable[[], float] = time.perf_counter) -> None:
         self.running = False
         """Whether waits are measured. Set it to the same value on every rank."""
-        self._on_gpu = on_gpu
+        self._on_gpu, self._cuda, self._clock = on_gpu, cuda, clock
         self._depth = 0
         self._seconds = 0.0
-        self._waits, self._works = _Intervals(), _Intervals()
+        self._waits, self._works = _Intervals(cuda), _Intervals(cuda)
         self._work_end: Any = None
 
     @contextmanager
@@ -59,17 +61,17 @@ class WaitMeter:
         is_inside = self._work_end is not None
         self._end_work()  # a ring inside a head exchange waits within its own work
         start, end = self._waits.next() if self._on_gpu else (None, None)
-        began = time.perf_counter()
+        began = self._clock()
         if start is not None:
-            start.record(stream or torch.cuda.current_stream())
+            start.record(stream or self._cuda.current_stream())
         try:
             yield
         finally:
             self._depth -= 1
             if end is not None:
-                end.record(stream or torch.cuda.current_stream())
+                end.record(stream or self._cuda.current_stream())
             else:
-                self._seconds += time.perf_counter() - began
+                self._seconds += self._clock() - began
             if is_inside:
                 self._begin_work()
 
@@ -95,11 +97,11 @@ class WaitMeter:
 
     def _begin_work(self) -> None:
         start, self._work_end = self._works.next()
-        start.record(torch.cuda.current_stream())
+        start.record(self._cuda.current_stream())
 
     def _end_work(self) -> None:
         if self._work_end is not None:
-            self._work_end.record(torch.cuda.current_stream())
+            self._work_end.record(self._cuda.current_stream())
             self._work_end = None
 
     def metered(self, transfer: Transfer) -> Transfer:
@@ -111,26 +113,26 @@ class WaitMeter:
 
         `Stream.wait_stream` waits for an event that the other stream records: that event measures the wait.
         """
-        meter = self
+        meter, cuda = self, self._cuda
 
-        class Recorded(torch.cuda.Event):
+        class Recorded(cuda.Event):  # type: ignore[misc, name-defined]
             """An event whose waits are measured on the computing stream only: copy streams delay no kernel."""
 
             def wait(self, stream: Any = None) -> None:
-                if stream is not None and stream != torch.cuda.current_stream():
+                if stream is not None and stream != cuda.current_stream():
                     super().wait(stream)
                     return
                 with traced("wait for ZeRO"), meter.waiting(stream):
                     super().wait(stream)
 
-        class Watched(torch.cuda.Stream):
+        class Watched(cuda.Stream):  # type: ignore[misc, name-defined]
             """The stream, whose events are measured."""
 
             def record_event(self, event: Any = None) -> Any:
-                return super().record_event(Recorded() if event is None else event)  # type: ignore[no-untyped-call]
+                return super().record_event(Recorded() if event is None else event)
 
         place = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
-        return Watched(**place)  # type: ignore[no-untyped-call]
+        return Watched(**place)
 
 
 def exposed_time(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, float]]) -> float:
@@ -159,7 +161,8 @@ def working(comm: object) -> AbstractContextManager[None]:
 class _Intervals:
     """Pairs of events, reused after each reading."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
         self._pairs: list[tuple[Any, Any]] = []
         self._used = 0
 
@@ -171,7 +174,7 @@ class _Intervals:
     def next(self) -> tuple[Any, Any]:
         """Return events for the beginning and the end of an interval."""
         if self._used == len(self._pairs):
-            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._pairs.append((self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)))
         self._used += 1
         return self._pairs[self._used - 1]
 

@@ -30,7 +30,7 @@ from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, free_bytes, replacing
 
-BATCH_CHARACTERS = 4 << 20  # tokenized at a time: keeps every core busy and needs little memory
+BATCH_CHARACTERS = 4 << 20
 _COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key; then its weight
 _ROWS_AT_A_TIME = 1 << 16
 _BLOCK = 1 << 20
@@ -63,7 +63,12 @@ class Masked:
 
 
 def write_token_file(
-    path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer, notes: Notes = _NO_NOTES
+    path: str | Path,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    notes: Notes = _NO_NOTES,
+    *,
+    batch: int = BATCH_CHARACTERS,
 ) -> TokenFile:
     """Tokenize documents into a token file and open it.
 
@@ -76,11 +81,12 @@ def write_token_file(
         documents: The documents.
         tokenizer: The tokenizer.
         notes: Called after the last document: what the file says about the data, for `TokenFile.notes`.
+        batch: Characters that are tokenized at a time: keeps every core busy and needs little memory.
 
     Raises:
         UserError: There is no text, or the file cannot be written.
     """
-    return _write(path, tokenizer, lambda writer: writer.write(documents), notes, masked=False)
+    return _write(path, tokenizer, lambda writer: writer.write(documents, batch), notes, masked=False)
 
 
 def write_masked_file(
@@ -138,9 +144,9 @@ class _Writer:
         self._continues = bytearray()  # whether each document continues the record of the one before it
         self._checksums = {"tokens": 0, "tables": 0} | ({} if mask is None else {"mask": 0})
 
-    def write(self, documents: Iterable[Document]) -> None:
+    def write(self, documents: Iterable[Document], characters: int) -> None:
         self._file.write(bytes(PREAMBLE.size))
-        for batch in _batches(documents):
+        for batch in _batches(documents, characters):
             encoded = self._tokenizer.encode_batch([text for text, _ in batch])
             for ids, (text, key) in zip(encoded, batch, strict=True):
                 self._bytes += len(text.encode("utf-8", "replace"))
@@ -284,8 +290,8 @@ class _Writer:
         }
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, int | None]]]:
-    """Yield lists of (piece of text, key of the document if the piece is its last one), a few MiB per list."""
+def _batches(documents: Iterable[Document], characters: int) -> Iterator[list[tuple[str, int | None]]]:
+    """Yield lists of (piece of text, key of the document if the piece is its last one), of so many characters."""
     batch: list[tuple[str, int | None]] = []
     size = 0
     for document in documents:
@@ -297,12 +303,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, int | No
             digest.update(piece.encode("utf-8", "replace"))
             last = piece
             size += len(piece)
-            if size >= BATCH_CHARACTERS and batch:
+            if size >= characters and batch:
                 yield batch
                 batch, size = [], len(piece)
         if last is not None:
             batch.append((last, int.from_bytes(digest.digest(), "little")))
-            if size >= BATCH_CHARACTERS:
+            if size >= characters:
                 yield batch
                 batch, size = [], 0
     if batch:

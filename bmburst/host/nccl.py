@@ -46,7 +46,7 @@ class Rendezvous:
     def unique_id(self) -> bytes:
         """Return 128 bytes that name a new key prefix in a store: `address port number token`."""
         if not self._address:
-            address = LOOPBACK if self._on_one_host() else _reachable_address(self._environment)
+            address = LOOPBACK if self._on_one_host() else reachable_address(self._environment)
             server = serve(address, 0, self.timeout)
             self._address = f"{address} {server.port}"
             self._stores[self._address] = server
@@ -106,22 +106,29 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _reachable_address(environment: Mapping[str, str]) -> str:
+def reachable_address(environment: Mapping[str, str], network: Any = socket) -> str:
     """Return an address of this host that the hosts of the other ranks can reach.
 
     It is the source address of packets to node 0. If that is a loopback address, this host is node 0, and the result is
     the address of node 0's name.
+
+    Args:
+        environment: Names node 0, as torchrun does.
+        network: Resolves names and opens sockets, as the module `socket`.
+
+    Raises:
+        RuntimeError: No route leads to node 0.
     """
     master = environment.get("MASTER_ADDR", "localhost")
     port = int(environment.get("MASTER_PORT", "0")) or 9  # discard; nothing is sent
-    for family, kind, protocol, _, address in socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind, protocol) as probe:
+    for family, kind, protocol, _, address in network.getaddrinfo(master, port, type=socket.SOCK_DGRAM):
+        with network.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(address)  # for UDP this only asks the routing table
             except OSError:
                 continue
             own = str(probe.getsockname()[0])
-            return address_of(master) if is_loopback(own) else own
+            return address_of(master, network) if is_loopback(own) else own
     raise RuntimeError(f"this host has no route to node 0, '{master}'")
 
 

@@ -82,20 +82,24 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def address_of(host: str) -> str:
+def address_of(host: str, network: Any = socket) -> str:
     """Return the IP address of this host that other hosts reach under the name `host`.
 
     If the name resolves to loopback only on this host, as the host name does on Debian, it is the address of the
     default route.
 
+    Args:
+        host: The name.
+        network: Resolves names and opens sockets, as the module `socket`.
+
     Raises:
         OSError: The name cannot be resolved.
     """
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    found = [str(entry[4][0]) for entry in network.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     reachable = [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
     if reachable or is_loopback(host):
         return (reachable or sorted(found, key=lambda address: ":" in address))[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with network.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE, 9))  # for UDP this only asks the routing table
         except OSError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from bmburst.amounts import GIB
-from bmburst.comm import gather_objects
+from bmburst.comm.communicator import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, Tokenizer
 from bmburst.errors import UserError
 from bmburst.inference.prompts import Answer, Prompt, TokenLogprob

@@ -16,8 +16,8 @@ from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
 from bmburst.checkpoint.files import own_tokenizer, verified, warn
 from bmburst.checkpoint.hugging_face import Weights, open_weights
-from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator, contents
+from bmburst.comm.communicator import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.biased import BiasedSequence
-from bmburst.comm import broadcast_object
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
+from bmburst.comm.communicator import broadcast_object
 from bmburst.errors import UserError, require_known
 from bmburst.integrations.cpm_live_checks import (
     Data,

@@ -71,7 +71,7 @@ class SplitRows:
         share_prompts: bool = False,
         **options: Any,
     ) -> None:
-        _require_read(type(self))
+        require_read(type(self))
         super().__init__(*arguments, **options)
         self.split, self._generate_with, self._share_prompts = split, generate_with, share_prompts
         self._trainer: Any = self  # untyped access to the trainer's attributes
@@ -302,8 +302,12 @@ def _policies(trainer: Any) -> list[tuple[GradientCheckpointingLayer, Any]]:
     return [(layer, policy) for layer, policy in found if isinstance(policy, partial) and policy.func is checkpoint]
 
 
-def _require_read(trainer: type) -> None:
+def require_read(trainer: type, installed: str | None = None) -> None:
     """Check that a trainer's methods were read, before it reads the data.
+
+    Args:
+        trainer: The class.
+        installed: The version of TRL; default: that of the installed package.
 
     Raises:
         UserError: They were not.
@@ -315,7 +319,7 @@ def _require_read(trainer: type) -> None:
             f"allowed: {', '.join(_TRAINERS)}\n"
             "fix: for SFTTrainer SplitBatches (docs/hugging_face.md); for pairs, bmburst train (docs/fine_tuning.md)"
         )
-    installed = version("trl")
+    installed = version("trl") if installed is None else installed
     if not installed.startswith(TRL):
         raise UserError(
             f"TRL is {installed}, whose {kind} was not read\nallowed: {TRL}*\nfix: pip install 'trl>=1.16,<1.17'"

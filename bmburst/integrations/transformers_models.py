@@ -196,7 +196,7 @@ def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
                 yield kind, parameters.get("original_max_position_embeddings", config.max_position_embeddings)
 
 
-def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> None:
+def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attention") -> None:
     """Set activation checkpointing of a model's layers with a recompute policy of bmburst.
 
     Use it instead of `gradient_checkpointing_enable`, which would run attention's communication a second time.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bmburst.comm import Communicator
+from bmburst.comm.communicator import Communicator
 from bmburst.errors import UserError
 
 _NAME = "load_balancing_loss_func"

@@ -23,15 +23,16 @@ class Beginning:
         self._seconds: dict[str, float] = {}
 
     @classmethod
-    def of_process(cls, imported: str, before: str = "") -> "Beginning":
-        """Return the beginning of a command whose rank this process is, up to now.
+    def of_process(cls, imported: str, before: str = "", rank: int | None = None) -> "Beginning":
+        """Return the beginning of a command, up to now.
 
         Args:
-            imported: Name of the part from the start of this process.
+            imported: Name of the part from the start of the rank.
             before: Name of the part before it: what the launcher did before it started the rank. Left out if another
-                launcher started this process.
+                launcher started the rank.
+            rank: Process of the rank; None: this one.
         """
-        own = _started(os.getpid())
+        own = _started(os.getpid() if rank is None else rank)
         launcher = os.environ.get(LAUNCHER, "")
         first = _started(int(launcher)) if launcher.isdigit() else None
         made = cls(own if first is None else first)

@@ -6,8 +6,10 @@ Importing torch takes seconds. So the launcher starts the ranks first, and impor
 import ctypes
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,13 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
 
 
-def cuda_of_torch() -> int | None:
-    """Return the major version of CUDA that torch is built for, without importing torch; None for a CPU build."""
-    spec = importlib.util.find_spec("torch")
+def cuda_of_torch(find: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> int | None:
+    """Return the major version of CUDA that torch is built for, without importing torch; None for a CPU build.
+
+    Args:
+        find: Finds a module by its name.
+    """
+    spec = find("torch")
     if spec is None or spec.origin is None:
         return None
     found = _BUILD.search(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))

@@ -54,9 +54,14 @@ __all__ = ["LaunchSpec", "launch"]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def usable_cores(quota: Path = _QUOTA) -> int:
-    """Return the number of cores that this process may use: those of its affinity, or a container's lower quota."""
-    cores = len(os.sched_getaffinity(0))
+def usable_cores(quota: Path = _QUOTA, cores: int | None = None) -> int:
+    """Return the number of cores that this process may use: those of its affinity, or a container's lower quota.
+
+    Args:
+        quota: File with the quota of a container.
+        cores: Number of cores of the affinity; default: this process's.
+    """
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if not quota.is_file():
         return cores
     allowance, _, period = quota.read_text().strip().partition(" ")

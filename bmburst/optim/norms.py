@@ -1,5 +1,7 @@
 """Norms of the gradient by kind of parameter: `GradientNorms`."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class GradientNorms:
         self._hosted = [kept for kept, _ in hosted.values()]
         ordered = [*self._shards, *(each for _, pieces in hosted.values() for each in pieces)]
         rows = [kind_by_name[each.name] for each in ordered]
+        self._wide = reduce(torch.promote_types, (each.dtype for each in ordered), torch.float32)
         self._belongs = torch.tensor([[float(kind == row) for row in rows] for kind in self.kinds], dtype=torch.float64)
 
     @torch.no_grad()
@@ -47,13 +50,13 @@ class GradientNorms:
         """
         if not self._belongs.numel():
             return torch.zeros(len(self.kinds), dtype=torch.float64, device=device)
-        norms = []
-        for shard in self._shards:
-            gradient, wide = shard.storage.grad, torch.promote_types(shard.dtype, torch.float32)
-            if gradient is None:
-                norms.append(torch.zeros((), dtype=wide, device=device))
-            else:
-                norms.append(torch.linalg.vector_norm(shard.local(gradient), dtype=wide))
+        gradients = [shard.storage.grad for shard in self._shards]
+        pairs = zip(self._shards, gradients, strict=True)
+        given = [shard.local(gradient) for shard, gradient in pairs if gradient is not None]
+        # One operation: the host would take longer to launch a norm for each parameter than a GPU to compute it.
+        found = iter(torch._foreach_norm(given, 2, dtype=self._wide) if given else ())
+        zero = torch.zeros((), dtype=self._wide, device=device)
+        norms = [zero if gradient is None else next(found) for gradient in gradients]
         for kept in self._hosted:
             norms += kept.norms_on(torch.cuda.current_stream()).unbind()
         self._belongs = self._belongs.to(device)

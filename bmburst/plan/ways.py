@@ -12,7 +12,7 @@ from itertools import product
 from bmburst.errors import UserError
 from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, block_bytes, memory_of
-from bmburst.recompute.policy import FIRST, POLICIES, Policy
+from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
@@ -213,7 +213,7 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
     # Memory peaks after the forward of all layers: each recomputed layer lowers the peak by the same bytes.
     fewest = max(1, math.ceil((total - room.memory) / (_kept(whole) - _kept(each))))
     counts = range(fewest, min(fewest + 2, whole.task.model.num_layers))
-    tried = (replace(whole, recompute=f"{name}{FIRST}{count}") for count in counts)
+    tried = (replace(whole, recompute=replace(each.policy, layers=count).name) for count in counts)
     return next((one for one in tried if memory_of(one, room).fits), None)
 
 

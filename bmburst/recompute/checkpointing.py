@@ -67,7 +67,7 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
         UserError: The policy is unknown or for a whole model, or the layout or the mask does not allow saving a
             fraction of attention.
     """
-    chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    chosen = Policy.parse(policy)
     if chosen.is_of_model:
         whole = replace(
             chosen, layers=None, every=1, keeps_last=0, offloads_first=0, offloads_attention=0, offloads_mlp=0

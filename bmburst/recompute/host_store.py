@@ -36,13 +36,14 @@ class HostStore:
 
     Args:
         memory: Allocator of pinned memory.
+        piece: Bytes of a piece.
 
     Attributes:
         nbytes: Bytes of host memory allocated so far.
     """
 
-    def __init__(self, memory: HostMemory | None = None) -> None:
-        self.nbytes = 0
+    def __init__(self, memory: HostMemory | None = None, piece: int = PIECE) -> None:
+        self.nbytes, self.piece = 0, piece
         self._memory = memory or HostMemory()
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
         self._latest: dict[str, weakref.ref[OffloadGroup]] = {}
@@ -108,9 +109,9 @@ class HostStore:
         Both have separate pools, because a CPU copy does not wait for pending copies of the side stream.
         """
         free = self._free.setdefault((size, pinned), [])
-        if not free and pinned and size == PIECE:
-            self.nbytes += AT_ONCE * PIECE
-            free.extend(self._memory.take(AT_ONCE * PIECE).split(PIECE))
+        if not free and pinned and size == self.piece:
+            self.nbytes += AT_ONCE * self.piece
+            free.extend(self._memory.take(AT_ONCE * self.piece).split(self.piece))
         if free:
             return free.pop()
         self.nbytes += size
@@ -175,7 +176,7 @@ class _HostTensor:
         self._here: Tensor | None = source
         self._version = source._version
         flat = bytes_of(source)
-        self._pieces = [store.take(size, pinned=tensor.is_cuda) for size in _sizes(len(flat))]
+        self._pieces = [store.take(size, pinned=tensor.is_cuda) for size in _sizes(len(flat), store.piece)]
         self._launch(flat, lambda piece, part: piece[: len(part)].copy_(part, non_blocking=True))
         self._give_back = weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda)
         self._give_back.atexit = False
@@ -216,7 +217,7 @@ class _HostTensor:
         self._here, self._done = None, None
 
     def _launch(self, flat: Tensor, copy: Callable[[Tensor, Tensor], Tensor]) -> None:
-        parts = list(zip(self._pieces, flat.split(PIECE), strict=True)) if len(flat) else []
+        parts = list(zip(self._pieces, flat.split(self._store.piece), strict=True)) if len(flat) else []
         if self._side is None:
             for piece, part in parts:
                 copy(piece, part)
@@ -239,8 +240,8 @@ def _alive(groups: Mapping[str, "weakref.ref[OffloadGroup]"], chain: str) -> "Of
     return None if found is None else found()
 
 
-def _sizes(nbytes: int) -> Iterator[int]:
-    """Yield the sizes of the pieces for `nbytes` bytes; all but the last are `PIECE`."""
-    for start in range(0, nbytes, PIECE):
-        rest = min(PIECE, nbytes - start)
-        yield PIECE if rest == PIECE else max(_LEAST, 1 << (rest - 1).bit_length())
+def _sizes(nbytes: int, piece: int) -> Iterator[int]:
+    """Yield the sizes of the pieces for `nbytes` bytes; all but the last have `piece` bytes."""
+    for start in range(0, nbytes, piece):
+        rest = min(piece, nbytes - start)
+        yield piece if rest == piece else max(_LEAST, 1 << (rest - 1).bit_length())

@@ -39,37 +39,35 @@ copied to the GPU when its backward begins: the input first, then attention resu
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known, unknown
 
 NAMES = ("none", "block", "block-keep-attention")
 """Base policies. Backward recomputes nothing, the whole block, or the block without its attention."""
 AUTO = "auto"
-OFFLOADS = {"": "nothing", "+offload": "inputs", "+offload-all": "all"}
 POLICIES = (
     *NAMES,
     *("block-keep-attention:0.5", "block+offload", "block-keep-attention+offload"),
     *("block-keep-attention:0.5+offload", "block-keep-attention+offload-all", "block-keep-attention:0.5+offload-all"),
 )
 """The policies that the planner and "auto" compare. Users can set other fractions."""
-FIRST = "+first-"
-EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
-"""Options of a whole model, each followed by a number of layers: "+every-4"."""
-OFFLOAD_ATTENTION, OFFLOAD_MLP = "offload-attention-first", "offload-mlp-first"
-_FIELDS = MappingProxyType(
+_OFFLOADS = MappingProxyType({"offload": "inputs", "offload-all": "all"})
+_COUNTS = MappingProxyType(
     {
-        EVERY: "every",
-        KEEP_LAST: "keeps_last",
-        OFFLOAD_FIRST: "offloads_first",
-        OFFLOAD_ATTENTION: "offloads_attention",
-        OFFLOAD_MLP: "offloads_mlp",
+        "every": "every",
+        "keep-attention-last": "keeps_last",
+        "offload-first": "offloads_first",
+        "offload-attention-first": "offloads_attention",
+        "offload-mlp-first": "offloads_mlp",
+        "first": "layers",
     }
 )
-_OPTION = re.compile(rf"\+({'|'.join(_FIELDS)})-([^+]*)")
+"""Fields of a whole model by the option that sets them, each followed by a number of layers: "+every-4"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,13 @@ class Policy:
         offloads_attention: M of "+offload-attention-first-M": the first M layers of a model also offload attention's
             results, where they save all of them. At most `offloads_first`.
         offloads_mlp: N of "+offload-mlp-first-N": the first N layers of a model also save the outputs of the MLP's gate
-            and up matrices, in host memory. For the policy of one layer: 1 if it does.
+            and up matrices, in host memory. For the policy of one layer: 1 if it does. Not with `every`.
         is_stored: For the policy of one layer: whether its input is saved. Otherwise it is recomputed from the layers
             before.
         feeds_next: For the policy of one layer: whether its output is recomputed, as the input of the next layer.
+
+    Raises:
+        UserError: A field is out of range, or fields exclude each other.
     """
 
     recomputes: bool = True
@@ -116,41 +117,45 @@ class Policy:
     is_stored: bool = True
     feeds_next: bool = False
 
-    @classmethod
-    def parse(cls, name: str) -> "Policy":
-        """Return the policy of a name.
+    def __post_init__(self) -> None:
+        require_known("offload", self.offload, ("nothing", *_OFFLOADS.values()))
+        for problem, fix in self._problems():
+            raise UserError(f"recompute policy '{self.name}' {problem}\nfix: {fix}")
 
-        A name is one of `NAMES` or "block-keep-attention:0.5". Each but "none" can be followed by "+offload", then by
-        "+first-20" (for the first 20 layers), or by "+every-4", "+keep-attention-last-5", "+offload-first-8" and
-        "+offload-attention-first-6". "+offload-mlp-first-20" can be beside each of them but "+every-4".
+    @classmethod
+    def parse(cls, name: "str | Policy") -> "Policy":
+        """Return the policy of a name; a policy is returned unchanged.
+
+        A name is one of `NAMES` or "block-keep-attention:0.5". Options follow in any order: "+offload" or
+        "+offload-all", "+first-20" (for the first 20 layers), "+every-4", "+keep-attention-last-5", "+offload-first-8",
+        "+offload-attention-first-6" and "+offload-mlp-first-20".
 
         Raises:
             UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
                 its options exclude each other.
         """
-        if isinstance(name, str) and (options := _OPTION.findall(name)):
-            return cls.parse(_OPTION.sub("", name))._with_options(name, options)
-        if isinstance(name, str) and FIRST in name:
-            whole, _, count = name.partition(FIRST)
-            return replace(cls.parse(whole), layers=_layers(name, whole, count))
-        text, plus, rest = name.partition("+") if isinstance(name, str) else (name, "", "")
-        base, colon, fraction = text.partition(":") if isinstance(text, str) else (text, "", "")
-        if base not in NAMES or plus + rest not in OFFLOADS:
-            if name == AUTO:
-                raise UserError(
-                    "recompute policy 'auto' depends on the memory of a step, which is not known here\n"
-                    "fix: block-keep-attention, or the policy that bmburst train --recompute auto prints"
-                )
-            raise unknown("recompute policy", name, POLICIES)
+        if isinstance(name, Policy):
+            return name
+        if name == AUTO:
+            raise UserError(
+                "recompute policy 'auto' depends on the memory of a step, which is not known here\n"
+                "fix: block-keep-attention, or the policy that bmburst train --recompute auto prints"
+            )
+        whole, *options = str(name).split("+")
+        base, colon, fraction = whole.partition(":")
+        if base not in NAMES:
+            raise unknown("recompute policy", whole, POLICIES)
         keeps = base == "block-keep-attention"
-        if base == "none" and plus:
-            raise UserError(f"recompute policy '{name}' keeps everything\nfix: block{plus}{rest}, or none")
         if colon and not keeps:
             raise UserError(f"recompute policy '{name}': '{base}' keeps no attention\nfix: block-keep-attention:0.5")
-        if rest == "offload-all" and not keeps:
-            raise UserError(f"recompute policy '{name}' has only inputs to offload\nfix: {base}+offload")
-        attention = (_fraction(name, fraction) if colon else 1.0) if keeps else 0.0
-        return cls(recomputes=base != "none", attention=attention, offload=OFFLOADS[plus + rest])  # type: ignore[arg-type]
+        fields: dict[str, Any] = {"recomputes": base != "none"}
+        fields["attention"] = _fraction(name, fraction) if colon else float(keeps)
+        for option in options:
+            field, value = _option(name, option)
+            if field in fields:
+                raise UserError(f"recompute policy '{name}' sets '{option}' twice\nfix: leave one of them out")
+            fields[field] = value
+        return cls(**fields)
 
     @property
     def is_of_model(self) -> bool:
@@ -160,14 +165,19 @@ class Policy:
     @property
     def name(self) -> str:
         """The name of the policy, which `parse` accepts."""
-        if not self.recomputes:
-            return "none"
-        part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
+        part = f":{self.attention:g}" if self.attention != 1 else ""
         base = f"block-keep-attention{part}" if self.attention else "block"
-        suffix = next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
-        counts = ((option, getattr(self, field), int(option == EVERY)) for option, field in _FIELDS.items())
-        options = "".join(f"+{option}-{count}" for option, count, least in counts if count > least)
-        return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
+        return (base if self.recomputes else "none") + self._suffix
+
+    @property
+    def _suffix(self) -> str:
+        """The options of the name."""
+        given = [option for option, what in _OFFLOADS.items() if what == self.offload]
+        for option, field in _COUNTS.items():
+            count = getattr(self, field)
+            if count not in (None, 0) and (field, count) != ("every", 1):
+                given.append(f"{option}-{count}")
+        return "".join(f"+{option}" for option in given)
 
     def kinds(self, layers: int) -> tuple[tuple["Policy", int], ...]:
         """Return the distinct policies of the blocks of a model with `layers` layers, each with its number of blocks.
@@ -191,7 +201,7 @@ class Policy:
         if self.layers is None or self.layers < layers:
             return
         everywhere = replace(self, layers=None).name
-        fewer = f", or fewer: {everywhere}{FIRST}1 to {FIRST}{layers - 1}" if layers > 1 else ""
+        fewer = f", or fewer: {everywhere}+first-1 to +first-{layers - 1}" if layers > 1 else ""
         raise UserError(
             f"recompute policy '{self.name}' names all of the model's {layers} layers, or more\n"
             f"fix: {everywhere}, which holds for all of them{fewer}"
@@ -271,45 +281,36 @@ class Policy:
         """
         return self.layers == i and self.of_layer(i - 1, layers).offloads and layers - i > 2
 
-    def _with_options(self, name: str, options: list[tuple[str, str]]) -> "Policy":
-        """Return this policy with the options of a whole model that `name` appends."""
-        if len(dict(options)) < len(options):
-            raise UserError(f"recompute policy '{name}' has an option twice\nfix: each once")
-        for option, text in options:
-            if not re.fullmatch("[1-9][0-9]{0,5}", text):
-                raise UserError(
-                    f"recompute policy '{name}' has '{text}' layers behind {option}\nfix: {self.name}+{option}-4"
-                )
-        given: dict[str, Any] = {option: int(text) for option, text in options}
-        if not self.recomputes:
-            fixed = f"block{name.removeprefix('none')}"
-            raise UserError(f"recompute policy '{name}' keeps everything\nfix: {fixed}, or none")
-        if self.layers is not None and (others := given.keys() - {OFFLOAD_MLP}):
-            raise UserError(f"recompute policy '{name}' has +first- beside +{min(others)}-\nfix: one of them alone")
-        if KEEP_LAST in given and self.attention:
-            raise UserError(f"recompute policy '{name}' keeps attention in all layers\nfix: block, with +{KEEP_LAST}-")
-        if OFFLOAD_FIRST in given and self.offload != "nothing":
-            raise UserError(f"recompute policy '{name}' offloads all layers\nfix: one offload alone")
-        if (count := given.get(OFFLOAD_ATTENTION, 0)) > given.get(OFFLOAD_FIRST, 0):
-            raise UserError(
-                f"recompute policy '{name}' offloads attention of layers whose inputs it does not offload\n"
-                f"fix: +{OFFLOAD_FIRST}-{count}+{OFFLOAD_ATTENTION}-{count}"
-            )
-        if count and self.attention < 1 and KEEP_LAST not in given:
-            fix = f"+{KEEP_LAST}-5, or without it"
-            raise UserError(f"recompute policy '{name}' keeps no attention to offload\nfix: {fix}")
-        if EVERY in given and (0 < self.attention < 1 or self.offload == "all"):
-            raise UserError(
-                f"recompute policy '{name}' cannot recompute inputs\n"
-                f"fix: block+{EVERY}-{given[EVERY]}, or block-keep-attention+{EVERY}-{given[EVERY]}"
-            )
-        if OFFLOAD_MLP in given and EVERY in given:
-            raise UserError(f"recompute policy '{name}' has +{EVERY}- beside +{OFFLOAD_MLP}-\nfix: one of them alone")
-        if self.layers is not None and given[OFFLOAD_MLP] > self.layers:
-            raise UserError(
-                f"recompute policy '{name}' offloads more layers than +first-\nfix: +{OFFLOAD_MLP}-{self.layers}"
-            )
-        return replace(self, **{_FIELDS[option]: count for option, count in given.items()})
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Yield what contradicts itself, with the fix."""
+        if not self.recomputes and (self.attention or self._suffix):
+            yield "keeps everything", f"block{self._suffix}, or none"
+        first = 1 if self.layers is None else self.layers
+        counts = self.keeps_last, self.offloads_first, self.offloads_attention, self.offloads_mlp
+        if not all(isinstance(each, int) and each >= 0 for each in (*counts, self.every - 1, first - 1)):
+            yield "has a number of layers that is no whole number, or too small", "1 layer and more"
+        if not 0 <= self.attention <= 1:
+            yield f"keeps attention of {self.attention:g} of a sequence", "a fraction from 0 to 1"
+        if self.offload == "all" and not self.attention:
+            yield "has only inputs to offload", "block+offload"
+        if self.layers is not None and (self.every > 1 or self.keeps_last or self.offloads_first):
+            yield "has +first- beside an option other than +offload-mlp-first-", "one of them alone"
+        if self.keeps_last and self.attention:
+            yield "keeps attention in all layers", "block, with +keep-attention-last-"
+        if self.offloads_first and self.offload != "nothing":
+            yield "offloads all layers", "one offload alone"
+        if (count := self.offloads_attention) > self.offloads_first:
+            fix = f"+offload-first-{count}+offload-attention-first-{count}"
+            yield "offloads attention of layers whose inputs it does not offload", fix
+        if self.offloads_attention and self.attention < 1 and not self.keeps_last:
+            yield "keeps no attention to offload", "+keep-attention-last-5, or without it"
+        if self.every > 1 and (0 < self.attention < 1 or self.offload == "all"):
+            fix = f"block+every-{self.every}, or block-keep-attention+every-{self.every}"
+            yield "cannot recompute inputs", fix
+        if self.every > 1 and self.offloads_mlp:
+            yield "has +every- beside +offload-mlp-first-", "one of them alone"
+        if self.layers is not None and self.offloads_mlp > self.layers:
+            yield "offloads more layers than +first-", f"+offload-mlp-first-{self.layers}"
 
     def kept(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves on the GPU from its forward to its backward."""
@@ -376,18 +377,19 @@ def _kinds(policy: Policy, layers: int) -> tuple[tuple[Policy, ...], tuple[int, 
     return tuple(index), tuple(index[each] for each in every)
 
 
-def _layers(name: str, whole: str, count: str) -> int:
-    if whole == "none":
-        raise UserError(
-            f"recompute policy '{name}' keeps everything in all layers\n"
-            f"fix: block-keep-attention{FIRST}{count}, or none"
-        )
+def _option(name: str, option: str) -> tuple[str, Any]:
+    """Return the field that an option of a name sets, and its value."""
+    if option in _OFFLOADS:
+        return "offload", _OFFLOADS[option]
+    word, _, count = option.rpartition("-")
+    if word not in _COUNTS:
+        raise unknown("recompute policy", name, POLICIES)
     if not re.fullmatch("[1-9][0-9]{0,5}", count):
         raise UserError(
-            f"recompute policy '{name}' is to hold for the first '{count}' layers\n"
-            f"allowed: 1 and more, below the model's layers, at the very end; fix: {whole}{FIRST}1, or {whole} for all"
+            f"recompute policy '{name}' has '{count}' layers behind +{word}-\n"
+            f"allowed: 1 and more, at most those of the model\nfix: +{word}-4"
         )
-    return int(count)
+    return _COUNTS[word], int(count)
 
 
 def _fraction(name: str, text: str) -> float:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bmburst.comm import broadcast_object
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.communicator import broadcast_object
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
 from bmburst.inference.answering import GrowingAnswer

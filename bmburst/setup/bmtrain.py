@@ -14,6 +14,7 @@ import shlex
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -84,23 +85,34 @@ import bmtrain
 _IMPORT_TIMEOUT = 300  # seconds; a cold import of torch from a network disk takes minutes
 
 
-def installed(name: str) -> Finding:
-    """Look for the package and import it as in training, in a separate process."""
-    if importlib.util.find_spec("bmtrain") is None:
-        return Finding(name, "missing", "not installed", fix_command())
+def installed(
+    name: str, gpus: list[int] | None = None, find: Callable[[str], object] = importlib.util.find_spec
+) -> Finding:
+    """Look for the package and import it as in training, in a separate process.
+
+    Args:
+        name: Name of the finding.
+        gpus: See `machine_code`.
+        find: Finds a module by its name; None if there is none.
+    """
+    done = None if find("bmtrain") is None else _import_apart()
+    gpus = capabilities() if gpus is None else gpus  # imports torch, so it is asked behind the process
+    if done is None:
+        return Finding(name, "missing", "not installed", fix_command(gpus, has_wheel=has_wheel()))
     found = _version()
-    command = [sys.executable, "-c", _IMPORT]
-    root = str(Path(__file__).resolve().parents[2])  # bmburst may run from its source tree
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT, check=False, env=_environment(root)
-    )
-    how = "" if _has_cuda() else ", on the CPU (host runtime)"
+    how = "" if gpus else ", on the CPU (host runtime)"
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        fix = fix_command(again=True)
+        fix = fix_command(gpus, has_wheel=has_wheel(), again=True)
         return Finding(name, "broken", f"{found} cannot be imported{how}: {reason}", fix)
     other = "" if found == _TESTED else f" (bmburst is tested with {_TESTED})"
     return Finding(name, "ok", f"{found}{other}{how}")
+
+
+def _import_apart() -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", _IMPORT]
+    env = _environment(str(Path(__file__).resolve().parents[2]))  # bmburst may run from its source tree
+    return subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT, check=False, env=env)
 
 
 def machine_code(name: str, gpus: list[int] | None = None) -> Finding:
@@ -159,13 +171,15 @@ def capabilities() -> list[int]:
     return [major * 10 + minor for major, minor in map(torch.cuda.get_device_capability, range(count))]
 
 
-def fix_command(*, again: bool = False) -> str:
-    """Return the command that installs BMTrain so that it works here, without BMTrain's NCCL package.
+def fix_command(gpus: list[int], *, has_wheel: bool, again: bool = False) -> str:
+    """Return the command that installs BMTrain so that it works, without BMTrain's NCCL package.
 
     Args:
+        gpus: Compute capabilities of the GPUs, as of `capabilities`.
+        has_wheel: Whether the registry has a wheel for this Python.
         again: Whether it is installed already but does not work.
     """
-    if _has_cuda() and (again or not has_wheel()):
+    if gpus and (again or not has_wheel):
         return f"{BMBURST} build-bmtrain --install"
     return shlex.join(install_command(again=again))
 
@@ -175,12 +189,6 @@ def _version() -> str:
         return metadata.version("bmtrain")
     except metadata.PackageNotFoundError:
         return "of unknown version"
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _environment(root: str) -> dict[str, str]:

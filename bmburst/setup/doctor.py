@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from bmburst.errors import one_line
 from bmburst.setup import bmtrain, system
 from bmburst.setup.bmtrain import capabilities
 from bmburst.setup.kernel_caches import kernel_caches
 from bmburst.setup.system import PIP, Finding, Status
+
+if TYPE_CHECKING:
+    from bmburst_ops.machine import Machine
 
 __all__ = ["CHECKS", "Check", "Finding", "Status", "can_train", "examine", "to_json", "to_text"]
 
@@ -41,17 +45,23 @@ class Check:
     apart: bool = False
 
 
-def cpu_flash(name: str) -> Finding:
-    """Run torch's flash kernel for CPUs and check its log-sum-exp, which the ring needs; look for a C compiler."""
+def cpu_flash(name: str, machine: "Machine | None" = None) -> Finding:
+    """Run torch's flash kernel for CPUs and check its log-sum-exp, which the ring needs; look for a C compiler.
+
+    Args:
+        name: Name of the finding.
+        machine: The machine whose CPU it is; default: this one.
+    """
     import torch
 
     from bmburst_ops.fused import find_compiler
+    from bmburst_ops.machine import HERE
 
     q = torch.ones(1, 2, 5, 8)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, False)
     if tuple(out.shape) != (1, 2, 5, 8) or tuple(lse.shape) != (1, 2, 5):
         return Finding(name, "broken", f"returns a log-sum-exp of shape {tuple(lse.shape)}, not (1, 2, 5)")
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if (machine or HERE).cpu() != "AVX512":
         return Finding(name, "ok", "in torch")
     compiler = find_compiler()
     how = f"compiled by {compiler}" if compiler else "in half of the time with a C compiler: install gcc"
@@ -109,8 +119,8 @@ class GpuPackageCheck:
 
 def linear_attention(name: str) -> Finding:
     """Check whether fla-core computes recurrent layers on this machine's GPUs, by the rules of its versions."""
-    from bmburst_ops.fused import version_of
     from bmburst_ops.linear.fla import unusable
+    from bmburst_ops.machine import version_of
 
     gpus = capabilities()
     if not gpus:

@@ -25,6 +25,8 @@ from bmburst.train.config import TrainConfig
 if TYPE_CHECKING:
     import torch
 
+    from bmburst_ops.machine import Machine
+
 _AMPERE = (8, 0)
 _UNDECIDED = "block-keep-attention"
 
@@ -161,13 +163,16 @@ def _fix(way: Candidate, most: float) -> str:
     return "fix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
 
 
-def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
+def require_machine(
+    config: TrainConfig, world_size: int, local_rank: int = 0, machine: "Machine | None" = None
+) -> None:
     """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
 
     Args:
         config: The run, valid for `world_size` ranks.
         world_size: Number of ranks.
         local_rank: Rank whose GPU is checked, if there are GPUs.
+        machine: The GPUs and packages for the kernel; default: those of this machine.
 
     Raises:
         UserError: They cannot.
@@ -179,7 +184,7 @@ def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -
     if config.parallel.kernel != "auto":  # "auto" always finds one, without a query of the GPU
         import torch  # imported here, because most runs do not need it before their ranks start
 
-        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
+        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"), machine)
 
 
 def _require_strategy(config: TrainConfig, world_size: int) -> None:
@@ -220,40 +225,43 @@ def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
         )
 
 
-def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
+def _require_kernel(config: TrainConfig, device: "torch.device", machine: "Machine | None") -> None:
     from bmburst_ops.errors import KernelError
-    from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
+    from bmburst_ops.flash import KERNELS, Need, able_kernels, kernels_on, queries_ahead, select_kernel
 
     name, deterministic = config.parallel.kernel, config.parallel.deterministic
     segments: frozenset[Need] = frozenset({"segments"} if config.pack != "stream" else ())
     window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
     q = queries_ahead(device, dtype_of(config.dtype), config.model.head_dim)
+    kernels = KERNELS if machine is None else kernels_on(machine)
     try:
-        select_kernel(name, q, q, deterministic, segments | window)
+        select_kernel(name, q, q, deterministic, segments | window, kernels=kernels)
     except KernelError as error:
         reason, *_ = str(error).splitlines()
-        able = ", ".join(able_kernels(q, q, deterministic, segments | window))
+        able = ", ".join(able_kernels(q, q, deterministic, segments | window, kernels))
         raise UserError(f"{reason}\nallowed here: auto, {able}\nfix: --kernel auto") from None
 
 
-def require_dtype(dtype: str, device: "torch.device") -> None:
+def require_dtype(dtype: str, device: "torch.device", machine: "Machine | None" = None) -> None:
     """Check that a rank's device supports a dtype.
 
     Args:
         dtype: dtype of weights and activations, as in `TrainConfig`.
         device: Device of this rank.
+        machine: Its machine; default: this one.
 
     Raises:
         UserError: The GPU does not support bfloat16: BMTrain's kernels and tensor cores need Ampere or later.
     """
     if dtype != "bfloat16" or device.type != "cuda":
         return
-    import torch  # imported here, because --help does not need it
+    from bmburst_ops.machine import HERE  # imports torch, which --help does not need
 
-    found = torch.cuda.get_device_capability(device)
+    machine = machine or HERE
+    found = machine.capability(device)
     if found < _AMPERE:
         raise UserError(
-            f"dtype bfloat16 does not work on {torch.cuda.get_device_name(device)} (compute capability "
+            f"dtype bfloat16 does not work on {machine.gpu(device)} (compute capability "
             f"{'.'.join(map(str, found))})\nallowed: float16, float32\n"
             "fix: --dtype float16, which keeps gradients in range with a loss scale"
         )

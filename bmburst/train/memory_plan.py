@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from bmburst.amounts import GIB, bytes_text
-from bmburst.comm import gather_objects
+from bmburst.comm.communicator import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.memory import DRIVER_IS_FULL, available_bytes, peak_bytes
@@ -125,11 +125,44 @@ def _sharded(config: TrainConfig, group: Literal["world"] | int) -> TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """What a rank has before a run, in bytes.
+
+    Attributes:
+        device: Name of its GPU, or `HOST`.
+        free: Memory for new tensors on its device.
+        taken: Memory of its GPU that other programs use, such as one that is exiting; 0 if it is little.
+        host: Free memory of its host; None if unknown.
+    """
+
+    device: str = HOST
+    free: float
+    taken: float = 0.0
+    host: int | None = None
+
+    @classmethod
+    def now(cls, local_size: int, cuda: Any = torch.cuda) -> "RankMemory":
+        """Return what this rank has, one of `local_size` on its host."""
+        host = available_bytes()
+        if not cuda.is_available():
+            return cls(free=(host or 2**40) / local_size, host=host)
+        free, total = cuda.mem_get_info()
+        others = total - free - cuda.memory_reserved()
+        return cls(
+            device=cuda.get_device_name(),
+            free=free + cuda.memory_reserved() - cuda.memory_allocated(),
+            taken=float(others) if others > _LIBRARIES else 0.0,
+            host=host,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Room:
     """What all ranks have for a run, the same on all ranks.
 
     Attributes:
         hardware: The machine of the first rank, with the host memory that the run may use.
+        on_gpu: Whether it has a GPU.
         memory: That host memory; None if unknown.
         ranks: Number of ranks.
         per_host: Ranks of a host.
@@ -138,6 +171,7 @@ class _Room:
     """
 
     hardware: Hardware
+    on_gpu: bool
     memory: HostBudget | None
     ranks: int
     per_host: int
@@ -145,17 +179,18 @@ class _Room:
     taken: float
 
     @classmethod
-    def of(cls, config: TrainConfig, mesh: Mesh, local_size: int) -> "_Room":
+    def of(cls, config: TrainConfig, mesh: Mesh, local_size: int, mine: RankMemory | None = None) -> "_Room":
         """Ask all ranks. Every rank must call it."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
-        mine = _free(local_size), available_bytes(), device, local_size, _taken()
-        free, in_host, devices, sizes, taken = zip(*gather_objects(mesh.world, mine), strict=True)
+        mine = mine or RankMemory.now(local_size)
+        found = gather_objects(mesh.world, (mine.free, mine.host, mine.device, local_size, mine.taken))
+        free, in_host, devices, sizes, taken = zip(*found, strict=True)
         memory = HostBudget.of(config, in_host)
         # Use those of the first rank: GPUs and hosts may differ, but all ranks must decide alike.
         hardware = hardware_like(devices[0])
         hardware = replace(hardware, host_memory=memory.has) if memory else hardware
         return cls(
             hardware=hardware,
+            on_gpu=devices[0] != HOST,
             memory=memory,
             ranks=mesh.shape.size,
             per_host=sizes[0],
@@ -170,8 +205,7 @@ class _Room:
 
     def recompute(self, way: Candidate, layout: str) -> RecomputeChoice:
         """Return the choice of `--recompute auto`."""
-        on_gpu = torch.cuda.is_available()
-        policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
+        policies = POLICIES if self.on_gpu else [name for name in POLICIES if "offload" not in name]
         return choose_recompute(way, self.hardware, self.free, layout=layout, policies=policies, taken=self.taken)
 
     def predict(self, config: TrainConfig, nodes: int) -> Prediction:
@@ -182,7 +216,7 @@ class _Room:
         return predict(way, with_usable_memory(self.hardware, self.free, way.task))
 
 
-def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
+def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int, mine: RankMemory | None = None) -> str:
     """Return the recompute policy of a run, the same on all ranks. Every rank calls it before the model is created.
 
     For "auto", rank 0 prints the chosen policy.
@@ -191,6 +225,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         config: The run.
         mesh: Its ranks.
         local_size: Ranks on this host.
+        mine: What this rank has; default: what it has now.
 
     Raises:
         UserError: A host has less memory than the policy offloads.
@@ -198,7 +233,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     is_auto = config.recompute == AUTO
     if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
         return config.recompute
-    room = _Room.of(config, mesh, local_size)
+    room = _Room.of(config, mesh, local_size, mine)
     way = planned(config, room.ranks, room.nodes, room.hardware)
     if is_auto:
         choice = room.recompute(way, config.parallel.layout)
@@ -240,22 +275,6 @@ def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
     hardware = hardware_like(HOST)
     hosted = memory_of(planned(config, ranks, 1, hardware), hardware).host.get(KEPT, 0.0) / ranks
     return [AT_ONCE * PIECE] * int(hosted // (AT_ONCE * PIECE))
-
-
-def _free(local_size: int) -> float:
-    """Return the bytes available for new tensors on this rank's device."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return (available_bytes() or 2**40) / local_size
-
-
-def _taken() -> float:
-    """Return the bytes of this rank's GPU that other programs use, such as one that is exiting; 0 if it is little."""
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    return float(others) if others > _LIBRARIES else 0.0
 
 
 _LIBRARIES = 4 << 30  # bytes outside torch's allocator that can belong to libraries of this program

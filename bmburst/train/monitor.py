@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from bmburst.amounts import GIB
-from bmburst.comm import gather_objects
+from bmburst.comm.communicator import gather_objects
 from bmburst.data.dealing import Balance
 from bmburst.launch.start import Runtime
 from bmburst.memory import forget_peak, peak_bytes

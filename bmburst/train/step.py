@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from bmburst.comm import Communicator
+from bmburst.comm.communicator import Communicator
 from bmburst.errors import RunError
 from bmburst.launch.watchdog import handle_signals
 from bmburst.optim.config import LOSS_SCALE, LOSS_SCALE_STEPS

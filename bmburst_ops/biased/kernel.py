@@ -17,7 +17,7 @@ from bmburst_ops.flash.inputs import DeviceVectors, vectors_of_stream
 from bmburst_ops.flash.kernel import Partial, finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
-_TILE = 256  # queries and keys that the reference scores at once, so that memory does not grow with either
+_TILE = 256
 
 
 class DerivedTensors:
@@ -253,9 +253,16 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs)
 
 
 class BiasedReferenceKernel:
-    """`BiasedKernel` in plain torch, computed in fp32 or wider."""
+    """`BiasedKernel` in plain torch, computed in fp32 or wider.
+
+    Args:
+        tile: Queries and keys that are scored at once, so that memory does not grow with either.
+    """
 
     name = "reference"
+
+    def __init__(self, tile: int = _TILE) -> None:
+        self._tile = tile
 
     def refusal(self, q: Tensor) -> str | None:
         """See `BiasedKernel.refusal`: it supports all inputs."""
@@ -268,7 +275,7 @@ class BiasedReferenceKernel:
         dtype = accumulation_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
-        for tile in _tiles(q, k, table, pairs, scale):
+        for tile in _tiles(q, k, table, pairs, scale, self._tile):
             part_lse = tile.scores.logsumexp(-1)
             weights = torch.exp(tile.scores - finite(part_lse)[..., None])
             part = _product(weights, v[:, tile.keys].to(dtype), tile.seen)
@@ -294,7 +301,7 @@ class BiasedReferenceKernel:
         dtype = accumulation_dtype(q.dtype)
         grad_q, grad_k, grad_v = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
         grad_table = torch.zeros(table.shape, dtype=torch.float64, device=q.device)
-        for tile in _tiles(q, k, table, pairs, scale):
+        for tile in _tiles(q, k, table, pairs, scale, self._tile):
             rows, columns = tile.queries, tile.keys
             row_lse, row_delta = (t[:, :, rows].to(dtype)[..., None] for t in (lse, delta))
             weights = torch.exp(tile.scores - finite(row_lse)).masked_fill_(~tile.seen, 0.0)
@@ -323,13 +330,13 @@ class _Tile(NamedTuple):
     seen: Tensor
 
 
-def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float) -> Iterator[_Tile]:
+def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float, size: int) -> Iterator[_Tile]:
     """Yield the tiles in which any query sees any key."""
     dtype = accumulation_dtype(q.dtype)
     table = table.to(dtype)
-    for rows in _cuts(q.shape[1]):
+    for rows in _cuts(q.shape[1], size):
         of_rows = pairs.queries.part(rows)
-        for columns in _cuts(k.shape[1]):
+        for columns in _cuts(k.shape[1], size):
             of_columns = pairs.keys.part(columns)
             seen = visible(of_rows, of_columns)[:, None]
             if not bool(seen.any()):
@@ -354,8 +361,8 @@ def _product(weights: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
     return found.masked_fill(sees_lost, torch.nan)
 
 
-def _cuts(count: int) -> list[slice]:
-    return [slice(first, min(first + _TILE, count)) for first in range(0, count, _TILE)]
+def _cuts(count: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _add_by_bucket(total: Tensor, buckets: Tensor, values: Tensor) -> None:

@@ -92,13 +92,21 @@ _INTERPRETED: Table[BiasedBlockSizes] = ((256, BiasedBlockSizes(*[BlockSizes(32,
 _AT_ONCE = 256  # table entries, or sums of their gradients, that one program converts
 _NUMBERS = 8192  # matrix elements that one program reads to find the largest row
 _BLOCKS_AT_ONCE = 64  # blocks of a line that are classified together
-_MOST = 128  # most runs of a line
+_MOST = 128
 
 
 class BiasedTritonKernel:
-    """`BiasedKernel` in Triton for Ampere or newer, and for CPUs in Triton's interpreter, which is for tests."""
+    """`BiasedKernel` in Triton for Ampere or newer, and for CPUs in Triton's interpreter, which is for tests.
+
+    Args:
+        sizes: Block sizes of the kernels; default: those for the device and the head dim.
+        most: Most runs of a line.
+    """
 
     name = "triton"
+
+    def __init__(self, sizes: BiasedBlockSizes | None = None, most: int = _MOST) -> None:
+        self._sizes, self._most = sizes, most
 
     def refusal(self, q: Tensor) -> str | None:
         """See `BiasedKernel.refusal`."""
@@ -110,8 +118,8 @@ class BiasedTritonKernel:
         q, k, v = (near_rows(t) for t in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        sizes, looked_up = _block_sizes(q).forward, pairs.lookup()
-        runs = line_runs(pairs, sizes.over_keys).runs
+        sizes, looked_up = (self._sizes or _block_sizes(q)).forward, pairs.lookup()
+        runs = line_runs(pairs, sizes.over_keys, self._most).runs
         strides, numbers = map(strides_of, (q, k, v, out)), (q.shape[1], k.shape[1], scale / math.log(2))
         biases = _biases(table, pairs)
         arguments = (q, k, v, out, lse, *strides, *numbers, *pairs.packed(), *runs, biases, *looked_up)
@@ -145,23 +153,24 @@ class BiasedTritonKernel:
             for grad in grads:
                 grad.zero_()
             return grads
-        kernels, sizes, found = _kernels(), _block_sizes(q), (_biases(table, pairs), *pairs.lookup())
+        kernels, sizes = _kernels(), self._sizes or _block_sizes(q)
+        found = _biases(table, pairs), *pairs.lookup()
         packed, inputs = pairs.packed(), (grad_out, q, k, v, lse, delta)
         read = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
         lengths, scales = (q.shape[1], k.shape[1]), (scale, scale / math.log(2))
         sums, bits = no_sums(grad_out, v, delta, pairs.formula.rows)
 
-        runs = line_runs(pairs, sizes.keys.over_queries).runs
+        runs = line_runs(pairs, sizes.keys.over_queries, self._most).runs
         written = (strides_of(grad_k), strides_of(grad_v))
         arguments = (*inputs, grad_k, grad_v, *read, *written, *lengths, *scales, *packed, *runs, *found)
         launch_grid(kernels.keys, k, blocks_of(k, sizes.keys.keys), arguments, sizes.keys, RUNS=runs.most)
 
-        lines = line_runs(pairs, sizes.queries.over_keys)
+        lines = line_runs(pairs, sizes.queries.over_keys, self._most)
         runs = lines.runs
         arguments = (*inputs, grad_q, sums, bits, *read, strides_of(grad_q), *lengths, *scales, *packed, *runs, *found)
         launch_grid(kernels.queries, q, blocks_of(q, sizes.queries.queries), arguments, sizes.queries, RUNS=runs.most)
 
-        runs = diagonal_runs(pairs, sizes.table.over_keys)
+        runs = diagonal_runs(pairs, sizes.table.over_keys, self._most)
         runs_and_lines = (*runs, *lines[1:], *lines.runs)
         arguments = (*inputs, sums, bits, *read, *lengths, scales[1], *packed, *runs_and_lines, *found)
         launch_grid(kernels.table, q, runs.counts.shape[1], arguments, sizes.table, RUNS=runs.most)
@@ -271,20 +280,19 @@ class Lines(NamedTuple):
     key_extents: Tensor
 
 
-def line_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Lines:
+def line_runs(pairs: Pairs, cut: Cut, most: int = _MOST) -> Lines:
     """Return the runs of a kernel that loops over lines of blocks.
 
     Args:
         pairs: The queries and the keys.
         cut: How they are divided into blocks.
-        most: Capacity of runs per line; 0: the default.
+        most: Capacity of runs per line.
     """
-    most = most or _MOST
     found = pairs.once.get(("lines", cut, most), partial(_make_lines, pairs, cut, most))
     return Lines(Runs(*found[:2]), *found[2:])
 
 
-def diagonal_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Runs:
+def diagonal_runs(pairs: Pairs, cut: Cut, most: int = _MOST) -> Runs:
     """Return the runs of the kernel that loops along diagonals of blocks. Neither side may be empty.
 
     Args:
@@ -292,7 +300,6 @@ def diagonal_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Runs:
         cut: How lines of queries are divided into blocks; a block of queries is one or more whole blocks of keys.
         most: As in `line_runs`, with the same value.
     """
-    most = most or _MOST
     return Runs(*pairs.once.get(("diagonals", cut, most), partial(_make_diagonals, pairs, cut, most)))
 
 

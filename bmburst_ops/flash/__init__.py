@@ -1,8 +1,8 @@
 """Attention of one tile on one device: the table of kernels in order of preference, and `select_kernel`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -24,6 +24,7 @@ from bmburst_ops.flash.kernel import (
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
 
 __all__ = [
@@ -43,29 +44,43 @@ __all__ = [
     "Segments",
     "TritonKernel",
     "able_kernels",
+    "kernels_on",
     "queries_ahead",
     "select_kernel",
 ]
 
-# Fastest first. On an H200, bf16, head dim 128, 8K causal, forward / backward TFLOP/s: fa4 642 / 605, cudnn 599 / 527
-# (with 4 query heads a KV head and its expansion 595 / 525), torch 318 / 293. fa3 was not measured there.
-#
-# Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch support the first two, by
-# window sizes and variable lengths; so does cpu, with one call per segment. cudnn supports none, triton and reference
-# all three. fa4 supports cells of whole blocks on Hopper, if it is selected by name.
-# Softcap: fa4, fa3, fa2, triton and reference.
-KERNELS: tuple[Kernel, ...] = (
-    FlashAttention4Kernel(),
-    FlashAttention3Kernel(),
-    CudnnKernel(),
-    FlashAttention2Kernel(),
-    TorchKernel(),
-    CpuKernel(),
-    TritonKernel(),
-    ReferenceKernel(),
-)
-_PADDED: Mapping[str, Kernel] = MappingProxyType({kernel.name: PaddedKernel(kernel) for kernel in KERNELS})
+
+def kernels_on(machine: Machine) -> tuple[Kernel, ...]:
+    """Return the kernels in order of preference, the fastest first, with the rules that hold on a machine.
+
+    On an H200, bf16, head dim 128, 8K causal, forward / backward TFLOP/s: fa4 642 / 605, cudnn 599 / 527 (with 4 query
+    heads a KV head and its expansion 595 / 525), torch 318 / 293. fa3 was not measured there.
+
+    Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch support the first two,
+    by window sizes and variable lengths; so does cpu, with one call per segment. cudnn supports none, triton and
+    reference all three. fa4 supports cells of whole blocks on Hopper, if it is selected by name. Softcap: fa4, fa3,
+    fa2, triton and reference.
+    """
+    return (
+        FlashAttention4Kernel(machine),
+        FlashAttention3Kernel(machine),
+        CudnnKernel(machine),
+        FlashAttention2Kernel(machine),
+        TorchKernel(machine),
+        CpuKernel(machine),
+        TritonKernel(machine),
+        ReferenceKernel(),
+    )
+
+
+KERNELS = kernels_on(HERE)
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
+
+
+@lru_cache(maxsize=64)
+def _padded(kernel: Kernel) -> Kernel:
+    """Return the kernel with padded head dims, the same object each time: it is a key of CUDA graphs."""
+    return PaddedKernel(kernel)
 
 
 def select_kernel(
@@ -75,6 +90,7 @@ def select_kernel(
     deterministic: bool = False,
     needs: frozenset[Need] = frozenset(),
     value_dim: int | None = None,
+    kernels: Sequence[Kernel] = KERNELS,
 ) -> Kernel:
     """Return the named kernel, or for "auto" the first kernel of the table that supports these inputs.
 
@@ -86,36 +102,43 @@ def select_kernel(
         needs: What the patterns of the calls need, and "softcap" if scores are capped.
         value_dim: Head dim of the values; default: that of the keys. A kernel that takes equal head dims only is
             returned as a `bmburst_ops.flash.padded.PaddedKernel`.
+        kernels: The kernels to select from, in order of preference.
 
     Raises:
         KernelError: The name is unknown, or the named kernel does not support these inputs.
     """
     if value_dim is not None and value_dim != q.shape[-1]:
         widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
-        kernel = select_kernel(name, widest, widest, deterministic, needs)
+        kernel = select_kernel(name, widest, widest, deterministic, needs, kernels=kernels)
         is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, value_dim, needs)
-        return kernel if is_able else _PADDED[kernel.name]
+        return kernel if is_able else _padded(kernel)  # type: ignore[arg-type]  # kernels are hashed by identity
     if name == "auto":
-        return next(_able(q, k, deterministic, needs))
-    for kernel in KERNELS:
+        return next(_able(q, k, deterministic, needs, kernels))
+    for kernel in kernels:
         if kernel.name == name:
             reason = _refusal(kernel, q, k, deterministic, needs)
             if reason:
-                able = ", ".join(able_kernels(q, k, deterministic, needs))
+                able = ", ".join(able_kernels(q, k, deterministic, needs, kernels))
                 raise KernelError(f"kernel '{name}' {reason}\nfix: use kernel='auto', or one of {able}")
             return kernel
     raise unknown_kernel(name, NAMES)
 
 
 def able_kernels(
-    q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
+    q: Tensor,
+    k: Tensor,
+    deterministic: bool = False,
+    needs: frozenset[Need] = frozenset(),
+    kernels: Sequence[Kernel] = KERNELS,
 ) -> tuple[str, ...]:
     """Return the names of the kernels that support these inputs, fastest first; see `select_kernel`."""
-    return tuple(kernel.name for kernel in _able(q, k, deterministic, needs))
+    return tuple(kernel.name for kernel in _able(q, k, deterministic, needs, kernels))
 
 
-def _able(q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> Iterator[Kernel]:
-    able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
+def _able(
+    q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need], kernels: Sequence[Kernel]
+) -> Iterator[Kernel]:
+    able = (kernel for kernel in kernels if _refusal(kernel, q, k, deterministic, needs) is None)
     # On a CPU, Triton's interpreter runs only if it is selected by name.
     return (kernel for kernel in able if not (isinstance(kernel, TritonKernel) and q.device.type == "cpu"))
 

@@ -20,26 +20,33 @@ from bmburst_ops.flash.inputs import PACKED, require_no_softcap, unless_able, wi
 from bmburst_ops.flash.kernel import BackwardInputs, BooleanMask, Gradients, Partial, deliver_gradients, deliver_partial
 from bmburst_ops.flash.mask_corrections import backward_bottom_right, forward_bottom_right
 from bmburst_ops.fused import compiled
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 512  # queries per call under a window, which is passed as a dense mask: memory stays linear in the keys
 TILE_HEAD_DIMS = (32, 64, 128)
-LEAST_SCORES = 1 << 23
-"""Number of scores of a call, over all batches and heads, from which compiling the C kernel pays off."""
 
 
 class CpuKernel:
     """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
 
     It is called once per segment, and once per 512 queries of a window: on a CPU a call costs microseconds. Full and
-    causal tiles are computed by the C kernel if `tile_library` returns it.
+    causal tiles are computed by the C kernel where it is faster.
+
+    Args:
+        machine: Where it runs.
+        least_scores: Number of scores of a call, over all batches and heads, from which compiling the C kernel pays
+            off.
     """
 
     name = "cpu"
     recordable = False
     takes_delta = False
+
+    def __init__(self, machine: Machine = HERE, least_scores: int = 1 << 23) -> None:
+        self._machine, self._least_scores = machine, least_scores
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -49,6 +56,19 @@ class CpuKernel:
         if q.dtype not in _DTYPES:
             return f"takes float64, float32, bfloat16 and float16 only, got {q.dtype}"
         return unless_able(needs, PACKED)
+
+    def _tile_library(self, q: Tensor, k: Tensor) -> ctypes.CDLL | None:
+        """Return the library for `forward_tile` and `backward_tile`; None if torch should compute the tile.
+
+        Args:
+            q: `[batch, queries, heads, head_dim]`; each query must see a key.
+            k: `[batch, keys, kv_heads, head_dim]`.
+        """
+        batch, queries, heads, head_dim = q.shape
+        is_long = batch * heads * queries * k.shape[1] >= self._least_scores
+        if not is_long or q.dtype != torch.float32 or head_dim not in TILE_HEAD_DIMS or torch.get_num_threads() > 1:
+            return None
+        return compile_for(head_dim) if self._machine.cpu() == "AVX512" else None
 
     def forward(
         self,
@@ -65,7 +85,7 @@ class CpuKernel:
         require_no_softcap(softcap, self.name)
         whole = _as_one_call(pattern, q, k)
         if whole is not None:
-            if library := tile_library(q, k):
+            if library := self._tile_library(q, k):
                 return deliver_partial(forward_tile(library, q, k, v, causal=whole, scale=scale), into)
             return _forward(q, k, v, whole, scale, into)
         dtype = accumulation_dtype(q.dtype)
@@ -92,7 +112,7 @@ class CpuKernel:
         del deterministic  # always deterministic: one thread computes each (batch, head)
         grad_out, q, k, v, lse, delta = given
         whole = _as_one_call(pattern, q, k)
-        if whole is not None and (library := tile_library(q, k)):
+        if whole is not None and (library := self._tile_library(q, k)):
             return deliver_gradients(backward_tile(library, given, causal=whole, scale=scale), into)
         result = surrogate_out(grad_out, delta)
         if whole is not None:
@@ -189,20 +209,6 @@ class _Tile(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
-
-
-def tile_library(q: Tensor, k: Tensor) -> ctypes.CDLL | None:
-    """Return the library for `forward_tile` and `backward_tile`; None if torch should compute the tile.
-
-    Args:
-        q: `[batch, queries, heads, head_dim]`; each query must see a key.
-        k: `[batch, keys, kv_heads, head_dim]`.
-    """
-    batch, queries, heads, head_dim = q.shape
-    is_long = batch * heads * queries * k.shape[1] >= LEAST_SCORES
-    if not is_long or q.dtype != torch.float32 or head_dim not in TILE_HEAD_DIMS or torch.get_num_threads() > 1:
-        return None
-    return compile_for(head_dim) if torch.backends.cpu.get_cpu_capability() == "AVX512" else None
 
 
 @cache

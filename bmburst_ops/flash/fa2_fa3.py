@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bmburst_ops.flash.inputs import (
@@ -33,7 +32,8 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_backward,
     isolate_forward,
 )
-from bmburst_ops.fused import import_package, is_there, version_of
+from bmburst_ops.fused import import_package
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import Need, Pattern
 
@@ -47,14 +47,16 @@ class FlashAttention2Kernel:
     recordable = False
     takes_delta = False
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (
-            reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, CAPPED)
-        ) is not None:
+        reason = unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q, self._machine)
+        if reason := reason or unless_able(needs, CAPPED):
             return reason
-        version = version_of("flash-attn")
+        version = self._machine.version("flash-attn")
         if version is None:
             return "needs the package flash-attn"
         if version < (2, 7):
@@ -151,14 +153,17 @@ class FlashAttention3Kernel:
     recordable = False
     takes_delta = False
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
         if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_able(needs, CAPPED)) is not None:
             return reason
-        if torch.cuda.get_device_capability(q.device)[0] != 9:
-            return f"is for Hopper alone, got {torch.cuda.get_device_name(q.device)}"
-        if not is_there(_MODULE_3):
+        if self._machine.capability(q.device)[0] != 9:
+            return f"is for Hopper alone, got {self._machine.gpu(q.device)}"
+        if not self._machine.has(_MODULE_3):
             return f"needs FlashAttention-3, whose module is {_MODULE_3}"
         return None
 

@@ -37,7 +37,8 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_backward,
     isolate_forward,
 )
-from bmburst_ops.fused import import_package, version_of
+from bmburst_ops.fused import import_package
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
 
 _MODULE = "flash_attn.cute.interface"
@@ -69,6 +70,9 @@ class FlashAttention4Kernel:
     recordable = True
     takes_delta = True
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
@@ -78,28 +82,39 @@ class FlashAttention4Kernel:
             return _WHOLE_BLOCKS
         if (reason := unless_able(needs, CAPPED | {"blocks"})) is not None:
             return reason
-        generation = torch.cuda.get_device_capability(q.device)[0]
+        generation = self._machine.capability(q.device)[0]
         if generation not in _WIDEST:
-            return f"needs Hopper or Blackwell, got {torch.cuda.get_device_name(q.device)}"
+            return f"needs Hopper or Blackwell, got {self._machine.gpu(q.device)}"
         if (reason := unless_head_dim(q, _WIDEST[generation], " here")) is not None:
             return reason
-        if "blocks" in needs and (reason := _unless_blocks(q, needs, generation)) is not None:
+        if "blocks" in needs and (reason := self._unless_blocks(q, needs)) is not None:
             return reason
         if "softcap" in needs and generation in _UNCAPPED:
-            return f"cannot do logit softcapping on {torch.cuda.get_device_name(q.device)}"
-        return "needs the package flash-attn-4" if version_of("flash-attn-4") is None else None
+            return f"cannot do logit softcapping on {self._machine.gpu(q.device)}"
+        return "needs the package flash-attn-4" if self._machine.version("flash-attn-4") is None else None
+
+    def _unless_blocks(self, q: Tensor, needs: frozenset[Need]) -> str | None:
+        """Refuse inputs that the kernels for block-sparse masks do not support, or at which they were not tested."""
+        if self._machine.capability(q.device)[0] != 9:  # on Blackwell, tiles of forward have 256 queries
+            return f"does block-sparse masks on Hopper alone, got {self._machine.gpu(q.device)}"
+        if "softcap" in needs:
+            return _UNCAPPED_BLOCKS
+        if q.shape[-1] not in BLOCK_HEAD_DIMS:
+            able = ", ".join(map(str, sorted(BLOCK_HEAD_DIMS)))
+            return f"takes head dims {able} alone under block-sparse masks, got {q.shape[-1]}"
+        return None
 
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `NotAlwaysDeterministic`."""
         if "blocks" in needs:
             return _NOT_REPEATING
-        if torch.cuda.get_device_capability(q.device)[0] == 12:
-            return f"has no deterministic backward for {torch.cuda.get_device_name(q.device)}"
+        if self._machine.capability(q.device)[0] == 12:
+            return f"has no deterministic backward for {self._machine.gpu(q.device)}"
         return None
 
     def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
         """See `TwoWidths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one."""
-        is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+        is_hopper = self._machine.capability(q.device)[0] == 9
         return is_hopper and "blocks" not in needs and (q.shape[-1], value_dim) in LATENT_WIDTHS
 
     def forward(
@@ -223,18 +238,6 @@ def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[st
     if not call.causal and call.band != FULL:
         options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
     return options
-
-
-def _unless_blocks(q: Tensor, needs: frozenset[Need], generation: int) -> str | None:
-    """Refuse inputs that the kernels for block-sparse masks do not support, or at which they were not tested."""
-    if generation != 9:  # on Blackwell, tiles of forward have 256 queries
-        return f"does block-sparse masks on Hopper alone, got {torch.cuda.get_device_name(q.device)}"
-    if "softcap" in needs:
-        return _UNCAPPED_BLOCKS
-    if q.shape[-1] not in BLOCK_HEAD_DIMS:
-        able = ", ".join(map(str, sorted(BLOCK_HEAD_DIMS)))
-        return f"takes head dims {able} alone under block-sparse masks, got {q.shape[-1]}"
-    return None
 
 
 _Side = Literal["queries", "keys"]

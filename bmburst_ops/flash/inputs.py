@@ -20,6 +20,7 @@ from torch import Tensor
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.kernel import Gradients, Partial, deliver_gradients, deliver_partial
+from bmburst_ops.machine import Machine
 from bmburst_ops.pattern import CAUSAL, Band, Cells, IntArray, Need, Pattern, Segments
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
@@ -59,10 +60,10 @@ def unless_head_dim(q: Tensor, widest: int, where: str = "") -> str | None:
     return None
 
 
-def unless_ampere(q: Tensor) -> str | None:
+def unless_ampere(q: Tensor, machine: Machine) -> str | None:
     """Refuse GPUs before Ampere."""
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
+    if machine.capability(q.device) < (8, 0):
+        return f"needs Ampere or newer, got {machine.gpu(q.device)}"
     return None
 
 

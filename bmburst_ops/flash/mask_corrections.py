@@ -17,7 +17,7 @@ from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, package_arguments
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, deliver, deliver_gradients, deliver_partial
 from bmburst_ops.flash.triton import BlockSizes, Kernels, cap_of, launch_grid, near_rows, strides_of, widths_of
-from bmburst_ops.fused import is_there
+from bmburst_ops.machine import is_there
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Band, Pattern, Rectangle, Segments, rectangles, transposed, visible_ranges
 

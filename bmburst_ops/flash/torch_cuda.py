@@ -33,6 +33,7 @@ from bmburst_ops.flash.mask_corrections import (
     forward_bottom_right,
     forward_seen,
 )
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
 
@@ -44,10 +45,14 @@ class TorchKernel:
     recordable = False
     takes_delta = False
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        return unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, PACKED)
+        reason = unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q, self._machine)
+        return reason or unless_able(needs, PACKED)
 
     def forward(
         self,
@@ -139,16 +144,19 @@ class CudnnKernel:
     recordable = False
     takes_delta = False
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
         if (reason := unless_half_on_gpu(q) or unless_able(needs)) is not None:
             return reason
-        version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(q.device)
+        version, capability = self._machine.cudnn(), self._machine.capability(q.device)
         if version < _OLDEST:
             return f"needs a torch with cuDNN 9.5.1 or newer, got {version or 'none'}"
         if capability < (9, 0):
-            return f"needs Hopper or newer, got {torch.cuda.get_device_name(q.device)}"
+            return f"needs Hopper or newer, got {self._machine.gpu(q.device)}"
         widest = 256 if capability == (9, 0) and version >= _WIDE_HEADS else 128
         return unless_head_dim(q, widest, " here")
 

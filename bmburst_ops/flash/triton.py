@@ -16,7 +16,7 @@ from torch import Tensor
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, unless_ampere
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.fused import is_there
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import (
     CAUSAL,
     FULL,
@@ -174,7 +174,14 @@ Table = tuple[tuple[int, P], ...]
 
 
 def block_sizes_for(
-    q: Tensor, kernel: Any, *, hopper: Table[P], small: Table[P], fp32: Table[P], interpreted: Table[P]
+    q: Tensor,
+    kernel: Any,
+    *,
+    hopper: Table[P],
+    small: Table[P],
+    fp32: Table[P],
+    interpreted: Table[P],
+    machine: Machine = HERE,
 ) -> P:
     """Return the block sizes of kernels for queries `[batch, queries, heads, head_dim]` on their device.
 
@@ -185,10 +192,11 @@ def block_sizes_for(
         small: For 16-bit dtypes, with up to 72 KiB of shared memory: any GPU from Ampere on.
         fp32: For fp32, without tensor cores: operands of products are in registers.
         interpreted: For Triton's interpreter.
+        machine: The machine of the device.
     """
     table = interpreted
     if not is_interpreted(kernel):
-        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # shared memory; 12 has less again
+        has_much = machine.capability(q.device)[0] in (9, 10)  # shared memory; 12 has less again
         table = fp32 if q.dtype == torch.float32 else hopper if has_much else small
     return next(sizes for largest, sizes in table if padded_head_dim(q.shape[-1]) <= largest)
 
@@ -284,17 +292,20 @@ class TritonKernel:
     recordable = False
     takes_delta = True
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k, needs
-        if not is_there("triton"):
+        if not self._machine.has("triton"):
             return "needs Triton, which is not installed: pip install 'triton>=3.6'"
         if q.dtype not in _DTYPES:
             return f"takes float32, bfloat16 and float16 only, got {q.dtype}"
         if q.shape[-1] > _MAX_HEAD_DIM:
             return f"takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[-1]}"
         if q.device.type == "cuda":
-            return unless_ampere(q)
+            return unless_ampere(q, self._machine)
         if q.device.type == "cpu" and is_interpreted(_kernels().forward):
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"

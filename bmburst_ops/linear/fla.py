@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.fused import import_package, is_there, version_of
+from bmburst_ops.fused import import_package
 from bmburst_ops.linear.kernel import EPSILON, Inputs, Pieces, Recurrence
+from bmburst_ops.machine import HERE, Machine
 
 TUNING = "BMBURST_FLA_TUNING"
 """The environment variable that, set to "all", lets fla try all choices of each kernel."""
@@ -39,12 +40,12 @@ _HOPPER, _WRONG = 9, ((3, 4), (3, 7, 1))
 _MOST_KEY_DIM = 256
 
 
-def unusable(capability: tuple[int, int]) -> tuple[str, str] | None:
+def unusable(capability: tuple[int, int], machine: Machine = HERE) -> tuple[str, str] | None:
     """Return why fla cannot be used on a GPU of a compute capability, and the fix; None: it can.
 
     On Hopper, Triton 3.4 to 3.7.0 computes wrong gradients of gated kernels; fla would refuse in backward.
     """
-    version, triton = version_of("fla-core"), version_of("triton")
+    version, triton = machine.version("fla-core"), machine.version("triton")
     if version is None:
         return "the package fla-core is not installed", "pip install 'fla-core>=0.6,<0.7'"
     if not VERSIONS[0] <= version < VERSIONS[1]:
@@ -52,7 +53,7 @@ def unusable(capability: tuple[int, int]) -> tuple[str, str] | None:
         return f"fla-core {found} is installed; allowed: 0.6 to below 0.7", "pip install 'fla-core>=0.6,<0.7'"
     if triton is None:
         return "the package triton is not installed", "pip install triton"
-    if capability[0] == _HOPPER and _WRONG[0] <= triton < _WRONG[1] and not is_there("tilelang"):
+    if capability[0] == _HOPPER and _WRONG[0] <= triton < _WRONG[1] and not machine.has("tilelang"):
         found = ".".join(map(str, triton))
         return (
             f"Triton {found} computes wrong gradients on Hopper; allowed: from 3.7.1 on, or the package tilelang",

@@ -7,14 +7,15 @@ import torch
 
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm import transports
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.transports import device_name
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.parallelism import STRATEGIES
 from bmburst.schedule.strategy import choose_strategy
+from tests.attention.test_refusals import Standing
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
@@ -104,6 +105,15 @@ def test_what_cannot_work_is_refused_after_what_can():
     decide(comm, q, k, v, None, OPTIONS)
     with refused("k and v", "shape", "[1, 8"):
         decide(comm, q, k, v[:, :4], None, OPTIONS)
+    for other, words in (
+        (v.numpy(), "torch tensor"),
+        (v.to_sparse(), "dense"),
+        (torch.nested.nested_tensor([v[0]], layout=torch.jagged), "dense"),
+        (v.to("meta"), "one device"),
+        (v.as_subclass(Standing), "plain tensor"),
+    ):
+        with refused("v", words):
+            decide(comm, q, k, other, None, OPTIONS)
     with refused("mask", "list of 2"):
         decide(comm, q, k, v, None, replace(OPTIONS, mask=["causal", "full"]))
     with refused("kernel", "['reference']"):
@@ -127,14 +137,18 @@ def test_the_strategy_is_the_cost_models():
         assert taken == wanted
 
 
-def test_unlike_gpus_are_priced_as_the_first(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(transports, "gather_objects", lambda _, mine: ["NVIDIA A100-SXM4-80GB", mine])
-    pair = [
-        LocalCommunicator(rank, [[MessageQueue(), MessageQueue()], [MessageQueue(), MessageQueue()]])
-        for rank in range(2)
-    ]
-    assert {transports.device_name(CheckedCommunicator(one, torch.device("cuda", 0))) for one in pair} == {
-        "NVIDIA A100-SXM4-80GB"
-    }
-    assert transports.device_name(CheckedCommunicator(pair[0], torch.device("cpu"))) == HOST
+class OnGpus:
+    """A group of ranks with a GPU each, as far as the names of the GPUs are asked for."""
+
+    transport, device = "threads", torch.device("cuda", 0)
+
+    def __init__(self, comm):
+        self.base, self.size, self.all_gather = self, comm.size, comm.all_gather
+
+
+def test_unlike_gpus_are_priced_as_the_first():
+    def body(comm):
+        names = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
+        return device_name(OnGpus(comm), lambda _: names[comm.rank]), device_name(comm)
+
+    assert run_ranks(2, body) == [("NVIDIA A100-SXM4-80GB", HOST)] * 2

@@ -11,7 +11,7 @@ import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import double_ring_carry_home, double_ring_visits, ring_backward, ring_forward
-from bmburst.comm import CompletedTransfer
+from bmburst.comm.communicator import CompletedTransfer
 from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order

@@ -9,8 +9,8 @@ import torch
 import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.comm import CompletedTransfer
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.communicator import CompletedTransfer
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference

@@ -1,6 +1,6 @@
 """Attention by exchanging heads: its plan by brute force, its results against fp64 and one device's bits."""
 
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 
 import pytest
@@ -327,6 +327,34 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
     forward, backward = ([varying for kind, varying in ran if kind is which] for which in (False, True))
     assert forward and not any(forward)
     assert sum(backward) == (2 * 8 * (4 * 8 + 2 * 2 * 8 + 3 * 4) * 4 if varies else 0)
+
+
+def test_the_launches_of_the_first_call_in_a_place_serve_later_calls(monkeypatch):
+    """As those of a CUDA graph do: on the memory of that call, until a longer call needs more."""
+    move_heads(monkeypatch, "at once")
+    first, lengths = {}, (4, 4, 8, 4, 8)
+
+    def body(comm):
+        comm.active, found = False, []
+        for seed, tokens in enumerate(lengths):
+            drawn = torch.Generator().manual_seed(2 * seed + comm.rank)
+            q, k, v = (torch.randn(2, tokens, h, 8, generator=drawn, requires_grad=True) for h in (8, 4, 4))
+            with torch.inference_mode():  # its tensors must not be those of training
+                bmburst.burst_attention(q, k, v, group=comm, strategy="heads", kernel="cpu")
+            out = bmburst.burst_attention(q, k, v, group=comm, strategy="heads", kernel="cpu")
+            out.sin().sum().backward()
+            found += [out.detach(), q.grad, k.grad, v.grad]
+        return found
+
+    called = run_ranks(2, body)
+    run = lambda *where: SimpleNamespace(run=lambda work, _: first.setdefault(where, work)())  # noqa: E731
+    monkeypatch.setattr(at_once, "RECORDINGS", SimpleNamespace(get=run))
+    monkeypatch.setattr(at_once, "records_kernels", lambda *_: True)
+    monkeypatch.setattr(at_once, "current_stream", lambda _: "stream")
+    monkeypatch.setattr(CpuKernel, "recordable", True)
+    launched = run_ranks(2, body)
+    assert all(map(torch.equal, chain(*launched), chain(*called)))
+    assert len(first) < 2 * 3 * len(lengths)
 
 
 def test_plans_are_made_once():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm import CompletedTransfer
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.communicator import CompletedTransfer
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.units import HeadShapes, backward_bytes
 from bmburst_ops.flash import ReferenceKernel

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bmburst.comm import Transfer
+from bmburst.comm.communicator import Transfer
 from bmburst.schedule.exchange import Exchange
 
 

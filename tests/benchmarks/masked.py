@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from benchmarks.attention import sample_document_lengths, window_tokens
+from benchmarks.attention.cells import sample_document_lengths, window_tokens
 
 
 def visible(mask: str, tokens: int) -> Tensor:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.attention import Cell, Selection, accuracy_ranks, forward_flops, list_cells, one_gpu_cell, sizes
+from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, forward_flops, list_cells, one_gpu_cell, sizes
 from tests.refusals import refused
 
 NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.engine import FAILED, OK, REFUSED, Results
 from benchmarks.engine.job import RankRun
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown
-from benchmarks.inference import (
+from benchmarks.inference.cells import (
     HEADS,
     METHODS,
     NO_LAO,

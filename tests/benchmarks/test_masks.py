@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention import (
+from benchmarks.attention.cells import (
     Cell,
     Selection,
     facts,
     forward_flops,
     list_cells,
     mask_of,
-    measure,
     median_tokens,
     one_gpu_cell,
     pattern_of,
@@ -30,8 +29,8 @@ from benchmarks.attention.measure import measure_speed
 from benchmarks.attention.method import LocalKernel, Method, Setting, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import zigzag_positions
-from benchmarks.engine import OK, REFUSED, Results
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import OK, REFUSED, Results
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.report import markdown, row_line
 from bmburst.schedule.tiles import visible_area
@@ -136,15 +135,14 @@ def test_what_cannot_do_a_mask_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-def test_a_row_says_how_far_from_the_arithmetic_it_is(mask, monkeypatch):
+def test_a_row_says_how_far_from_the_arithmetic_it_is(mask):
     """Three calls in turns: the method 12 ms, one GPU's kernel under the mask 9 ms, under a plain causal one 6 ms."""
     group = RankGroup(process_group=None, rank=0, size=1, device=torch.device("cpu"))
     at = cell(mask, "one-gpu", ranks=1, device="cpu", tokens=64, heads=2, kv_heads=2, head_dim=8, dtype="float32")
-    costs = (12.0, 9.0, 6.0)
-    monkeypatch.setattr(measure, "in_turns", lambda *calls, **_: tuple((ms,) * 3 for ms in costs[: len(calls)]))
+    timer = lambda *calls, **_: tuple((ms,) * 3 for ms in (12.0, 9.0, 6.0)[: len(calls)])  # noqa: E731
     job = Job(kind="attention", ranks=1, cells=(at,), output="", repeats=3, cell_seconds=1)
     setting = Setting(group=group, kernel=LocalKernel())
-    row = measure_speed(all_methods("cpu")["one-gpu"], at, setting, Gauge.begin(group.device), job)
+    row = measure_speed(all_methods("cpu")["one-gpu"], at, setting, Gauge.begin(group.device), job, timer)
     part, more = row["forward"], forward_flops(at) / forward_flops(plain_causal(at))
     assert part["ratio"] == 9 / 12
     assert part["arithmetic_ms"] == pytest.approx(6 * more) and part["times_arithmetic"] == pytest.approx(12 / 6 / more)
@@ -153,7 +151,7 @@ def test_a_row_says_how_far_from_the_arithmetic_it_is(mask, monkeypatch):
     assert row["host_us"].keys() == {"forward", "backward"} and min(row["host_us"].values()) > 0
 
 
-def test_waits_for_other_ranks_are_no_time_of_the_host(monkeypatch):
+def test_waits_for_other_ranks_are_no_time_of_the_host():
     """Forward returns after 5 seconds, of which the host waited for 2, and backward after 7, of which 3."""
 
     class Waiting(Method):
@@ -165,8 +163,8 @@ def test_waits_for_other_ranks_are_no_time_of_the_host(monkeypatch):
 
     group = RankGroup(process_group=None, rank=0, size=1, device=torch.device("cpu"))
     at = cell("documents", ranks=1, device="cpu", tokens=8, heads=2, kv_heads=2, head_dim=8, dtype="float32")
-    calls = prepare(Waiting(), at, Setting(group=group, kernel=LocalKernel()))
-    monkeypatch.setattr("benchmarks.attention.method.time.perf_counter", iter((0.0, 5.0, 12.0)).__next__)
+    clock = iter((0.0, 5.0, 12.0)).__next__
+    calls = prepare(Waiting(), at, Setting(group=group, kernel=LocalKernel()), clock)
     assert calls.host() == (3.0, 4.0)
 
 

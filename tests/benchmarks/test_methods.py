@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import LocalKernel, Setting, both, forward_without_grad, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import flash_attention_2

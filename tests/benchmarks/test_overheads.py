@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.method import LocalKernel, Setting, random_inputs
 from benchmarks.attention.methods import all_methods
 from benchmarks.engine.machine import RankGroup

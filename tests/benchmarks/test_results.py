@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.kind import KIND, draw
 from benchmarks.attention.methods import all_methods
-from benchmarks.engine import FAILED, OK, REFUSED, Results, timing
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.machine import RankGroup
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
@@ -154,10 +154,9 @@ def test_calls_are_measured_in_turns():
     assert first.count == 5 and first.least <= first.median <= first.most
 
 
-def test_a_ratio_is_that_of_the_rates(monkeypatch):
+def test_a_ratio_is_that_of_the_rates():
     costs = iter([*[1, 1] * CALLS, 5.0, 10.0, 6.0, 8.0, 5.0, 20.0])  # warm-ups, then rounds of one GPU and the method
-    monkeypatch.setattr(timing, "once", lambda *_: next(costs))
-    ones, ours = in_turns(lambda: None, lambda: None, group=group(), repeats=3, seconds=60)
+    ones, ours = in_turns(*[lambda: None] * 2, group=group(), repeats=3, seconds=60, time_of=lambda *_: next(costs))
     assert (ones, ours) == ((5, 6, 5), (10, 8, 20))
     assert quotient(ones, ours) == 0.5  # of 0.5, 0.75 and 0.25
 

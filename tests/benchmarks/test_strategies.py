@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention import mask_of
+from benchmarks.attention.cells import mask_of
 from benchmarks.predictions import predicted_choice
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import engine
-from benchmarks.engine import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine import job as job_module
+from benchmarks.engine import kinds
 from benchmarks.engine.job import RankRun
+from benchmarks.engine.kinds import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine.report import grid, groups, is_measured, plot_methods, save_figure
 from bmburst.cli import main
 from bmburst.outputs import blank_picture
 from tests.distributed.processes import run_processes
 from tests.refusals import says
 
-KINDS = {**engine.KINDS, "sums": "tests.benchmarks.test_third_kind"}
+KINDS = {**kinds.KINDS, "sums": "tests.benchmarks.test_third_kind"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ KIND = Kind(
 
 
 def _rank(folder):
-    engine.KINDS = KINDS
+    kinds.KINDS = KINDS
     SumRun(job_module.Job.read(folder), torch.device("cpu"), folder).run()
 
 
@@ -99,7 +99,7 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(engine, "KINDS", KINDS)
+    monkeypatch.setattr(kinds, "KINDS", KINDS)
     monkeypatch.setattr(job_module, "launch", start)
     output = tmp_path / "r.json"
     words = ["bench", "sums", "--ranks", "2", "--factor", "10"]
@@ -119,6 +119,6 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("tokens", ["7", "0"])
 def test_the_engine_checks_its_lengths(tokens, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(engine, "KINDS", KINDS)
+    monkeypatch.setattr(kinds, "KINDS", KINDS)
     assert main(["bench", "sums", "--ranks", "2", "--tokens", tokens]) == 2
     assert f"--tokens {tokens}" in capsys.readouterr().err

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.attention import Cell
+from benchmarks.attention.cells import Cell
 from benchmarks.attention.kind import timeline_title as attention_title
 from benchmarks.engine.timing import draw_timeline, hidden, lanes
-from benchmarks.training import TrainCell
+from benchmarks.training.cells import TrainCell
 from benchmarks.training.kind import timeline_title as train_title
 
 EVENTS = [

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.attention import Cell, mask_of, sizes
+from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.methods import traffic
 from bmburst.schedule import make_schedule
 from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan

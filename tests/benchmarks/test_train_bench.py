@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention.method import Setting
-from benchmarks.engine import FAILED, OK, REFUSED, Results
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
+from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.training import (
+from benchmarks.training.cells import (
     METHODS,
     Rates,
     TrainCell,
@@ -304,15 +304,12 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path, monkeypatch):
-    from benchmarks.training import measure
+def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path):
+    from benchmarks.training.measure import build_trainer
 
-    built = []
-    monkeypatch.setattr(measure, "Trainer", lambda config: built.append(config.parallel.kernel))
-    measure.build_trainer(
-        cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1
-    )
-    assert built == [kernel]
+    setting = Setting(group=None, kernel=None, kernel_name=kernel)
+    config = build_trainer(cell("ours"), setting, DataConfig(), tmp_path, steps=1, make=lambda config: config)
+    assert config.parallel.kernel == kernel
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +373,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--preset", "llama-3-8b", "--layers", "33"), "--layers 33 | 1 to 32"),
         (("--ranks", "2", "--heads", "4"), "--heads | bench attention"),
         (("--ranks", "2", "--recompute", "all"), "recompute | 'all' | known: "),
-        (("--ranks", "2", "--recompute", "block+first-x"), "'block+first-x' | 'x' | fix: block+first-1"),
+        (("--ranks", "2", "--recompute", "block+first-x"), "'block+first-x' | 'x' | fix: +first-4"),
         (("--ranks", "2", "--kernel", "fa4"), "kernel | 'fa4' | NVIDIA | cpu"),
         (("--ranks", "2", "--text", "no/such"), "--text no/such | does not exist"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),

@@ -16,7 +16,6 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.rope import rotary_frequencies
-from bmburst.checkpoint import conversion as converting
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.conversion import convert
 from bmburst.checkpoint.model_center import model_center_name
@@ -140,12 +139,11 @@ def test_transformers_reads_the_parts(tmp_path: Path, source: Path) -> None:
     assert torch.equal(first, second)
 
 
-def test_no_more_than_a_piece_is_held(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converting, "PIECE_BYTES", 256)
+def test_no_more_than_a_piece_is_held(tmp_path: Path, source: Path) -> None:
     total: list[int] = []
     steps: list[int] = []
     for to in ("huggingface", "model-center"):
-        convert(source, tmp_path / to, to=to, on_total=total.append, on_bytes=steps.append)
+        convert(source, tmp_path / to, to=to, piece_bytes=256, on_total=total.append, on_bytes=steps.append)
     assert total[0] == total[1] == sum(steps) / 2 == sum(x.nbytes for x in tensors(CONFIG).values())
     assert max(steps) == 256
     assert_same(weights_of(tmp_path / "huggingface"), tensors(CONFIG))

@@ -55,12 +55,18 @@ def launches(monkeypatch, tmp_path):
     return calls
 
 
+class Trained(list):
+    """The configurations that the trainer's stand-in was given. `work` is what it does with one."""
+
+    work = staticmethod(lambda _: "")
+
+
 @pytest.fixture
 def trained(monkeypatch):
     """Stand in for the trainer and return the configurations it is given."""
-    seen = []
+    seen = Trained()
     module = types.ModuleType("bmburst.train.trainer")
-    module.run = lambda config, _: seen.append(config) or ""
+    module.run = lambda config, _: seen.append(config) or seen.work(config)
     monkeypatch.setitem(sys.modules, "bmburst.train.trainer", module)
     return seen
 

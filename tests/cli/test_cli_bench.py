@@ -144,7 +144,7 @@ def test_an_installation_takes_the_benchmarks_of_the_clone_that_it_is_run_in(ins
 
 def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
     from benchmarks.attention.kind import KIND
-    from benchmarks.engine import Results
+    from benchmarks.engine.kinds import Results
 
     Results(KIND).write(tmp_path / "r.json")
     assert bench("--table", "--plot", "--output", str(tmp_path / "r.json")) == 0

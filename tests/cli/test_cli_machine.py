@@ -1,8 +1,5 @@
 """A kernel or transport that this machine does not have is refused before any rank starts, with what it has."""
 
-import types
-from importlib import metadata
-
 import pytest
 import torch
 
@@ -12,40 +9,23 @@ from bmburst.errors import UserError
 from bmburst.launch.devices import Gpu
 from bmburst.train.machine import require_dtype, require_machine
 from bmburst.train.resolve import resolve
-from bmburst_ops import fused
 from tests.cli.commands import refused
+from tests.ops.another_machine import AnotherMachine
 from tests.refusals import says
 
 ON_CPU = "runs on NVIDIA GPUs only, and the tensors are on cpu"
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Pretend that there is a Hopper GPU, with these packages of kernels alone."""
+def gpus(monkeypatch):
+    """The launcher sees two GPUs."""
+    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 2)
 
-    def pretend(*installed):
-        def version(distribution):
-            if distribution in installed:
-                return "4.0.0"
-            raise metadata.PackageNotFoundError(distribution)
 
-        found = types.SimpleNamespace(find_spec=lambda name: name if name in (*installed, "triton") else None)
-        known = types.SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
-        monkeypatch.setattr(fused, "metadata", known)
-        monkeypatch.setattr(fused, "importlib", types.SimpleNamespace(util=found))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 2)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-        return asked
-
-    asked = []
-    fused.version_of.cache_clear()
-    fused.is_there.cache_clear()
-    yield pretend
-    fused.version_of.cache_clear()
-    fused.is_there.cache_clear()
+def machine(**installed):
+    """Return a machine with Hopper GPUs, and these packages of kernels beside Triton."""
+    packages = {name.replace("_", "-"): version for name, version in installed.items()}
+    return AnotherMachine((9, 0), {"triton": None, **packages})
 
 
 @pytest.fixture
@@ -54,10 +34,10 @@ def no_gpu(launches, monkeypatch):
     return launches
 
 
-def message(**options):
+def message(here, **options):
     config = resolve((), {name.replace("__", "."): value for name, value in options.items()})
     with pytest.raises(UserError) as caught:
-        require_machine(config, 2)
+        require_machine(config, 2, machine=here)
     return str(caught.value)
 
 
@@ -137,47 +117,49 @@ def test_what_is_there_may_be_asked_for(no_gpu, argv):
     assert len(no_gpu) == 1
 
 
-def test_a_package_that_is_not_installed_is_refused_on_a_gpu(gpu):
-    gpu()
+@pytest.mark.usefixtures("gpus")
+def test_a_package_that_is_not_installed_is_refused_on_a_gpu():
+    here = machine()
     half = {"dtype": "bfloat16", "preset": "llama-2-7b"}
     allowed = "auto, cudnn, torch, triton, reference"
-    says(message(parallel__kernel="fa4", **half), "kernel", "'fa4'", "flash-attn-4", allowed, "fix: --kernel auto")
-    says(message(parallel__kernel="fa2", **half), "kernel", "'fa2'", "flash-attn\n", allowed, "fix: --kernel auto")
-    says(message(parallel__kernel="cpu", **half), "kernel", "'cpu'", "CPU", allowed, "fix: --kernel auto")
+    says(message(here, parallel__kernel="fa4", **half), "kernel", "'fa4'", "flash-attn-4", allowed, "--kernel auto")
+    says(message(here, parallel__kernel="fa2", **half), "kernel", "'fa2'", "flash-attn\n", allowed, "--kernel auto")
+    says(message(here, parallel__kernel="cpu", **half), "kernel", "'cpu'", "CPU", allowed, "--kernel auto")
 
 
-def test_dtype_head_dim_mask_and_repetition_count_on_a_gpu(gpu):
-    asked = gpu("flash-attn-4")
+@pytest.mark.usefixtures("gpus")
+def test_dtype_head_dim_mask_and_repetition_count_on_a_gpu():
+    here = machine(flash_attn_4=(4, 0, 0))
     half = {"dtype": "bfloat16", "preset": "llama-2-7b", "parallel__kernel": "cudnn"}
-    require_machine(resolve((), {"parallel.kernel": "fa4", "dtype": "bfloat16", "preset": "llama-2-7b"}), 2, 1)
-    assert set(asked) == {torch.device("cuda", 1)}
-    says(message(parallel__kernel="fa4"), "'fa4'", "bfloat16", "torch.float32", "fix: --kernel auto")
-    says(message(**half, model__head_dim="12"), "'cudnn'", "head dim", "multiples of 8", "12", "fix: --kernel auto")
-    says(message(**half, pack="documents"), "'cudnn'", "packed segments", "auto, fa4", "fix: --kernel auto")
-    says(message(**half, model__sliding_window="64"), "'cudnn'", "sliding window", "fix: --kernel auto")
-    says(message(**half, parallel__deterministic="true"), "'cudnn'", "deterministic backward", "fix: --kernel auto")
+    require_machine(resolve((), {"parallel.kernel": "fa4", "dtype": "bfloat16", "preset": "llama-2-7b"}), 2, 1, here)
+    assert set(here.asked) == {torch.device("cuda", 1)}
+    says(message(here, parallel__kernel="fa4"), "'fa4'", "bfloat16", "torch.float32", "--kernel auto")
+    says(message(here, **half, model__head_dim="12"), "'cudnn'", "head dim", "multiples of 8", "12", "--kernel auto")
+    says(message(here, **half, pack="documents"), "'cudnn'", "packed segments", "auto, fa4", "--kernel auto")
+    says(message(here, **half, model__sliding_window="64"), "'cudnn'", "sliding window", "--kernel auto")
+    says(
+        message(here, **half, parallel__deterministic="true"), "'cudnn'", "deterministic backward", "fix: --kernel auto"
+    )
 
 
-def test_a_gpu_without_bfloat16_trains_in_float16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    device = torch.device("cuda", 1)
+def test_a_gpu_without_bfloat16_trains_in_float16():
+    device, turing = torch.device("cuda", 1), AnotherMachine((7, 5))
     for capability, dtypes in (((7, 0), ("float16", "float32")), ((8, 0), ("bfloat16", "float16"))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         for dtype in dtypes:
-            require_dtype(dtype, device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    require_dtype("bfloat16", torch.device("cpu"))
+            require_dtype(dtype, device, AnotherMachine(capability))
+    require_dtype("bfloat16", torch.device("cpu"), turing)
     with pytest.raises(UserError) as caught:
-        require_dtype("bfloat16", device)
-    says(caught, "bfloat16", "Tesla V100", "7.5", "float16, float32", "fix: --dtype float16")
+        require_dtype("bfloat16", device, turing)
+    says(caught, "bfloat16", "a GPU", "7.5", "float16, float32", "fix: --dtype float16")
 
 
-def test_transports_of_a_gpu(gpu):
-    asked = gpu()
+@pytest.mark.usefixtures("gpus")
+def test_transports_of_a_gpu():
+    here = machine()
     for transport in ("auto", "peer", "nccl"):
-        require_machine(resolve((), {"parallel.transport": transport}), 2)
-    says(message(parallel__transport="gloo"), "transport", "gloo", "GPUs", "fix: --transport auto")
-    assert not asked, "a GPU was asked though the kernel is free"
+        require_machine(resolve((), {"parallel.transport": transport}), 2, machine=here)
+    says(message(here, parallel__transport="gloo"), "transport", "gloo", "GPUs", "fix: --transport auto")
+    assert not here.asked, "a GPU was asked though the kernel is free"
 
 
 def test_a_check_looks_at_the_ranks_own_kernel_alone(no_gpu):

@@ -75,11 +75,11 @@ def test_under_torchrun_one_rank_speaks_for_all(trained, as_rank, capsys, tmp_pa
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, monkeypatch, launched):
-    def full(*_):
+def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, launched):
+    def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["bmburst.train.trainer"], "run", full)
+    trained.work = full
     as_rank(0, 1, launched=launched)
     words = ("output out", "cannot be written", "No space left")
     if launched:  # the launcher shows it

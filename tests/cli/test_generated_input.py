@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from benchmarks.engine import KINDS, Results, load_kind
+from benchmarks.engine.kinds import KINDS, Results, load_kind
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.checkpoint.model_center import ModelCenterConfig
@@ -205,7 +205,7 @@ def here(tmp_path_factory):
         patch.setattr("bmburst.launch.launcher.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.rates.calibrate", lambda *_: "# Measured")
-        patch.setattr("bmburst.setup.doctor.examine", lambda: [])
+        patch.setattr("bmburst.setup.doctor.examine", lambda _: [])
         patch.setattr("bmburst.setup.doctor.can_train", lambda *_: True)
         patch.setattr("bmburst.setup.doctor.to_text", lambda *_: "")
         patch.setattr("bmburst.setup.doctor.to_json", lambda *_: "")

@@ -29,7 +29,7 @@ def findings() -> tuple[doctor.Finding, ...]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, findings: tuple[doctor.Finding, ...]) -> Path:
     """A home of a user with secrets in names, data and the environment."""
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setattr(doctor, "examine", lambda _: findings)
     folder = tmp_path / "home-alicq7"
     folder.mkdir()
     for name, value in {

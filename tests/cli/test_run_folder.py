@@ -91,15 +91,9 @@ def test_ranks_train_what_their_launcher_settled_whatever_the_folder_says(launch
     assert [config.seed for config in trained] == [5, 5]
 
 
-def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys, tmp_path, monkeypatch):
-    import sys
-
+def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys, tmp_path):
     seen = []
-    monkeypatch.setattr(
-        sys.modules["bmburst.train.trainer"],
-        "run",
-        lambda *_: seen.append((tmp_path / "out" / f"{LOCK_FILE}.holder").exists()) or "",
-    )
+    trained.work = lambda _: seen.append((tmp_path / "out" / f"{LOCK_FILE}.holder").exists()) or ""
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0
     assert seen == [True]

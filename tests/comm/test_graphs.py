@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.comm import streams as module
-from bmburst.comm.streams import Recording, Recordings
+from bmburst.comm.streams import FixedBuffers, Recording, Recordings
 from bmburst_ops.flash.inputs import DeviceVectors, collect_vectors, copy_to_device
 
 CPU = torch.device("cpu")
@@ -131,6 +131,20 @@ def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varyin
         one.run(lambda: cuda.log.append("work"), varying)
     assert cuda.log == ["work"] * module.CALLS + ["begin", *first, "work", "end"]
     assert cuda.graphs[0].pool == (0, 1)
+
+
+def test_tensors_stay_in_place_until_more_is_requested():
+    buffers = FixedBuffers()
+    few, more = (((2, 3), torch.float32), ((5,), torch.float64)), (((2, 300), torch.float32),)
+    with torch.inference_mode():
+        first = buffers.get(CPU, "in", *few)
+    assert [(tuple(t.shape), t.dtype) for t in first] == [*few] and not first[0].is_inference()
+    assert buffers.get(CPU, "in", *few) is first
+    first[0].fill_(1), first[1].fill_(2)
+    assert (first[0] == 1).all()  # they do not overlap
+    begin = lambda *kinds: buffers.get(CPU, "in", *kinds)[0].data_ptr()  # noqa: E731
+    assert begin(few[1]) == begin(*few) == first[0].data_ptr() != buffers.get(CPU, "out", *few)[0].data_ptr()
+    assert begin(*more) == begin(*few) != first[0].data_ptr()  # also the old request is in the new memory
 
 
 def test_nothing_is_sent_into_a_graph():

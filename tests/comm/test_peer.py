@@ -13,7 +13,8 @@ import torch
 
 import bmburst
 from bmburst.attention import heads
-from bmburst.comm import gather_objects, peer, shared_memory
+from bmburst.comm import peer, shared_memory
+from bmburst.comm.communicator import gather_objects
 from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import Copies, Copy, DriverError, SharedMemory, SharedMemoryError, Signals
@@ -252,19 +253,12 @@ def test_what_one_rank_cannot_share_is_an_error_on_all(driver, call, words):
     assert not driver.memory and not +driver.opened  # nobody keeps what it could share
 
 
-def test_ranks_of_two_hosts_share_nothing(driver, monkeypatch):
+def test_ranks_of_two_hosts_share_nothing(driver):
     def body(comm):
         with refused("ranks 0 and 2", "hosts", error=SharedMemoryError):
-            PeerCommunicator(comm, CPU)
+            PeerCommunicator(comm, CPU, host="b" if comm.rank == 2 else "a")
 
-    names = threading.local()
-    monkeypatch.setattr(peer, "host_identity", lambda: names.host)
-
-    def on_host(comm):
-        names.host = "b" if comm.rank == 2 else "a"
-        body(comm)
-
-    run_ranks(3, on_host)
+    run_ranks(3, body)
     assert not driver.memory
 
 

@@ -11,21 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmburst.comm import transports, waits
+from bmburst.comm import waits
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
+from bmburst.comm.transports import PeerGroups, over_transport
 from tests.distributed.started import Python
 from tests.refusals import refused, says
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def fresh():
-    transports.PEER_GROUPS.clear()
-    yield
-    transports.PEER_GROUPS.clear()
 
 
 def group(rank, transport="nccl", size=2):
@@ -35,37 +29,36 @@ def group(rank, transport="nccl", size=2):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_without_access_to_a_peer(monkeypatch, fresh, rank):
+def test_without_access_to_a_peer(rank):
     def refuse(inner, device):
         made.append(inner)
         raise SharedMemoryError("rank 1 cannot read the memory of rank 0")
 
-    made, comm = [], group(rank)
-    monkeypatch.setattr(transports, "PeerCommunicator", refuse)
+    made, comm, groups = [], group(rank), PeerGroups(refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert transports.over_transport(comm, "nccl") is comm and not made
-        assert transports.over_transport(comm, "auto") is comm
-        assert transports.over_transport(comm, "auto") is comm
+        assert over_transport(comm, "nccl", groups) is comm and not made
+        assert over_transport(comm, "auto", groups) is comm
+        assert over_transport(comm, "auto", groups) is comm
     assert made == [comm.inner]  # asked once: asking is collective
     assert len(caught) == (rank == 0)
     for each in caught:
         says(each.message, "bmburst: ", "NCCL", "rank 1 cannot read the memory of rank 0")
     with refused("transport", "'peer'", "rank 1 cannot read", "transport='auto'", "'nccl'"):
-        transports.over_transport(comm, "peer")
+        over_transport(comm, "peer", groups)
 
 
-def test_with_access_to_all_peers(monkeypatch, fresh):
-    monkeypatch.setattr(transports, "PeerCommunicator", lambda *_: group(0, "peer").inner)
+def test_with_access_to_all_peers():
+    groups = PeerGroups(lambda *_: group(0, "peer").inner)
     comm, other = group(0), group(0)
-    moved = transports.over_transport(comm, "auto")
-    assert moved.transport == "peer" and transports.over_transport(comm, "peer") is moved
-    assert transports.over_transport(other, "peer") is not moved
-    assert transports.over_transport(moved, "auto") is moved
+    moved = over_transport(comm, "auto", groups)
+    assert moved.transport == "peer" and over_transport(comm, "peer", groups) is moved
+    assert over_transport(other, "peer", groups) is not moved
+    assert over_transport(moved, "auto", groups) is moved
     comm.active = True
     assert moved.active and not other.active
     for alone in (group(0, size=1), group(0, "gloo"), group(0, "threads")):
-        assert transports.over_transport(alone, "auto") is alone
+        assert over_transport(alone, "auto", groups) is alone
 
 
 RENAMED = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (1 2'); print(1, flush=True); time.sleep(60)"

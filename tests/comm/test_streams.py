@@ -23,12 +23,11 @@ def test_memory_in_flight(monkeypatch):
     maker, other, side, marks = Stream(), Stream(), Stream(), []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
     current = [maker]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
 
     def transfer():
         current[0] = maker
         sent = torch.zeros(2)
-        return SideStreamTransfer(side, (torch.zeros(1),), (sent,)), weakref.ref(sent)
+        return SideStreamTransfer(side, (torch.zeros(1),), (sent,), lambda _: current[0]), weakref.ref(sent)
 
     pending, sent = transfer()
     assert sent() is not None  # another stream still reads it

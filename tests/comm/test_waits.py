@@ -1,6 +1,5 @@
 """Exposed communication: what a meter counts, with events on streams whose time is set by hand."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ class Stream:
         self.now, self.stream_id, self.device_index, self.device_type = now, stream_id, device_index, device_type
 
     def record_event(self, event=None):
-        event = event or torch.cuda.Event()
+        event = event or Event()
         event.record(self)
         return event
 
@@ -46,17 +45,26 @@ class Event:
         return end.at - self.at
 
 
-@pytest.fixture
-def current(monkeypatch):
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    return stream
+class Cuda:
+    """What a meter takes of torch.cuda; `current` is the current stream."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self):
+        self.current = Stream()
+
+    def current_stream(self):
+        return self.current
 
 
-def test_only_what_a_stream_stands_still_for_counts(current):
-    meter = WaitMeter(on_gpu=True)
+def metered():
+    """Return a meter of a GPU and its current stream."""
+    cuda = Cuda()
+    return WaitMeter(on_gpu=True, cuda=cuda), cuda.current
+
+
+def test_only_what_a_stream_stands_still_for_counts():
+    meter, current = metered()
 
     def wait_until(moment):
         with meter.waiting():
@@ -75,12 +83,13 @@ def test_only_what_a_stream_stands_still_for_counts(current):
     assert meter.read() == pytest.approx(0.005)
 
 
-def test_a_wait_beside_another_streams_work_is_hidden(current, monkeypatch):
-    meter = WaitMeter(on_gpu=True)
+def test_a_wait_beside_another_streams_work_is_hidden():
+    cuda = Cuda()
+    meter, current = WaitMeter(on_gpu=True, cuda=cuda), cuda.current
     meter.running, other = True, Stream()
 
     def on(stream, context, until):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        cuda.current = stream
         with context:
             stream.now = max(stream.now, until)
 
@@ -94,9 +103,9 @@ def test_a_wait_beside_another_streams_work_is_hidden(current, monkeypatch):
     assert meter.read() == 0
 
 
-def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it(current):
+def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it():
     """A ring inside an exchange of heads waits within its work."""
-    meter = WaitMeter(on_gpu=True)
+    meter, current = metered()
     meter.running = True
     with meter.working():
         current.now = 5
@@ -106,8 +115,8 @@ def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it(current):
     assert meter.read() == pytest.approx(0.007)
 
 
-def test_the_stream_that_computes_is_measured_where_it_waits_for_a_metered_one(current):
-    meter = WaitMeter(on_gpu=True)
+def test_the_stream_that_computes_is_measured_where_it_waits_for_a_metered_one():
+    meter, current = metered()
     loading = meter.of_stream(Stream(now=80, stream_id=3))
     assert isinstance(loading, Stream) and loading.stream_id == 3
     loading.now, meter.running = 80, True
@@ -123,9 +132,8 @@ def test_the_stream_that_computes_is_measured_where_it_waits_for_a_metered_one(c
     assert meter.read() == 0
 
 
-def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_of_it(monkeypatch):
+def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_of_it():
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
 
     def taking(seconds, result):
         now.seconds += seconds
@@ -135,7 +143,7 @@ def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_o
     slow.all_reduce = lambda _: taking(2, SimpleNamespace(wait=lambda: taking(3, "sum")))
     slow.all_gather = lambda mine: SimpleNamespace(wait=lambda: (torch.stack([mine, mine]),))
     group = CheckedCommunicator(slow, torch.device("cpu"))
-    meter = group.meter = WaitMeter(on_gpu=False)
+    meter = group.meter = WaitMeter(on_gpu=False, clock=lambda: now.seconds)
     other = group.over(slow)
     assert other.all_reduce(torch.ones(1)).wait() == "sum"
     assert meter.read() == 0

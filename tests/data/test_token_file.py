@@ -61,11 +61,10 @@ def test_pieces_make_one_document_with_the_same_key(tmp_path):
 
 
 def test_many_batches_of_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("bmburst.data.token_writer.BATCH_CHARACTERS", 50)
     monkeypatch.setattr("bmburst.data.token_writer._ROWS_AT_A_TIME", 7)
     texts = [f"line {i}\n" * (i % 13) for i in range(100)]
     in_pieces = (Document(name=str(i), pieces=text.splitlines(keepends=True)) for i, text in enumerate(texts))
-    cut = write_token_file(tmp_path / "cut", in_pieces, ByteTokenizer())
+    cut = write_token_file(tmp_path / "cut", in_pieces, ByteTokenizer(), batch=50)
     monkeypatch.undo()
     whole = tiny.token_file(tmp_path / "whole", texts)
     assert cut.path.read_bytes() == whole.path.read_bytes()

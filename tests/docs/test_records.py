@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import records
-from benchmarks.engine import Results, load_kind
+from benchmarks.engine.kinds import Results, load_kind
 from benchmarks.engine.report import markdown
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import CHAINS, CHECKPOINT_FILES, SINGLE, TOKEN_CACHE, TOKEN_FILE
 from benchmarks.faults.inject import Workspace
+from benchmarks.faults.kinds import CHAINS, CHECKPOINT_FILES, SINGLE, TOKEN_CACHE, TOKEN_FILE
 from benchmarks.faults.programs import Fault, processes
 
 ROOT = Path(__file__).parents[2]

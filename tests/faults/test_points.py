@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from dataclasses import asdict, replace
 
-from benchmarks.faults import KINDS, faults, flipped_bit, with_flipped
 from benchmarks.faults.__main__ import OutcomeLog, main, outcome_of, record, table
 from benchmarks.faults.inject import FaultOutcome
+from benchmarks.faults.kinds import KINDS, faults, flipped_bit, with_flipped
 from benchmarks.faults.programs import STEPS, Fault, RunTiming, RunWatch, base_of, left_in, newest
 
 FACTS = {

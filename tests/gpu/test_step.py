@@ -132,7 +132,7 @@ def _kernels_are_compiled_ahead(options):
     from bmburst.blocks import transformer
     from bmburst.schedule.documents import Documents
     from bmburst.schedule.mask import SlidingWindow
-    from bmburst_ops.fused import version_of
+    from bmburst_ops.machine import version_of
 
     packed = options.pop("packed", False)
     model = replace(PRESETS["llama-tiny"], head_dim=64, num_heads=8, num_kv_heads=2, **options)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.training import METHODS
+from benchmarks.training.cells import METHODS
 from benchmarks.training.report import furthest
 from bmburst.cli import main
 

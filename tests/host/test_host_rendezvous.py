@@ -2,11 +2,12 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.host.nccl import UNIQUE_ID_BYTES, Rendezvous, _reachable_address
+from bmburst.host.nccl import UNIQUE_ID_BYTES, Rendezvous, reachable_address
 
 
 def address(unique_id: bytes) -> list[str]:
@@ -37,7 +38,7 @@ def test_one_host_needs_no_name(environment: dict[str, str]) -> None:
     assert address(Rendezvous(environment).unique_id())[0] == "127.0.0.1"
 
 
-def test_several_hosts_are_given_an_address_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_are_given_an_address_they_can_reach() -> None:
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     routes = {"10.0.0.1": "10.0.0.7", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.9"}
 
@@ -48,11 +49,10 @@ def test_several_hosts_are_given_an_address_they_can_reach(monkeypatch: pytest.M
         def getsockname(self) -> tuple[str, int]:
             return routes[self.to], 1
 
-    monkeypatch.setattr(socket, "socket", Probe)
     for resolved, expected in (("10.0.0.1", "10.0.0.7"), ("127.0.1.1", "10.0.0.9")):  # the name is loopback here
         found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (resolved, 29500))]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
-        assert _reachable_address(environment) == expected
+        network = SimpleNamespace(getaddrinfo=lambda *_, found=found, **__: found, socket=Probe)
+        assert reachable_address(environment, network) == expected
 
 
 def test_ids_cannot_be_guessed() -> None:

@@ -91,7 +91,7 @@ def test_ranks_that_share_the_text_give_the_same_answers(cache: str) -> None:
     def body(comm: CheckedCommunicator) -> Any:
         mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
         source = Source.open(MODEL, None, "bytes")
-        made = Generator(source, mesh=mesh, cache=cache)
+        made = Generator(source, mesh=mesh, cache=cache, dtype="float32")
         encoder = PromptEncoder(source.tokenizer, made.config.vocab_size)
         prompts = TaskPrompts(ByteTokenizer(), test, encoder)
         return measure_tasks(made, prompts, test)

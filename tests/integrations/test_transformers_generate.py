@@ -1,18 +1,19 @@
 """`generate` with a split cache against the unsplit model's own generate, in fp32."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bmburst.attention import options
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.transformers_attention import Near, SequenceMask
 from bmburst.integrations.transformers_cache import SplitLayer
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst_ops import flash
-from bmburst_ops.flash import Partial
+from bmburst_ops.flash import KERNELS, Partial, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.inputs import unless_able
 from bmburst_ops.pattern import Need, Pattern
@@ -78,7 +79,8 @@ class WithoutWindows(CpuKernel):
 
 def test_a_turn_shorter_than_the_window_takes_a_kernel_that_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn's own mask is causal; what it sees of the turns before is not."""
-    monkeypatch.setattr(flash, "KERNELS", (WithoutWindows(), *flash.KERNELS))
+    able = (WithoutWindows(), *KERNELS)
+    monkeypatch.setattr(options, "select_kernel", partial(select_kernel, kernels=able))
     before, turn, window = 9, 4, 6
     q, k, v = torch.randn(3, 1, 2, before + turn, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     distance = torch.arange(turn)[:, None] + before - torch.arange(before + turn)

@@ -57,7 +57,7 @@ def test_the_driver_is_asked(driver, build, count):
     ("line", "found"),
     [("cuda: Optional[str] = '12.8'", 12), ("cuda = '13.0'", 13), ("cuda: Optional[str] = None", None)],
 )
-def test_torchs_cuda_is_read_without_importing_it(line, found, tmp_path, monkeypatch):
+def test_torchs_cuda_is_read_without_importing_it(line, found, tmp_path):
     real = torch.version.cuda
     assert cuda_of_torch() == (None if real is None else int(real.partition(".")[0]))
     package = tmp_path / "torch"
@@ -65,5 +65,4 @@ def test_torchs_cuda_is_read_without_importing_it(line, found, tmp_path, monkeyp
     (package / "__init__.py").write_text("raise AssertionError('it is imported')")
     (package / "version.py").write_text(f"__version__ = '2.9.0+cu126'\ndebug = False\n{line}\nhip = '6.1'\n")
     spec = importlib.util.spec_from_file_location("torch", package / "__init__.py")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
-    assert cuda_of_torch() == found
+    assert cuda_of_torch(lambda _: spec) == found

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,16 +153,16 @@ def test_the_owner_of_a_port_that_nobody_has_is_unknown():
         assert "another user" in owner_of(port)
 
 
-def test_node_0_is_reached_at_its_own_address(monkeypatch):
+def test_node_0_is_reached_at_its_own_address():
     assert address_of("127.0.0.1") == "127.0.0.1" and address_of("localhost") == "127.0.0.1"
     known = {"debian": ["127.0.1.1"], "both": ["127.0.1.1", "192.0.2.9"]}
 
     def resolve(host, *_, **__):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in known[host]]
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert address_of("both") == "192.0.2.9"
-    assert address_of("debian") == other_addresses()[-1] or len(other_addresses()) == 1
+    network = SimpleNamespace(getaddrinfo=resolve, socket=socket.socket)
+    assert address_of("both", network) == "192.0.2.9"
+    assert address_of("debian", network) == other_addresses()[-1] or len(other_addresses()) == 1
 
 
 def test_an_address_of_another_host_is_refused():

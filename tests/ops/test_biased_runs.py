@@ -142,17 +142,16 @@ KERNEL_CASES = [
 
 
 @pytest.mark.parametrize(("name", "most", "cut"), KERNEL_CASES)
-def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut, monkeypatch):
+def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut):
     formula, relations, queries, keys = case(name)
-    monkeypatch.setattr(kernels, "_block_sizes", lambda _: kernels.BiasedBlockSizes(*[SIZES[cut]] * 4))
-    monkeypatch.setattr("bmburst_ops.biased.triton._MOST", most)
+    sizes = kernels.BiasedBlockSizes(*[SIZES[cut]] * 4)
     size, rows, columns = *queries.shape, keys.shape[1]
     q, k, v, table, grad, _ = draw(1, size, max(rows, columns), 1, 16, formula.rows, torch.float32)
     wide = [t.to(DEVICE) for t in (grad[:, :rows], q[:, :rows], k[:, :columns], v[:, :columns], table)]
     results = []
     for kernel, dtype in (
         (BiasedReferenceKernel(), torch.float64),
-        (BiasedTritonKernel(), torch.float32),
+        (BiasedTritonKernel(sizes, most), torch.float32),
     ):
         grad, q, k, v, table = (t.to(dtype) for t in wide)
         pairs = Pairs(formula, relations, queries, keys)

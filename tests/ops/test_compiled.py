@@ -2,21 +2,19 @@
 
 import errno
 import os
-import tempfile
 
 from bmburst_ops import fused
 
 
-def _answer(tmp_path):
+def _answer(tmp_path, temporary):
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 42; }\n")
-    return fused.compiled(source, ())
+    return fused.compiled(source, (), temporary)
 
 
-def test_without_a_folder_for_temporary_files_there_is_none(tmp_path, monkeypatch):
+def test_without_a_folder_for_temporary_files_there_is_none(tmp_path):
     """On a disk that is only read, or full."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
-    assert _answer(tmp_path) is None
+    assert _answer(tmp_path, tmp_path / "not there") is None
 
 
 def test_a_folder_that_cannot_be_removed_does_not_lose_the_library(tmp_path, monkeypatch):
@@ -25,6 +23,5 @@ def test_a_folder_that_cannot_be_removed_does_not_lose_the_library(tmp_path, mon
     def rmdir(path, **_):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "rmdir", rmdir)
-    assert _answer(tmp_path).answer() == 42
+    assert _answer(tmp_path, tmp_path).answer() == 42

@@ -13,6 +13,7 @@ import torch
 
 from bmburst_ops import fused, rms_norm
 from bmburst_ops.errors import KernelError
+from tests.ops.another_machine import AnotherMachine
 from tests.refusals import refused
 
 STREAM = 1234
@@ -89,13 +90,13 @@ def test_what_it_is_given_is_dense_and_begins_with_a_pair(package: StandIn) -> N
     assert torch.equal(in_fp32, result)
 
 
-def test_many_rows_are_given_in_calls_that_it_can_count(package: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rms_norm.CPM_KERNELS, "_NUMBERS", 25)
+def test_many_rows_are_given_in_calls_that_it_can_count(package: StandIn) -> None:
+    few = rms_norm.CpmKernels(most=25)
     x, weight = random(7, 10).to(HALF), random(10, seed=1).to(HALF)
-    result = rms_norm.rms_norm(x, weight, 1e-5, kernel="cpm-kernels")
+    result, _ = few.norm_forward(x, weight, 1e-5)
     assert [rows for name, rows in package.calls if name == "layernorm_step"] == [2, 2, 2, 1]
     torch.testing.assert_close(result, rms_norm.rms_norm(x, weight, 1e-5), rtol=2**-9, atol=2**-14)
-    assert rms_norm.rms_norm(x[:0], weight, 1e-5, kernel="cpm-kernels").shape == (0, 10)
+    assert few.norm_forward(x[:0], weight, 1e-5)[0].shape == (0, 10)
 
 
 def on_gpu(dtype: torch.dtype = HALF, features: int = 8, device: str = "cuda:0") -> SimpleNamespace:
@@ -104,10 +105,9 @@ def on_gpu(dtype: torch.dtype = HALF, features: int = 8, device: str = "cuda:0")
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9)])
-def test_it_is_taken_where_its_machine_code_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(rms_norm, "is_there", lambda module: module == "cpm_kernels")
-    assert rms_norm.choose_norm("cpm-kernels", on_gpu(), on_gpu()) is rms_norm.CPM_KERNELS
+def test_it_is_taken_where_its_machine_code_runs(capability: tuple[int, int]) -> None:
+    package = rms_norm.CpmKernels(AnotherMachine(capability, {"cpm_kernels": None}))
+    assert rms_norm.choose_norm("cpm-kernels", on_gpu(), on_gpu(), package) is package
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,10 @@ def test_it_is_taken_where_its_machine_code_runs(monkeypatch: pytest.MonkeyPatch
         (on_gpu(), on_gpu(), (8, 0), False, "not installed | pip install bmburst[cpm-kernels]"),
     ],
 )
-def test_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, x, weight, capability, installed, words) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(rms_norm, "is_there", lambda *_: installed)
+def test_it_is_refused_by_name(x, weight, capability, installed, words) -> None:
+    package = rms_norm.CpmKernels(AnotherMachine(capability, {"cpm_kernels": None} if installed else {}))
     with refused("norm kernel 'cpm-kernels'", words, "'auto' | torch, triton", error=KernelError, lines=2):
-        rms_norm.choose_norm("cpm-kernels", x, weight)
+        rms_norm.choose_norm("cpm-kernels", x, weight, package)
 
 
 def test_names_that_are_none_and_kernels_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +154,9 @@ def test_plain_torch_by_name_is_so_both_ways(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("problem", [ModuleNotFoundError("No pkg_resources"), RuntimeError("CUDA driver version")])
-def test_a_package_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
+def test_a_package_that_cannot_be_imported_is_said(problem: Exception) -> None:
     def fails(module: str) -> ModuleType:
         raise problem
 
-    monkeypatch.setattr(rms_norm.CPM_KERNELS, "refusal", lambda *_: None)
-    monkeypatch.setattr(fused.importlib, "import_module", fails)
-    with refused("cpm_kernels | cannot be imported", problem, error=KernelError):
-        rms_norm.rms_norm(torch.zeros(2, 8, dtype=HALF), torch.ones(8, dtype=HALF), 1e-5, kernel="cpm-kernels")
+    with refused("cpm-kernels | cpm_kernels | cannot be imported", problem, error=KernelError):
+        fused.import_package("cpm_kernels", "cpm-kernels", fails)

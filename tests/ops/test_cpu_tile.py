@@ -5,11 +5,17 @@ import torch
 
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial, cpu
 from bmburst_ops.flash.cpu import CpuKernel
+from tests.ops.another_machine import AnotherMachine
 from tests.ops.tiles import EPSILON, Tile, assert_same, error, every_second, room, some_heads
 
 # Products are added up in fp32, 64 at a time: a few roundings.
 NEAR = 1e-6
 TILE = (1, 65, 130, True, 2, 1, 32, torch.float32)
+
+
+def of_any_length():
+    """Return the kernel that takes the C kernel for tiles of any length."""
+    return CpuKernel(AnotherMachine(cpu="AVX512"), least_scores=0)
 
 
 def of_cpu(case, **options):
@@ -71,12 +77,10 @@ def test_what_is_not_a_number_is_shown_and_stays_in_its_sample(name):
 
 
 @pytest.fixture
-def one_thread(monkeypatch):
-    """As on a rank of the host runtime, for tiles of any length."""
+def one_thread():
+    """As on a rank of the host runtime."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(cpu, "LEAST_SCORES", 0)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     yield
     torch.set_num_threads(before)
 
@@ -92,7 +96,7 @@ def calls(one_thread, monkeypatch):
 
 
 def test_the_kernel_uses_it_and_writes_where_it_is_told(calls):
-    tile, kernel = of_cpu(TILE), CpuKernel()
+    tile, kernel = of_cpu(TILE), of_any_length()
     into = room(tile.q, some_heads)
     part = tile.forward(kernel, into=into)
     assert_same(part, into)
@@ -107,14 +111,14 @@ def test_the_kernel_uses_it_and_writes_where_it_is_told(calls):
 @pytest.mark.parametrize("case", [(*TILE[:-1], torch.bfloat16), (*TILE[:-2], 16, torch.float32)], ids=["bf16", "width"])
 def test_torch_computes_other_tiles(calls, case):
     tile = of_cpu(case)
-    assert error(tile.forward(CpuKernel()).out, tile.out) < 4 * EPSILON[torch.bfloat16]
+    assert error(tile.forward(of_any_length()).out, tile.out) < 4 * EPSILON[torch.bfloat16]
     assert not calls
 
 
 def test_torch_computes_where_several_threads_may(calls):
     torch.set_num_threads(2)
     tile = of_cpu(TILE)
-    assert error(tile.forward(CpuKernel()).out, tile.out) < NEAR
+    assert error(tile.forward(of_any_length()).out, tile.out) < NEAR
     assert not calls
 
 
@@ -123,6 +127,6 @@ def test_torch_computes_without_a_compiler(calls, monkeypatch):
     monkeypatch.setenv("PATH", "")
     tile = of_cpu(TILE)
     try:
-        assert isinstance(tile.forward(CpuKernel()), Partial) and not calls
+        assert isinstance(tile.forward(of_any_length()), Partial) and not calls
     finally:
         cpu.compile_for.cache_clear()

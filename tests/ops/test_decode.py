@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from bmburst_ops import decode, triton_decode
-from bmburst_ops.decode import KERNELS, decode_attention, merge_decode
+from bmburst_ops import triton_decode
+from bmburst_ops.decode import (
+    KERNELS,
+    attend_visible,
+    decode_attention,
+    merge_decode,
+    runs_triton,
+    visible_tokens,
+)
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import triton as flash_triton
+from bmburst_ops.flash.triton import TritonKernel
+from tests.ops.another_machine import AnotherMachine
 from tests.pairs import in_turn, long
 from tests.refusals import refused
 
@@ -100,8 +108,8 @@ def test_twin_without_lengths_on_the_host():
     """On other devices than CPUs the twin masks the whole capacity, where it may find NaN."""
     for starts in (None, STARTS):
         case = Case(6, 2, 8, torch.float64, starts=starts, capacity=60)
-        visible = decode.visible_tokens(case.lengths, case.starts, 60)
-        case.check(*decode.attend_visible(case.q, *case.cache, visible, SCALE))
+        visible = visible_tokens(case.lengths, case.starts, 60)
+        case.check(*attend_visible(case.q, *case.cache, visible, SCALE))
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
@@ -304,36 +312,34 @@ def test_shares_of_splits(monkeypatch, length, splits, shares):
     """Even but for units of 16 tokens, and of a block at least: few tokens are not spread over all splits."""
     kept = []
     monkeypatch.setattr(triton_decode, "_merge_into", lambda _, part_lse, *__: kept.append(part_lse))
-    monkeypatch.setattr(triton_decode, "block_sizes_for", lambda *_, **__: triton_decode.Tuning(32, 16, 4, 1, 8))
     case = Case(1, 1, 16, torch.float32, lengths=(length + 5,), starts=(5,))
     case.q.zero_()  # the log-sum-exp is the logarithm of how many tokens there are
-    case.run("triton", num_splits=splits)
+    q, cache, lengths, starts = (each.to(DEVICE) for each in (case.q, case.cache, case.lengths, case.starts))
+    tuning = triton_decode.Tuning(32, 16, 4, 1, 8)
+    triton_decode.decode_attention(q, *cache, lengths, starts, case.scale, q.dtype, splits, tuning)
     counted = kept[0].cpu().exp().round().int().flatten().tolist()
     assert counted == [*shares, *[0] * (splits - len(shares))]
 
 
-def test_auto_is_triton_on_gpus_only(monkeypatch):
+def test_auto_is_triton_on_gpus_only():
     """In the interpreter Triton runs where it is asked for by name."""
-    asked = []
-    monkeypatch.setattr(triton_decode, "decode_attention", lambda *_: asked.append("triton") or (None, None))
-    monkeypatch.setattr(triton_decode, "merge_decode", lambda *_: asked.append("merge") or (None, None))
     case = Case(2, 1, 8, torch.float32, lengths=(3,))
     case.check(*case.run("auto"))
     case.check(*merge_decode(case.out.float()[None], case.lse.float()[None]))
-    assert not asked
-    monkeypatch.setattr(flash_triton, "unless_ampere", lambda _: None)
+    assert not runs_triton("auto", case.q.cpu())
 
     class OnGpu:
         is_cuda, device, dtype, shape = True, torch.device("cuda"), torch.bfloat16, (1, 2, 8)
 
-    assert decode._runs_triton("auto", OnGpu)
+    ampere = TritonKernel(AnotherMachine((8, 0), {"triton": None}))
+    assert runs_triton("auto", OnGpu, ampere)
     OnGpu.dtype = torch.float64
-    assert not decode._runs_triton("auto", OnGpu)
+    assert not runs_triton("auto", OnGpu, ampere)
     OnGpu.dtype, OnGpu.shape = torch.bfloat16, (1, 2, 257)
-    assert not decode._runs_triton("auto", OnGpu)
+    assert not runs_triton("auto", OnGpu, ampere)
     OnGpu.shape = (1, 2, 256)
-    monkeypatch.setattr(flash_triton, "is_there", lambda _: False)
-    assert not decode._runs_triton("auto", OnGpu)
+    for machine in (AnotherMachine((8, 0)), AnotherMachine((7, 5), {"triton": None})):
+        assert not runs_triton("auto", OnGpu, TritonKernel(machine))
 
 
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
@@ -352,7 +358,7 @@ def test_values_have_their_own_head_dim(kernel):
             torch.testing.assert_close(lse.double().cpu(), case.lse, rtol=1e-5, atol=1e-5)
 
 
-def test_triton_is_refused_with_a_reason(monkeypatch):
+def test_triton_is_refused_with_a_reason():
     q, lengths = torch.zeros(1, 2, 16, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     def run(q, kernel="triton"):
@@ -371,9 +377,8 @@ def test_triton_is_refused_with_a_reason(monkeypatch):
         run(q.to("meta"))
     with refused("float64 | fix: ", error=KernelError):
         merge_decode(q.double()[None], q.double()[None, ..., 0], kernel="triton")
-    monkeypatch.setattr(flash_triton, "is_there", lambda _: False)
     with refused("Triton | not installed | pip install 'triton | fix: ", error=KernelError):
-        run(q)
+        runs_triton("triton", q, TritonKernel(AnotherMachine()))
 
 
 def test_inputs_that_do_not_fit():

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.rotary import apply_rotary, apply_rotary_to
 from bmburst_ops.swiglu import swiglu
 from tests.refusals import refused
 
@@ -76,7 +76,7 @@ def test_gradients(name: str) -> None:
     cos, sin = _angles(2, 3, 2)
     function, inputs = {
         "rms_norm": (lambda x, w: rms_norm(x, w, 1e-2), (_random(2, 3, 5), _random(5, seed=1))),
-        "rotary": (lambda x: apply_rotary(x, cos, sin), (_random(2, 3, 3, 4),)),
+        "rotary": (lambda *heads: apply_rotary_to(heads, cos, sin), (_random(2, 3, 3, 4), _random(2, 3, 1, 4, seed=1))),
         "swiglu": (swiglu, (_random(2, 7), _random(2, 7, seed=1))),
     }[name]
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in inputs])
@@ -112,8 +112,13 @@ def test_rotary_is_hugging_faces() -> None:
     theirs = apply_rotary_pos_emb(
         q.transpose(1, 2), k.transpose(1, 2), torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     )
-    for x, expected in zip((q, k), theirs, strict=True):
-        torch.testing.assert_close(apply_rotary(x, cos, sin), expected.transpose(1, 2))
+    both = apply_rotary_to((q.requires_grad_(), k.requires_grad_()), cos, sin)
+    for x, found, expected in zip((q, k), both, theirs, strict=True):
+        torch.testing.assert_close(found, expected.transpose(1, 2))
+        assert torch.equal(apply_rotary(x, cos, sin), found)
+    (alone,) = torch.autograd.grad(apply_rotary(q, cos, sin).square().sum(), q)
+    of_q, of_k = torch.autograd.grad(both[0].square().sum(), (q, k), allow_unused=True)
+    assert torch.equal(of_q, alone) and of_k is None
 
 
 def test_like_shapes_are_required() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import NamedTuple
@@ -12,13 +13,14 @@ import torch
 
 from bmburst import BlockSparse, SlidingWindow
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial, queries_ahead, select_kernel
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
 from bmburst_ops.flash.inputs import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
 from tests.attention.oracle import problem
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.threads import run_ranks
+from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import attention_under, blocks, visible
 from tests.ops.package_stand_ins import check_statistic_memory, install
@@ -306,13 +308,20 @@ def test_few_blocks_and_other_lengths(monkeypatch, made, queries, keys):
         hold(kernel, Masked(pattern, queries, keys, 4, 2, made[2], torch.float16))
 
 
+class OnCpu(FlashAttention4Kernel):
+    """Takes tensors on CPUs as it would take those on a Hopper GPU."""
+
+    def refusal(self, q, k, needs=frozenset()):
+        del q, k
+        on_gpu = queries_ahead(torch.device("cuda"), BF16, min(BLOCK_HEAD_DIMS))
+        return super().refusal(on_gpu, on_gpu, needs)
+
+
 def pretended(monkeypatch):
-    """The stand-in, which takes tensors on CPUs where it would take them on a GPU."""
+    """The stand-in, for tensors on CPUs."""
     stand_in(monkeypatch)
-    monkeypatch.setattr("bmburst_ops.flash.fa4.unless_half_on_gpu", lambda _: None)
-    monkeypatch.setattr("bmburst_ops.flash.fa4.version_of", lambda _: (4, 0, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr("bmburst_ops.flash.fa4.BLOCK_HEAD_DIMS", frozenset({8}))
+    able = [OnCpu(AnotherMachine((9, 0), {"flash-attn-4": (4, 0, 0)}))]
+    monkeypatch.setattr("bmburst.attention.options.select_kernel", partial(select_kernel, kernels=able))
 
 
 def split(comm, mask, length, strategy):

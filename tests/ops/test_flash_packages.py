@@ -1,21 +1,21 @@
 """What is passed to packages that are not installed here, by stand-ins with their signatures; and who is preferred."""
 
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bmburst_ops import fused
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, kernels_on, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
+from bmburst_ops.machine import is_there, version_of
 from bmburst_ops.merge import row_dots
+from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked
 from tests.ops.package_stand_ins import attend, differentiate, fa2, fa3, fa4, install, older_fa3
 from tests.ops.tiles import (
@@ -174,31 +174,23 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
         FlashAttention3Kernel().forward(q, q, q, pattern=CAUSAL, scale=1.0)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Return a way to pretend a GPU with packages; queries for it come back. What a call needs is not of the GPU."""
-
-    def pretend(capability, installed, head_dim=128, dtype=torch.bfloat16, cudnn=91900, needs=None):
-        def version(distribution):
-            if distribution in installed:
-                return installed[distribution]
-            raise metadata.PackageNotFoundError(distribution)
-
-        fused.version_of.cache_clear()
-        fused.is_there.cache_clear()
-        monkeypatch.setattr(fused.metadata, "version", version)
-        monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: installed.get(name))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
-
-    yield pretend
-    fused.version_of.cache_clear()
-    fused.is_there.cache_clear()
+def query(head_dim=128, dtype=torch.bfloat16, **_):
+    """Return what a kernel looks at of a query on a GPU."""
+    return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
 
 
-ALL = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_interface": "found"}
+def kernels(capability, installed, cudnn=91900, **_):
+    """Return the kernels of a machine with these packages."""
+    return kernels_on(AnotherMachine(capability, installed, cudnn))
+
+
+def test_packages_are_found_without_import():
+    assert version_of("pytest") == pytest.version_tuple[:3]
+    assert is_there("this") and "this" not in sys.modules  # Python's own, which prints when it is imported
+    assert version_of("flash-attn-0") is None and not is_there("flash_attn_0")
+
+
+ALL = {"flash-attn": (2, 8, 3), "flash-attn-4": (4, 0, 0), "flash_attn_interface": None}
 CAPPED = {"needs": ("softcap",)}
 BLOCKS = {"needs": ("blocks",)}
 HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
@@ -209,12 +201,12 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
     [
         (HOPPER, ALL, {}, False, "fa4"),
         (HOPPER, ALL, {"head_dim": 256}, True, "fa4"),
-        (HOPPER, {"flash_attn_interface": "found"}, {}, False, "fa3"),
-        (HOPPER, {"flash_attn_interface": "found"}, {}, True, "torch"),
+        (HOPPER, {"flash_attn_interface": None}, {}, False, "fa3"),
+        (HOPPER, {"flash_attn_interface": None}, {}, True, "torch"),
         (HOPPER, {}, {}, False, "cudnn"),
-        (HOPPER, {}, {"cudnn": None}, False, "torch"),
-        (HOPPER, {"flash-attn": "2.8.3"}, {}, True, "fa2"),
-        (HOPPER, {"flash-attn": "2.6.3"}, {}, True, "torch"),
+        (HOPPER, {}, {"cudnn": 0}, False, "torch"),
+        (HOPPER, {"flash-attn": (2, 8, 3)}, {}, True, "fa2"),
+        (HOPPER, {"flash-attn": (2, 6, 3)}, {}, True, "torch"),
         (AMPERE, ALL, {}, False, "fa2"),
         (AMPERE, {}, {"dtype": torch.float16}, False, "torch"),
         (BLACKWELL, ALL, {"head_dim": 256}, False, "fa2"),
@@ -224,29 +216,30 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
         (HOPPER, ALL, {"head_dim": 512}, False, "reference"),
         (HOPPER, ALL, CAPPED, True, "fa4"),
         (BLACKWELL, ALL, CAPPED, False, "fa4"),
-        (HOPPER, {"flash_attn_interface": "found"}, CAPPED, False, "fa3"),
-        (HOPPER, {"triton": "found"}, CAPPED, False, "triton"),
+        (HOPPER, {"flash_attn_interface": None}, CAPPED, False, "fa3"),
+        (HOPPER, {"triton": None}, CAPPED, False, "triton"),
         (HOPPER, {}, CAPPED, False, "reference"),
         (AMPERE, ALL, CAPPED, False, "fa2"),
         (GEFORCE, ALL, CAPPED, False, "fa2"),
-        (HOPPER, ALL | {"triton": "found"}, BLOCKS, False, "fa4"),
-        (HOPPER, ALL | {"triton": "found"}, BLOCKS, True, "triton"),
-        (HOPPER, ALL | {"triton": "found"}, BLOCKS | {"head_dim": 256}, False, "triton"),
-        (HOPPER, ALL | {"triton": "found"}, {"needs": ("cells",)}, False, "triton"),
-        (BLACKWELL, ALL | {"triton": "found"}, BLOCKS, False, "triton"),
+        (HOPPER, ALL | {"triton": None}, BLOCKS, False, "fa4"),
+        (HOPPER, ALL | {"triton": None}, BLOCKS, True, "triton"),
+        (HOPPER, ALL | {"triton": None}, BLOCKS | {"head_dim": 256}, False, "triton"),
+        (HOPPER, ALL | {"triton": None}, {"needs": ("cells",)}, False, "triton"),
+        (BLACKWELL, ALL | {"triton": None}, BLOCKS, False, "triton"),
     ],
     ids=str,
 )
-def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, deterministic, name):
-    q, needs = gpu(capability, installed, **options), frozenset(options.get("needs", ()))
-    assert select_kernel("auto", q, q, deterministic, needs).name == name
+def test_the_fastest_that_can_is_chosen(capability, installed, options, deterministic, name):
+    q, needs = query(**options), frozenset(options.get("needs", ()))
+    able = kernels(capability, installed, **options)
+    assert select_kernel("auto", q, q, deterministic, needs, kernels=able).name == name
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "installed", "options", "deterministic", "words"),
     [
         ("fa4", HOPPER, {}, {}, False, "package flash-attn-4"),
-        ("fa4", HOPPER, {"flash-attn": "2.8.3"}, {}, False, "package flash-attn-4"),
+        ("fa4", HOPPER, {"flash-attn": (2, 8, 3)}, {}, False, "package flash-attn-4"),
         ("fa4", AMPERE, ALL, {}, False, "Hopper or Blackwell | a GPU"),
         ("fa4", BLACKWELL, ALL, {"head_dim": 136}, False, "multiples of 8 up to 128 | 136"),
         ("fa4", HOPPER, ALL, {"head_dim": 100}, False, "multiples of 8 up to 256 | 100"),
@@ -259,8 +252,8 @@ def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, det
         ("cudnn", HOPPER, {}, {"cudnn": 90800, "head_dim": 256}, False, "up to 128 | 256"),
         ("cudnn", AMPERE, {}, {}, False, "Hopper or newer | a GPU"),
         ("cudnn", HOPPER, {}, {}, True, "deterministic backward | torch"),
-        ("fa2", HOPPER, {"flash-attn-4": "4.0.0b36"}, {}, False, "package flash-attn\n"),
-        ("fa2", HOPPER, {"flash-attn": "2.6.3"}, {}, False, "flash-attn 2.7 or newer | 2.6.3"),
+        ("fa2", HOPPER, {"flash-attn-4": (4, 0, 0)}, {}, False, "package flash-attn\n"),
+        ("fa2", HOPPER, {"flash-attn": (2, 6, 3)}, {}, False, "flash-attn 2.7 or newer | 2.6.3"),
         ("fa2", (7, 5), ALL, {}, False, "Ampere or newer | a GPU"),
         ("fa4", GEFORCE, ALL, CAPPED, False, "logit softcapping | a GPU | fa2"),
         ("cudnn", HOPPER, ALL, CAPPED, False, "logit softcapping | fa4, fa3, fa2"),
@@ -274,10 +267,10 @@ def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, det
     ],
     ids=str,
 )
-def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, options, deterministic, words):
-    q, needs = gpu(capability, installed, **options), frozenset(options.get("needs", ()))
+def test_a_kernel_asked_for_says_why_not(name, capability, installed, options, deterministic, words):
+    q, needs = query(**options), frozenset(options.get("needs", ()))
     with refused(f"kernel '{name}'", words, error=KernelError):
-        select_kernel(name, q, q, deterministic, needs)
+        select_kernel(name, q, q, deterministic, needs, kernels=kernels(capability, installed, **options))
 
 
 @pytest.mark.parametrize(
@@ -291,20 +284,20 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
         (HOPPER, ALL, "fa4", (96, 64), ("blocks",), True),
         (BLACKWELL, ALL, "fa4", (96, 64), (), True),
         (BLACKWELL, ALL, "fa2", (192, 128), (), True),
-        (HOPPER, {"flash_attn_interface": "found"}, "fa3", (192, 128), (), True),
+        (HOPPER, {"flash_attn_interface": None}, "fa3", (192, 128), (), True),
         (HOPPER, {}, "cudnn", (192, 128), (), False),
         (HOPPER, {}, "cudnn", (160, 128), (), True),
         (AMPERE, {}, "torch", (192, 128), (), True),
-        (AMPERE, {"triton": "found"}, "triton", (40, 10), ("cells",), False),
+        (AMPERE, {"triton": None}, "triton", (40, 10), ("cells",), False),
         (HOPPER, ALL, "reference", (128, 512), (), False),
     ],
     ids=str,
 )
-def test_who_takes_two_widths(gpu, capability, installed, name, widths, needs, pads):
+def test_who_takes_two_widths(capability, installed, name, widths, needs, pads):
     """The choice is that of the wider head dim; "auto" but for block-sparse masks, where fa4 must be named."""
     head_dim, value_dim = widths
-    q = gpu(capability, installed, head_dim)
-    kernel = select_kernel("fa4" if "blocks" in needs else "auto", q, q, False, frozenset(needs), value_dim)
+    q, able, name_asked = query(head_dim), kernels(capability, installed), "fa4" if "blocks" in needs else "auto"
+    kernel = select_kernel(name_asked, q, q, False, frozenset(needs), value_dim, able)
     assert kernel.name == name and isinstance(kernel, PaddedKernel) == pads
 
 
@@ -332,8 +325,7 @@ def test_gpu_kernels_refuse_cpu_tensors(name):
         select_kernel(name, q, q)
 
 
-def test_looking_for_a_kernel_imports_nothing(gpu):
-    before = set(sys.modules)
-    q = gpu(HOPPER, ALL)
-    assert select_kernel("auto", q, q).name == "fa4"
+def test_looking_for_a_kernel_imports_nothing():
+    before, q = set(sys.modules), query()
+    assert select_kernel("auto", q, q, kernels=kernels(HOPPER, ALL)).name == "fa4"
     assert not {name for name in set(sys.modules) - before if name.startswith("flash_attn")}

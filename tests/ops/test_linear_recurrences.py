@@ -11,6 +11,7 @@ from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, sel
 from bmburst_ops.linear.fla import unusable
 from bmburst_ops.linear.fla_split import FlaSplitKernel, FlaSplitScan, fragment_tokens, fragments
 from tests.linear.oracle import problem, whole
+from tests.ops.another_machine import AnotherMachine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PIECES = Pieces((0, 70, 134, 140, 204, 211), padding=(4,), waiting=(0, 3), exporting=(1, 3))
@@ -100,27 +101,21 @@ def test_the_definition_against_dense_matrices(kind):
     torch.testing.assert_close(through, wanted[-1])
 
 
-def versions(monkeypatch, **found):
-    monkeypatch.setattr("bmburst_ops.linear.fla.version_of", lambda name: found.get(name.replace("-", "_")))
-    monkeypatch.setattr("bmburst_ops.linear.fla.is_there", lambda name: name in found)
-
-
 @pytest.mark.parametrize(
     ("found", "capability", "words"),
     [
         ({}, (8, 0), ("fla-core", "pip install")),
-        ({"fla_core": (0, 5, 1), "triton": (3, 7, 1)}, (8, 0), ("0.5.1", "0.6")),
-        ({"fla_core": (0, 7, 0), "triton": (3, 7, 1)}, (9, 0), ("0.7.0", "<0.7")),
-        ({"fla_core": (0, 6, 0)}, (8, 0), ("triton",)),
-        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0)}, (9, 0), ("Triton 3.6.0", "Hopper", "3.7.1", "tilelang")),
-        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0)}, (8, 0), None),
-        ({"fla_core": (0, 6, 0), "triton": (3, 6, 0), "tilelang": True}, (9, 0), None),
-        ({"fla_core": (0, 6, 3), "triton": (3, 7, 1)}, (9, 0), None),
+        ({"fla-core": (0, 5, 1), "triton": (3, 7, 1)}, (8, 0), ("0.5.1", "0.6")),
+        ({"fla-core": (0, 7, 0), "triton": (3, 7, 1)}, (9, 0), ("0.7.0", "<0.7")),
+        ({"fla-core": (0, 6, 0)}, (8, 0), ("triton",)),
+        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, (9, 0), ("Triton 3.6.0", "Hopper", "3.7.1", "tilelang")),
+        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, (8, 0), None),
+        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0), "tilelang": True}, (9, 0), None),
+        ({"fla-core": (0, 6, 3), "triton": (3, 7, 1)}, (9, 0), None),
     ],
 )
-def test_versions_are_checked_before_forward(monkeypatch, found, capability, words):
-    versions(monkeypatch, **found)
-    reason = unusable(capability)
+def test_versions_are_checked_before_forward(found, capability, words):
+    reason = unusable(capability, AnotherMachine(installed=found))
     assert (reason is None) == (words is None)
     assert words is None or all(word in " ".join(reason) for word in words)
 

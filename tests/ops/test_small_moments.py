@@ -45,7 +45,7 @@ class Moments:
         ]
 
 
-def step_of(kernel, weights, master, remainder, gradient, moments, step, rates=RATES):
+def step_of(kernel, weights, master, remainder, gradient, moments, step, rates=RATES, **options):
     """Take a step with a kernel."""
     if kernel == "triton":
         from bmburst_ops import triton_moments
@@ -68,6 +68,7 @@ def step_of(kernel, weights, master, remainder, gradient, moments, step, rates=R
         remainder=remainder,
         rounding=moments.rounding(step),
         kernel=kernel,
+        **options,
     )
 
 
@@ -138,16 +139,15 @@ def test_a_cut_changes_what_it_divides(kind):
         assert torch.equal(whole, cut) == (not touched)
 
 
-def test_pieces_are_those_of_the_whole(monkeypatch):
+def test_pieces_are_those_of_the_whole():
     """fp16 weights are updated in pieces, which no block is cut by; and no random number depends on them."""
     assert [(run.start, run.stop) for run in aligned(1000, 300, 512)] == [(0, 212), (212, 724), (724, 1000)]
     assert aligned(0, 5, 256) == []
     results = []
     for piece in (1 << 20, 512):
-        monkeypatch.setattr("bmburst_ops.host_adamw.PIECE", piece)
         weights, moments = torch.linspace(-1, 1, 1000).half(), Moments("8bit", 1000, 300)
         for step in (1, 2):
-            step_of("c", weights, weights.float(), None, weights.sin(), moments, step)
+            step_of("c", weights, weights.float(), None, weights.sin(), moments, step, piece=piece)
         results.append((weights, *moments.numbers, *moments.scales))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     rounding = moments.rounding(1)

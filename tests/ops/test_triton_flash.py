@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton import JITFunction
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import (
@@ -12,10 +13,10 @@ from bmburst_ops.flash import (
     Partial,
     queries_ahead,
     select_kernel,
-    triton,
 )
-from bmburst_ops.flash.triton import TritonKernel
+from bmburst_ops.flash.triton import TritonKernel, block_sizes_for
 from tests.attention.oracle import draw
+from tests.ops.another_machine import AnotherMachine
 from tests.ops.masks import attention
 from tests.pairs import in_turn
 from tests.refusals import refused
@@ -146,7 +147,7 @@ def test_rows_and_tiles_without_a_key():
         assert not any(g.any() for g in gradients)
 
 
-def test_refuses_with_a_reason(monkeypatch):
+def test_refuses_with_a_reason():
     q = torch.zeros(1, 4, 2, 16, device=DEVICE)
     for bad, words in (
         (q.double(), "float32, bfloat16 and float16 | torch.float64"),
@@ -155,9 +156,8 @@ def test_refuses_with_a_reason(monkeypatch):
     ):
         with refused("kernel 'triton'", words, error=KernelError):
             select_kernel("triton", bad, bad)
-    monkeypatch.setattr("bmburst_ops.flash.triton.is_there", lambda _: False)
     with refused("kernel 'triton' | not installed | pip install 'triton", error=KernelError):
-        select_kernel("triton", q, q)
+        select_kernel("triton", q, q, kernels=[TritonKernel(AnotherMachine())])
 
 
 def make(tile, dtype, batch=2):
@@ -189,11 +189,10 @@ def error(ours, wanted):
     [((8, 0), "bfloat16", "small"), ((9, 0), "float16", "hopper"), ((10, 3), "bfloat16", "hopper"),
      ((12, 0), "bfloat16", "small"), ((9, 0), "float32", "fp32")],
 )  # fmt: skip
-def test_kernels_are_cut_for_the_device(monkeypatch, capability, dtype, named):
+def test_kernels_are_cut_for_the_device(capability, dtype, named):
     """By shared memory, and by the power of two that the head dim is padded to."""
-    monkeypatch.setattr(triton, "is_interpreted", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    compiled, machine = JITFunction.__new__(JITFunction), AnotherMachine(capability)
     tables = {name: ((64, f"{name} 64"), (128, f"{name} 128")) for name in ("hopper", "small", "fp32", "interpreted")}
     for head_dim, padded in ((1, 64), (64, 64), (65, 128), (128, 128)):
         q = queries_ahead(torch.device("cuda"), getattr(torch, dtype), head_dim)
-        assert triton.block_sizes_for(q, None, **tables) == f"{named} {padded}"
+        assert block_sizes_for(q, compiled, **tables, machine=machine) == f"{named} {padded}"

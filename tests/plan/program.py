@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks import config as block_config
-from bmburst.comm import CompletedTransfer
+from bmburst.comm.communicator import CompletedTransfer
 from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh

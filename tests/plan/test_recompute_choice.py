@@ -1,8 +1,8 @@
 """What "auto" takes: the fastest policy that fits, the same on all ranks, said once."""
 
-import threading
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,31 +257,31 @@ def config(**changes):
     return TrainConfig(preset="llama-tiny", sequence_length=4096, **changes)
 
 
-def decide(asked, size, monkeypatch, free):
-    """Return what each rank takes; `free` is by rank."""
+def decide(asked, free, host=64 * GIB):
+    """Return what each rank takes; `free` is by rank, the free memory of the host that of all."""
+    size = len(free)
 
     def body(comm):
         mesh = Mesh(MeshShape(1, size), comm.rank, comm, comm, comm)
-        return memory_plan.recompute_for(asked, mesh, size)
+        return memory_plan.recompute_for(asked, mesh, size, memory_plan.RankMemory(free=free[comm.rank], host=host))
 
-    monkeypatch.setattr(memory_plan, "_free", lambda _: free.pop())
     return run_ranks(size, body)
 
 
-def test_all_ranks_take_what_fits_the_fullest_and_one_says_so(monkeypatch, capsys):
+def test_all_ranks_take_what_fits_the_fullest_and_one_says_so(capsys):
     asked = config(recompute=AUTO)
-    roomy = decide(asked, 2, monkeypatch, [64 * GIB, 64 * GIB])
+    roomy = decide(asked, [64 * GIB, 64 * GIB])
     assert roomy == ["none", "none"]
     said = capsys.readouterr().err
     assert said.startswith("recompute: none (the fastest that fits: ") and said.count("\n") == 1
-    tight = decide(asked, 2, monkeypatch, [GIB // 8, 64 * GIB])
+    tight = decide(asked, [GIB // 8, 64 * GIB])
     assert tight[0] == tight[1] != "none" and "offload" not in tight[0]  # without GPUs it would move nothing away
 
 
-def test_a_run_takes_what_lies_between(monkeypatch, capsys):
+def test_a_run_takes_what_lies_between(capsys):
     asked, found = config(recompute=AUTO), set()
     for mib in range(100, 300, 20):
-        names = decide(asked, 2, monkeypatch, [mib * GIB / 1024, 64 * GIB])
+        names = decide(asked, [mib * GIB / 1024, 64 * GIB])
         assert names[0] == names[1] and capsys.readouterr().err.startswith(f"recompute: {names[0]} (")
         asked.replace(recompute=names[0])  # is a policy of this model
         found.add(names[0])
@@ -291,24 +291,25 @@ def test_a_run_takes_what_lies_between(monkeypatch, capsys):
 def test_unlike_ranks_decide_by_the_first(monkeypatch, capsys):
     """By its GPU and by the ranks of its host: two policies in one run would wait for each other."""
     asked, names, decided = config(recompute=AUTO), {0: "NVIDIA A100-SXM4-80GB", 1: "NVIDIA H200", 2: "a board"}, []
-    real, here = memory_plan.planned, threading.local()
+    real = memory_plan.planned
 
     def spy(config, ranks, nodes, hardware):
         decided.append((ranks, nodes, hardware.name))
         return real(config, ranks, nodes, hardware)
 
     def body(comm):
-        here.rank = comm.rank
         mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
-        return memory_plan.recompute_for(asked, mesh, 1 + (comm.rank > 0))
+        cuda = SimpleNamespace(
+            is_available=lambda: True,
+            get_device_name=lambda: names[comm.rank],
+            memory_reserved=lambda: 2 * GIB,
+            memory_allocated=lambda: GIB,
+            mem_get_info=lambda: ((75 if comm.rank else 39) * GIB, 80 * GIB),
+        )
+        local_size = 1 + (comm.rank > 0)
+        return memory_plan.recompute_for(asked, mesh, local_size, memory_plan.RankMemory.now(local_size, cuda))
 
     monkeypatch.setattr(memory_plan, "planned", spy)
-    cuda = memory_plan.torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "get_device_name", lambda: names[here.rank])
-    monkeypatch.setattr(cuda, "memory_reserved", lambda: 2 * GIB)
-    monkeypatch.setattr(cuda, "memory_allocated", lambda: GIB)
-    monkeypatch.setattr(cuda, "mem_get_info", lambda: ((75 if here.rank else 39) * GIB, 80 * GIB))
     assert len(set(run_ranks(3, body))) == 1
     said = capsys.readouterr().err
     assert "of 40.0 GiB" in said and "other programs have 39.0 GiB" in said
@@ -327,7 +328,7 @@ def test_without_gpus_recompute_is_priced_with_attentions_machine(monkeypatch):
     host = hardware_like(HOST)
     for size in (2, 4):
         asked = config(recompute=AUTO)
-        decide(asked, size, monkeypatch, [64 * GIB] * size)
+        decide(asked, [64 * GIB] * size)
         hardware, taken_way = planned[-1]
         assert replace(hardware, host_memory=host.host_memory) == host
         assert taken_way.placement == Placement("gloo", 1, within="gloo")
@@ -339,28 +340,27 @@ def test_without_gpus_recompute_is_priced_with_attentions_machine(monkeypatch):
     assert memory_plan.DeviceMemory.now().device == HOST
 
 
-def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
-    assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
+def test_what_is_named_is_taken_if_hosts_have_room():
+    assert decide(config(recompute="block"), [1, 1]) == ["block"] * 2
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
-    assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
-    monkeypatch.setattr(memory_plan, "available_bytes", lambda: 1 << 20)
+    assert decide(offload, [1, 1]) == ["block+offload"] * 2
     with refused("recompute block+offload", "optimizer.offload", "16.1 MiB", "host", "921.6 KiB", "10% | in reserve"):
-        decide(offload, 2, monkeypatch, [1, 1])
+        decide(offload, [1, 1], 1 << 20)
     with refused("block+offload-first-1", "921.6 KiB", "in reserve"):
-        decide(config(recompute="block+offload-first-1"), 2, monkeypatch, [1, 1])
+        decide(config(recompute="block+offload-first-1"), [1, 1], 1 << 20)
     hardware = hardware_like("")
     needed = memory_of(memory_plan.planned(offload, 2, 1, hardware), hardware).in_host
     for share, fits in ((1.01, False), (1.01 / HOST_SHARE, True)):  # what is free is not all for the run
-        monkeypatch.setattr(memory_plan, "available_bytes", lambda share=share: int(share * needed))
+        host = int(share * needed)
         if fits:
-            assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
+            assert decide(offload, [1, 1], host) == ["block+offload"] * 2
         else:
             with refused("recompute block+offload", "on each host", "10% | in reserve"):
-                decide(offload, 2, monkeypatch, [1, 1])
-    assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
+                decide(offload, [1, 1], host)
+    assert decide(config(recompute="block"), [1, 1]) == ["block"] * 2
 
 
-def test_kernels_of_an_unknown_machine(monkeypatch):
+def test_kernels_of_an_unknown_machine():
     assert hardware_like("a board").name == H200.name
     striped = config(recompute=AUTO, parallel=ParallelConfig(layout="striped", strategy="double-ring"))
-    assert set(decide(striped, 2, monkeypatch, [GIB, GIB])) <= set(POLICIES)
+    assert set(decide(striped, [GIB, GIB])) <= set(POLICIES)

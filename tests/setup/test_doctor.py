@@ -1,5 +1,6 @@
 """What the doctor finds on made-up machines, that no check can end the others, and this machine's own report."""
 
+import argparse
 import importlib.machinery
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmburst.cli import main
+from bmburst.cli.machine import run_doctor
 from bmburst.setup import doctor
 from bmburst.setup.bmtrain import MachineCode, read_machine_code
 from bmburst.setup.doctor import (
@@ -27,6 +28,7 @@ from bmburst.setup.doctor import (
 )
 from bmburst.setup.kernel_caches import folders, kernel_caches
 from tests.distributed.started import run_bmburst
+from tests.ops.another_machine import AnotherMachine
 from tests.refusals import says
 from tests.setup.fatbin import fat_binary
 
@@ -108,15 +110,12 @@ def test_a_bmtrain_that_does_not_import_is_broken(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise ImportError('libnccl.so.2: undefined symbol')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = bmtrain.installed("BMTrain")
+    found = bmtrain.installed("BMTrain", [])
     assert found.status == "broken" and "undefined symbol" in found.detail and "--no-deps" in found.fix
 
 
-def test_a_bmtrain_that_is_not_there_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = bmtrain.installed("BMTrain")
+def test_a_bmtrain_that_is_not_there_is_missing():
+    found = bmtrain.installed("BMTrain", [], find=lambda _: None)
     assert found.status == "missing" and "bmtrain==1.0.1" in found.fix and "--no-deps" in found.fix
 
 
@@ -326,13 +325,13 @@ def test_every_finding_of_this_machine_has_its_fix():
         assert bool(found["fix"]) == (found["status"] in ("missing", "broken")), found
 
 
-def test_json_and_text_say_the_same(monkeypatch, capsys):
+def test_json_and_text_say_the_same(capsys):
     checks = (Check("a", fine), Check("b", lacking, needed=True))
-    monkeypatch.setattr(doctor, "CHECKS", checks)
-    monkeypatch.setattr(doctor, "examine", lambda: examine(checks))
-    assert main(["doctor"]) == 1
+    options = argparse.Namespace(report=None, run=None, json=False)
+    assert run_doctor(options, checks) == 1
     assert capsys.readouterr().out.rstrip() == to_text(checks, examine(checks))
-    assert main(["doctor", "--json"]) == 1
+    options.json = True
+    assert run_doctor(options, checks) == 1
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(to_json(checks, examine(checks)))
     assert report["findings"][1] == {
@@ -351,9 +350,8 @@ def test_json_and_text_say_the_same(monkeypatch, capsys):
 def test_the_kernel_of_cpus_names_the_compiler_of_long_tiles(capability, path, words, tmp_path, monkeypatch):
     compiler = tmp_path / "cc"
     compiler.touch(mode=0o700)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setenv("PATH", path and str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    found = doctor.cpu_flash("kernel cpu")
+    found = doctor.cpu_flash("kernel cpu", AnotherMachine(cpu=capability))
     assert found.status == "ok" and says(found.detail, words)
     assert ("compiled by" in found.detail) == bool(path) and (capability == "AVX512") == ("tiles" in found.detail)

@@ -148,18 +148,18 @@ def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
     assert needed(4, 2, optimizer=alone, **narrow) == 12 * every // 2
     assert needed(2, 1, optimizer=all_of_it) == 16 * blocks + 8 * (every - blocks)
     assert needed(2, 1, optimizer=all_of_it, **narrow) == 14 * blocks + 12 * (every - blocks)
-    files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-        monkeypatch.setattr(memory, name, tmp_path / name)
-    assert memory.available_bytes() == 5 * 1024
-    for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
-        (tmp_path / "_LIMIT").write_text(limit)
-        assert memory.available_bytes() == free
-    (tmp_path / "_LIMIT").unlink()
-    assert memory.available_bytes() == 5 * 1024
-    assert memory.total_bytes() == 9 * 1024
-    monkeypatch.setattr(memory, "_GROWS", (f"{tmp_path}/_MEM*",))
-    assert memory.total_bytes() is None  # there may come more
-    (tmp_path / "_MEMORY").unlink()
-    assert memory.available_bytes() is None
+    limit, has = tmp_path / "sys/fs/cgroup/memory.max", tmp_path / "proc/meminfo"
+    for file, text in {limit: "max\n", has: "MemTotal: 9 kB\nMemAvailable:    5 kB\n"}.items():
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assert memory.available_bytes(tmp_path) == 5 * 1024
+    for text, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
+        limit.write_text(text)
+        assert memory.available_bytes(tmp_path) == free
+    limit.unlink()
+    assert memory.available_bytes(tmp_path) == 5 * 1024
+    assert memory.total_bytes(tmp_path) == 9 * 1024
+    (tmp_path / "sys/bus/virtio/drivers/virtio_mem/virtio3").mkdir(parents=True)
+    assert memory.total_bytes(tmp_path) is None  # there may come more
+    has.unlink()
+    assert memory.available_bytes(tmp_path) is None

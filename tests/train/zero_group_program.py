@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bmburst.blocks.config import LoRAConfig
-from bmburst.comm import gather_objects
 from bmburst.comm.checks import contents
+from bmburst.comm.communicator import gather_objects
 from bmburst.comm.transports import NODE_SWITCH
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.refusals import refused, says
