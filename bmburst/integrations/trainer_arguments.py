@@ -103,19 +103,31 @@ ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
-def require_loss(trainer: type) -> None:
-    """Check that no class of transformers or TRL, of which a trainer is derived, has a loss of its own.
+def require_loss(trainer: type, mixin: type) -> None:
+    """Check that a trainer computes the loss that a mixin computes in its place, before it reads the data.
+
+    Args:
+        trainer: A class derived from the mixin and a trainer of transformers or TRL.
+        mixin: The mixin, which defines `compute_loss`.
 
     Raises:
-        UserError: One has.
+        UserError: The trainer of transformers or TRL has methods that were not read, or a class of the caller behind
+            the mixin has a loss of its own.
     """
-    for each in trainer.__mro__:
-        if is_library(each) and "compute_loss" in vars(each) and each.__name__ not in _LOSSES:
-            raise UserError(
-                f"{each.__name__} has a loss of its own, which is not computed on split sequences\n"
-                f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
-                "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
-            )
+    kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
+    if kind not in _LOSSES:
+        raise UserError(
+            f"the loss and the evaluation of {kind} were not read, so they may be others on split sequences\n"
+            f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
+            "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
+        )
+    behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    own = next((each for each in behind if "compute_loss" in vars(each) and not is_library(each)), None)
+    if own is not None:
+        raise UserError(
+            f"{own.__name__} defines compute_loss, which {mixin.__name__} would replace by cross entropy\n"
+            "allowed: the default loss\nfix: leave it out; or a loop of your own with a loss of Part.logps"
+        )
 
 
 def require_understood(
