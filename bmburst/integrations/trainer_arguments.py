@@ -64,7 +64,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
             pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss activation_offloading
             model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers
-            optimizer_cls_and_kwargs quantization_config peft_config formatting_func
+            optimizer_cls_and_kwargs quantization_config formatting_func
             """,
         _NO_LOGITS: """
             eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
@@ -79,6 +79,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         "read; the noise is that of the whole sequence": "neftune_noise_alpha",
         "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
         "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",
+        "read; methods that change each token alone are exact, others are refused": "peft_config",
         "read; a model with a router's loss is refused": "router_aux_loss_coef",
         "refused, because the loss is cross entropy": "compute_loss_func",
         "refused, because the logits of a long sequence fit on no rank": "compute_metrics",

@@ -7,12 +7,14 @@ the mean over its own labels, and an evaluation has one loss per rank. `share_ba
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
 
 from bmburst.errors import UserError
 from bmburst.integrations.trainer_arguments import require_loss, require_understood
@@ -101,7 +103,11 @@ class SplitBatches:
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        return share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        mesh, loader = self.split.mesh, share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        seeded = loader.worker_init_fn
+        if isinstance(seeded, partial) and seeded.func is seed_worker:  # what workers draw is part of the batch
+            loader.worker_init_fn = partial(seeded, rank=mesh.data_rank)
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""

@@ -35,7 +35,7 @@ def test_trains_as_one_process_after_an_evaluation(found: Found, tmp_path: Path,
             assert ours[what] == pytest.approx(expected[what], rel=2e-5), what
         assert ours["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
         assert ours["without labels"] == 1 and expected["without labels"] is None
-        for what in ("tokens", "flos", "samples"):
+        for what in ("tokens", "flos", "samples", "seed of workers"):
             assert ours[what] == expected[what], what
         for key, weight in expected["weights"].items():
             # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
