@@ -34,7 +34,7 @@ def require_adapters(model: nn.Module) -> None:
 
 def _configs(model: nn.Module) -> Iterator[Any]:
     """Return the configurations of all adapters in a model."""
-    found = {}
+    found: dict[int, Any] = {}
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict):

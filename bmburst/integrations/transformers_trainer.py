@@ -64,7 +64,7 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     if groups == 1:  # do not fill the last batch with samples from the start: a single process does not
         batches.even_batches = False
     # Or Accelerator.gather_for_metrics would cut the last batch to as many ranks as it has samples.
-    loader._drop_last = True  # type: ignore[attr-defined]
+    loader._drop_last = True
     return loader
 
 
@@ -97,16 +97,14 @@ class SplitBatches:
         self._without_labels = self._last = 0
         require_understood(self, [name for name, value in options.items() if value is not None])
         _require_plain(self._trainer)
-        _require_no_router(self._trainer.model)
-        require_splittable(self._trainer.model, lambda: (1,))
-        require_next_token_loss(self._trainer.model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        mesh, loader = self.split.mesh, share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
-        seeded = loader.worker_init_fn
+        loader = share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        reader: Any = getattr(loader, "base_dataloader", loader)  # what accelerate's loader starts workers of
+        seeded = reader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # what workers draw is part of the batch
-            loader.worker_init_fn = partial(seeded, rank=mesh.data_rank)
+            reader.worker_init_fn = partial(seeded, rank=self.split.mesh.data_rank)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -267,7 +265,10 @@ def _require_no_router(model: torch.nn.Module) -> None:
 
 
 def _require_plain(trainer: Any) -> None:
-    """Check that a Trainer uses no feature that is not supported on split sequences."""
+    """Check that a Trainer uses no model and no feature that is not supported on split sequences."""
+    _require_no_router(trainer.model)
+    require_splittable(trainer.model, lambda: (1,))
+    require_next_token_loss(trainer.model)
     given = {"compute_loss_func": trainer.compute_loss_func, "compute_metrics": trainer.compute_metrics}
     for name, value in given.items():
         if value is not None:

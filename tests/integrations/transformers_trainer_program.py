@@ -100,7 +100,7 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
         "tokens": made.state.num_input_tokens_seen,
         "flos": made.state.total_flos,
         "samples": made.get_total_train_batch_size(made.args),
-        "seed of workers": made.get_train_dataloader().worker_init_fn.keywords["rank"],
+        "seed of workers": made.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"],
         "weights": {name: whole_weight(weight) for name, weight in made.model.named_parameters()},
     }
 
