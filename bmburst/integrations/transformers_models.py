@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
 from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
@@ -38,8 +39,8 @@ def require_splittable(
         routed: Whether the caller adds up the router's loss.
 
     Raises:
-        UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has losses or
-            rotary frequencies that depend on the tokens of a rank.
+        UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has adapters,
+            losses or rotary frequencies that depend on the tokens of a rank.
     """
     parts = _parts(model)
     if not parts:
@@ -49,6 +50,7 @@ def require_splittable(
     for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part, routed)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
+    require_adapters(model)
     _require_one_frequency(model, ends, of_rows)
 
 
@@ -77,9 +79,14 @@ def require_next_token_loss(model: torch.nn.Module) -> None:
     """Check that a model's own loss is that of the next token, which `Part.loss` computes.
 
     Raises:
-        UserError: It is another loss, such as that of a classification.
+        UserError: It is another loss, such as that of a classification, or one that the caller has set.
     """
     outermost = next(iter(_parts(model)), None)
+    if vars(outermost).get("_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
+        raise UserError(
+            f"loss_function of {type(outermost).__name__} was set, but the loss of a split sequence is the next token's"
+            "\nfix: leave it out; or a loss of your own from part.logps(model) or part.logits(model)"
+        )
     kind = getattr(outermost, "loss_type", None)
     if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
         raise UserError(
