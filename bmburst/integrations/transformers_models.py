@@ -151,7 +151,7 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     if others:
         return f"it has layers of type {others[0]!r}", another
     recurrent = mixers(model)
-    if getattr(model, "_is_stateful", False) and not recurrent:
+    if getattr(model, "_is_stateful", False) and not (recurrent or was_read):
         return "its layers carry a state from token to token", another
     if recurrent and getattr(model, "use_kernels", False):
         return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
