@@ -1,7 +1,7 @@
 """Tiny models of every causal LM of transformers: the default configuration with small sizes and random weights.
 
 Windows and chunks are smaller than the sequence, softcaps have the magnitude of scores, and positions from which a type
-scales its queries are within the sequence, so that each of them shows. There is one layer of each kind.
+scales its queries are within the sequence, so that each of them shows. There is a layer of each kind.
 """
 
 import math
