@@ -204,32 +204,30 @@ class SequenceMask:
         scale: float | None,
         softcap: float | None = None,
         sink: Tensor | None = None,
+        layer: Any = None,
     ) -> Tensor:
-        """Return attention's output. Tensors are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
-        q = self._scaled(q)
-        return attend(q, k, v, self._length, self.comm, self._options(scale, softcap), sink=sink)[0]
+        """Return attention's output, `[batch, local_tokens, heads, value_dim]`.
 
-    def attend_behind(
-        self,
-        layer: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention's output over this turn and the earlier tokens in a `SplitLayer`; see `attend`."""
-        q, options = self._scaled(q), self._options(scale, softcap)
+        Args:
+            q: `[batch, local_tokens, heads, head_dim]`.
+            k: `[batch, local_tokens, kv_heads, head_dim]`.
+            v: `[batch, local_tokens, kv_heads, value_dim]`.
+            scale: See `burst_attention`.
+            softcap: See `burst_attention`.
+            sink: See `burst_attention`.
+            layer: A `SplitLayer` with the tokens of earlier turns; None: there are none.
+        """
+        if self.query_scale is not None:
+            q = (q * self.query_scale).to(q.dtype)
+        options = self._options(scale, softcap)
+        if layer is None:
+            return attend(q, k, v, self._length, self.comm, options, sink=sink)[0]
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
         window = self.near.window
         if window is not None:  # the mask of a turn shorter than the window is causal; earlier tokens need it
             options = replace(options, mask=SlidingWindow(window))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.near, part)
         return part.out if sink is None else beside_sink(part, sink).out
-
-    def _scaled(self, q: Tensor) -> Tensor:
-        return q if self.query_scale is None else (q * self.query_scale).to(q.dtype)
 
     @property
     def longest(self) -> int:
@@ -383,10 +381,7 @@ def attention(
     if relay is not None:  # keys and values have been moved to the layout of the cache
         query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if layer is None or layer.begins:
-        out = attention_mask.attend(*inputs, scaling, softcap, sink)
-    else:
-        out = attention_mask.attend_behind(layer, *inputs, scaling, softcap, sink)
+    out = attention_mask.attend(*inputs, scaling, softcap, sink, None if layer is None or layer.begins else layer)
     if relay is not None:
         out = relay.back.move(out, 1)
     return out.contiguous(), None
