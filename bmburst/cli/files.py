@@ -84,7 +84,7 @@ def run_data(args: argparse.Namespace) -> int:
     from bmburst.data import Text, tokenize
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.records import hold_records
-    from bmburst.data.report import LengthReport, notes_of
+    from bmburst.data.report import LengthReport, notes_of, notes_on_ends
     from bmburst.data.sources import find_sources, left_out
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ def run_data(args: argparse.Namespace) -> int:
     )
     if encoder is not None:
         print(lengths.text())
-    for line in notes_of(file):
+    for line in (*notes_of(file), *notes_on_ends(file, tokenizer)):
         print(line)
     return 0
 

@@ -216,6 +216,22 @@ class _Units:
         return list(pairwise(file.document_offsets[first : first + int(self.count[unit]) + 1].tolist()))
 
 
+def record_sizes(file: TokenFile, length: int, pack: str) -> Ids:
+    """Return the tokens of each pair or document of a file, int64 `[pairs or documents]`.
+
+    Of a pair that is longer than a sequence, this is the number in a sequence, where both answers may share the prompt.
+
+    Args:
+        file: The file.
+        length: Tokens of a sequence.
+        pack: As in `WholeDocuments`.
+    """
+    sizes: Ids = np.diff(np.asarray(file.document_offsets[:: 1 + file.pairs]))
+    if file.pairs and pack == "trees" and (long := sizes > length).any():
+        sizes = _units(file, np.repeat(long, 2), length, shares=True).sizes(file.document_offsets)
+    return sizes
+
+
 def _units(file: TokenFile, in_part: npt.NDArray[np.bool_], length: int, *, shares: bool) -> _Units:
     """Return what is packed whole: both answers of a pair, answers that share a prompt and fit, or one document.
 

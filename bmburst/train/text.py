@@ -18,6 +18,7 @@ from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
 from bmburst.data.records import PAIRS
 from bmburst.data.report import described
 from bmburst.data.sources import left_out
+from bmburst.data.tokenizer import tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.launch.start import Runtime
@@ -386,11 +387,13 @@ def reports_of(
         corpus: The training data, from `open_text`.
         validation: The validation data, from `open_validation`.
     """
-    parts = validation_of(config, corpus.tokenizer_name)
+    own = corpus.tokenizer_name
+    is_there = own == data.ByteTokenizer.name or tokenizer_files(own)
+    tokenizer, parts = data.load_tokenizer(own) if is_there else None, validation_of(config, own)
     for name, given, found in (("data", config, corpus), *((name, parts[name], validation[name]) for name in parts)):
         files = (found,) if isinstance(found, data.TokenFile) else found.files
         for part, file in zip(parts_of(given) or [given], files, strict=True):
-            yield described(f"{name}: {part.data.source}", file, config.sequence_length)
+            yield described(f"{name}: {part.data.source}", file, config.sequence_length, config.pack, tokenizer)
 
 
 def say_too_long(sequences: Sequences) -> None:

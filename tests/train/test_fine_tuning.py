@@ -17,6 +17,7 @@ from bmburst.checkpoint.files import own_tokenizer
 from bmburst.cli import main
 from bmburst.data import load_tokenizer, open_corpus
 from bmburst.data.answer_ends import answer_ends
+from bmburst.data.report import described
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.sampling import generation_options
@@ -150,7 +151,12 @@ def test_the_ends_of_answers_are_found(template, texts, ends, tmp_path, capsys):
     words = chat.directory(tmp_path / "words", template)
     chat.write(tmp_path / "x.jsonl", *({"messages": chat.conversation("hi", text)} for text in texts))
     file = open_corpus(tmp_path / "x.jsonl", str(words), tmp_path)
-    assert answer_ends(file, load_tokenizer(str(words))) == ends
+    tokenizer = load_tokenizer(str(words))
+    assert answer_ends(file, tokenizer) == ends
+    assert ("where to stop" in described("data", file, 64, tokenizer=tokenizer)) == (ends is None)
+    given = ["--input", str(tmp_path / "x.jsonl"), "--tokenizer", str(words), "--output", str(tmp_path / "x.tokens")]
+    assert main(["data", *given]) == 0
+    assert ("where to stop" in capsys.readouterr().out) == (ends is None)
 
 
 def test_text_is_read_with_the_models_own_tokenizer(folder):
@@ -181,7 +187,10 @@ def test_the_merged_model_answers_as_trained(folder):
     shutil.copytree(folder / "run" / "checkpoints" / "step-000040", folder / "bare")
     for name in ("generation_config.json", "state.json"):
         (folder / "bare" / name).unlink()
-    assert main(["convert", str(folder / "bare"), str(folder / "of-bare"), *words[3:], "--base", str(folder / "base")]) == 0
+    assert (
+        main(["convert", str(folder / "bare"), str(folder / "of-bare"), *words[3:], "--base", str(folder / "base")])
+        == 0
+    )
     kept = [(folder / each / "generation_config.json").read_bytes() for each in ("of-bare", "base")]
     assert kept[0] == kept[1]
     untrained = answers(folder / "base", folder / "base")
