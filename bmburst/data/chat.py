@@ -15,10 +15,13 @@ from bmburst.data.documents import SetupError
 from bmburst.data.messages import (
     MARKS,
     MESSAGE_KEYS,
+    ROLES,
+    SPEAKERS,
     Message,
     for_template,
     is_learned,
     unread,
+    unread_role,
     with_joined_parts,
     written_as_data,
 )
@@ -89,6 +92,13 @@ class ChatTemplate:
                 f"{name}: the chat template does not read {part}\n"
                 f"allowed: {', '.join(MESSAGE_KEYS)}, and what the template names\n"
                 "fix: rename or remove it, or give a template that reads it"
+            )
+        if (role := unread_role(chosen, messages)) is not None:
+            known = SPEAKERS[role.lower()]
+            raise UserError(
+                f"{name}: the chat template does not read the role '{role}', which others write as '{known}'\n"
+                f"allowed: {', '.join(ROLES)}, and roles that the template names\n"
+                f"fix: --roles {role}={known}, in bmburst train --data.roles {role}={known}"
             )
         return chosen
 

@@ -169,6 +169,7 @@ def _tokens_of(config: TrainConfig, cache: Path) -> data.TokenFile | MixedFiles:
             chat_template=given.chat_template,
             progress=True,
         )
+        file = replace(file, path=Path(given.source))  # for messages
         file.require_vocab(config.model.vocab_size)
         files.append(file)
     sources = read_mixture(config.data.source)
