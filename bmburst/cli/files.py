@@ -143,8 +143,9 @@ def _show(text: "Text", count: int) -> None:
     from bmburst.data.report import TERMINAL, Shown, sample
     from bmburst.data.token_writer import Masked
 
-    marks = TERMINAL if sys.stdout.isatty() else Shown()
+    marks, is_empty = TERMINAL if sys.stdout.isatty() else Shown(), True
     for name, made in islice(samples_of(text), count):
+        is_empty = False
         if not isinstance(made, Masked):
             ids = np.append(text.tokenizer.encode(made), text.tokenizer.eos_id)
             print(sample(name, ids, np.ones(len(ids), bool), text.tokenizer, marks))
@@ -159,6 +160,8 @@ def _show(text: "Text", count: int) -> None:
             part = slice(at, at + length)
             print(sample(title, made.ids[part], made.answers[part], text.tokenizer, marks))
             at += length
+    if is_empty:
+        raise UserError("the data are empty: no record is left\nfix: give files with records of a weight above 0")
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:
