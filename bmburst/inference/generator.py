@@ -18,11 +18,11 @@ from bmburst.checkpoint.files import own_tokenizer, verified, warn
 from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.comm import gather_objects
 from bmburst.comm.checks import CheckedCommunicator, contents
-from bmburst.data.tokenizer import GENERATION_CONFIG, PromptTokenizer, load_tokenizer
+from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
-from bmburst.inference.sampling import GenerationOptions, generation_options, given_options
+from bmburst.inference.sampling import GenerationOptions, generation_options, given_options, names_ends
 from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.memory import available_bytes
@@ -44,7 +44,7 @@ class Source:
     Attributes:
         directory: Directory of the weights.
         defaults: Directory of the generation_config.json that gives the defaults of generation: that of the adapter,
-            if it has one.
+            if it has one that names the tokens that end an answer.
         weights: The weights, read on demand.
         tokenizer: The model's tokenizer, or the one given in its place; None if there is none.
     """
@@ -82,7 +82,7 @@ class Source:
         else:
             weights = open_weights(directory)
         name = own_tokenizer(*places) if tokenizer is None else tokenizer
-        defaults = next((place for place in places if (place / GENERATION_CONFIG).is_file()), places[-1])
+        defaults = next(filter(names_ends, places[:-1]), places[-1])
         return cls(places[-1], defaults, weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:

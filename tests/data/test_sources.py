@@ -282,7 +282,7 @@ def test_a_line_cut_short_and_one_of_another_shape(tmp_path):
     path.write_text('{"text": "a"}\n{"text": "cut\n{"text": "b"}\n')
     refuse(path, words=[f"{path}:2", "Unterminated string"])
     path.write_text('{"question": "a"}\n')
-    refuse(path, words=[f"{path}:1", "'question'", '"messages"', "rename"])
+    refuse(path, words=[f"{path}:1", "'question'", '"messages"', "--columns", "--messages-field"])
 
 
 def test_what_is_not_text_is_refused_by_name_and_skipped_in_a_directory(tmp_path):

@@ -193,6 +193,8 @@ def test_the_merged_model_answers_as_trained(folder):
     )
     kept = [(folder / each / "generation_config.json").read_bytes() for each in ("of-bare", "base")]
     assert kept[0] == kept[1]
+    (folder / "bare" / "generation_config.json").write_text('{"top_k": 3}')  # by another program
+    assert Source.open(folder / "bare").defaults == folder / "base"
     untrained = answers(folder / "base", folder / "base")
     assert all(untrained[question] != answer for question, answer in ANSWERS.items())
 
