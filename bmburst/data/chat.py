@@ -137,7 +137,7 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(_valid(for_template(messages)), **options)
         except Exception as error:  # from jinja2, or any error raised by the template's code
-            raise refusal(name, error) from error
+            raise refusal(name, error, messages) from error
 
     def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
         """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
@@ -413,9 +413,11 @@ def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def refusal(name: str, error: BaseException) -> UserError:
+def refusal(name: str, error: BaseException, messages: tuple[Message, ...] = ()) -> UserError:
     """Return the error of a chat template that rejects messages."""
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    how = "with content as one text, not as a list of parts" if has_parts else "as this template takes them"
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
-        "fix: write them as this template takes them, give another template, or remove the line"
+        f"fix: write them {how}, give another template, or remove the line"
     )

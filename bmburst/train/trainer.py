@@ -413,11 +413,11 @@ class Trainer:
             counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
             for text in reports_of(self.config, self.corpus, self._validation):
                 report.note(text)
-            report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
             for name, each in self._evaluated.items():
                 if (total := len(each.evaluated())) > self.config.eval_sequences:
                     most, what = self.config.eval_sequences, name.replace("_", "-")
                     report.note(f"evaluations take {most:,} of {total:,} sequences of {what}: --eval-sequences")
+            report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
             if (groups := self._groups).count > 1:
                 report.note(f"ZeRO over {groups.ranks} ranks; {groups.count} groups sum their gradients once a step")
         report.note(self._monitor.no_peak)
