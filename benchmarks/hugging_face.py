@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import bmburst
 from benchmarks.engine.machine import start_ranks
@@ -59,20 +59,33 @@ class Training:
     """A model under FSDP2 with its optimizer.
 
     Args:
-        options: Options of the command line.
+        config: Configuration of the model.
         device: Device of this rank.
+        policy: Recompute policy.
+        keep_gathered: Whether weights stay gathered between forward and backward.
+        lr: Learning rate.
+        layout: Layout of the tokens.
     """
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        device: torch.device,
+        *,
+        policy: str,
+        keep_gathered: bool = False,
+        lr: float = 1e-5,
+        layout: str = "zigzag",
+    ) -> None:
         self.mesh = bmburst.Mesh.over_process_group()
-        self.split = SplitSequences(self.mesh)
-        self.model = random_model(options.model, options.layers, "bmburst")
-        recompute(self.model, options.recompute)
+        self.split = SplitSequences(self.mesh, layout=layout)
+        self.model = random_model(config, "bmburst")
+        recompute(self.model, policy)
         self.num_weights = sum(weight.numel() for weight in self.model.parameters())
-        shard(self.model, device, keep_gathered=options.keep_gathered)
+        shard(self.model, device, keep_gathered=keep_gathered)
         fill(self.model, device)
         self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
 
     def compile(self) -> None:
         """Compile the submodules of each layer, but not the layer, which has the hooks of FSDP2 and checkpointing."""
@@ -80,14 +93,24 @@ class Training:
             for part in layer.children():
                 part.compile(dynamic=False)
 
-    def step(self, ids: Tensor) -> float:
-        """Train one step on `[1, length]` token ids and return the mean loss in nats per token."""
-        loss = self.split.part(ids).loss(self.model)
+    def step(self, ids: Tensor, split: SplitSequences | None = None) -> float:
+        """Train one step on `[1, length]` token ids and return the mean loss in nats per token.
+
+        Args:
+            ids: The token ids, on any device.
+            split: Splits them; None: over all ranks.
+        """
+        split = split or self.split
+        loss = split.part(ids).loss(self.model)
         loss.backward()
+        self.update()
+        return split.mean(loss.detach())
+
+    def update(self) -> None:
+        """Clip the gradients, update the weights, and clear the gradients."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return self.split.mean(loss.detach())
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +131,9 @@ def _measure(options: argparse.Namespace) -> Measured:
     device = start_ranks()
     register()
     began = time.perf_counter()
-    training = Training(options, device)
+    training = Training(
+        shape_of(options.model, options.layers), device, policy=options.recompute, keep_gathered=options.keep_gathered
+    )
     facts: dict[str, Any] = {
         "model": options.model,
         "layers": training.model.config.num_hidden_layers,
@@ -122,16 +147,24 @@ def _measure(options: argparse.Namespace) -> Measured:
     return facts, measured(training, [Cell(n, kind) for kind in kinds for n in lengths], options.steps, options.warmup)
 
 
-def random_model(preset: str, layers: int | None, attention: str) -> PreTrainedModel:
-    """Return a model with the shape of a preset on the meta device, without weights.
+def shape_of(preset: str, layers: int | None) -> PreTrainedConfig:
+    """Return the configuration of a preset.
 
     Args:
         preset: A name of `bmburst.blocks.presets`.
         layers: Number of layers; None: that of the preset.
-        attention: The `attn_implementation`.
     """
     values = PRESETS[preset].to_hugging_face() | ({} if layers is None else {"num_hidden_layers": layers})
-    config = AutoConfig.for_model(**values | {"use_cache": False})
+    return AutoConfig.for_model(**values | {"use_cache": False})
+
+
+def random_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Return a model on the meta device, without weights.
+
+    Args:
+        config: Its configuration.
+        attention: The `attn_implementation`.
+    """
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32

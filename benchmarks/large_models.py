@@ -1,10 +1,11 @@
-"""Steps of large models in the ways that `bmburst plan` plans: `python -m benchmarks.large_models SUITE --output FILE`.
+"""Steps of large models in the ways that `bmburst plan` plans: `bmburst bench large-models SUITE --output FILE.json`.
 
 SUITE is one of:
 
-adapters: LoRA and QLoRA of llama-3-70b on 1 and 2 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
+adapters: LoRA and QLoRA of llama-3-70b on 1, 2 and 4 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
 full: all weights of qwen3-32b on 2 and 4 GPUs, with small optimizer states in host memory
 pipeline: llama-3-8b in two stages, beside ZeRO-3 over the same GPUs
+long: one step of llama-3-8b at 1M tokens on 4 GPUs
 
 Weights are random, and so are tokens. The planner chooses mesh, recompute policy and offload of each case on a machine
 with the host memory of the case. Each run of a suite starts its own ranks and trains one case after another: a first
@@ -12,7 +13,7 @@ step, which creates states and compiles kernels, and some measured ones. Runs th
 GPUs run at the same time, unless their optimizer needs the processors of the host.
 
 A row has the median seconds of a step, the peak of torch's allocator on the fullest rank, and the first step, beside
-the planner's numbers. `--list` prints the plans without running them. `--small` runs the same plans with narrow layers
+the planner's numbers. `--list` shows the plans without running them. `--small` runs the same plans with narrow layers
 and short sequences, also on a CPU.
 """
 
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -37,13 +38,15 @@ from typing import Any
 import torch
 
 import bmburst
-from benchmarks.engine.machine import beside_peak, publish
+from benchmarks.engine.machine import beside_peak
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, short
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli.files import settings_of
 from bmburst.config import build_config, overlay, to_dict
+from bmburst.errors import require_known
 from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.memory import peak_bytes
 from bmburst.optim.config import State
@@ -63,7 +66,6 @@ _SHORTER = 256  # times, with --small
 _SMALL = MappingProxyType(
     {"hidden_size": 64, "intermediate_size": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "vocab_size": 256}
 )
-_LIMIT = 280.0  # seconds of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class Case:
         offload: What may be in host memory.
         host: GiB of host memory that the run may count on.
         gpu: GB of a GPU that torch may take; None: all.
-        steps: Measured steps.
+        steps: Measured steps; 0: the first one is measured.
     """
 
     preset: str
@@ -128,10 +130,12 @@ class Run:
     Attributes:
         cases: The cases, on the same number of GPUs and stages.
         alone: Whether no other run may use the machine at the same time.
+        limit: Seconds after which it is stopped.
     """
 
     cases: tuple[Case, ...]
     alone: bool = False
+    limit: float = 280.0
 
     @property
     def gpus(self) -> int:
@@ -162,6 +166,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((Case(preset="llama-3-8b", tokens=64 * K, gpus=1, lora=_QLORA, host=60.0, gpu=40.0),)),
             Run((_70B(tokens=32 * K, gpus=2, lora=_LORA),)),
             Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, layers=20, steps=2),)),
+            Run((_70B(tokens=32 * K, gpus=4, lora=_LORA),)),
         ),
         "full": tuple(
             Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
@@ -170,48 +175,43 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
             *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
         ),
+        "long": (Run((Case(preset="llama-3-8b", tokens=1024 * K, gpus=4, steps=0),), limit=580.0),),
     }
 )
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
-    parser.add_argument("--runs", type=_numbers, metavar="N,...", help="runs of the suite, from 0 (default: all)")
-    parser.add_argument("--gpus", type=int, default=4, metavar="N", help="GPUs of this machine (default: 4)")
-    parser.add_argument("--hardware", default="h100", help="machine of the plans (default: h100)")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of all models (default: those of the cases)")
-    parser.add_argument("--steps", type=int, metavar="N", help="measured steps of all cases (default: their own)")
-    parser.add_argument("--list", action="store_true", help="print the plans only")
-    parser.add_argument("--small", action="store_true", help="narrow layers and short sequences, also on a CPU")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file of the results; its table is also .md")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    add("--runs", type=_numbers, metavar="N,...", help="runs of the suite, from 0 (default: all)")
+    add("--gpus", type=int, default=4, metavar="N", help="GPUs of this machine (default: 4)")
+    add("--hardware", default="h100", help="machine of the plans (default: h100)")
+    add("--layers", type=int, metavar="N", help="layers of all models (default: those of the cases)")
+    add("--steps", type=int, metavar="N", help="measured steps of all cases (default: their own)")
+    add("--list", action="store_true", help="show the plans only")
+    add("--small", action="store_true", help="narrow layers and short sequences, also on a CPU")
+
+
+def _measure(options: argparse.Namespace) -> Measured:
+    runs = _chosen(options)
+    facts = {"hardware": load_hardware(options.hardware).name, "gpus": options.gpus, "small": options.small}
+    if options.list:
+        return facts, (_planned(case, options.hardware) for run in runs.values() for case in run.cases)
+    return facts, _measured(runs, options)
+
+
+def _main() -> int:
+    """Start the ranks of a run, or train its cases as one of them."""
+    parser = argparse.ArgumentParser()
+    _configure(parser)
+    parser.add_argument("--rank", type=Path)
+    parser.add_argument("--start", type=Path)
     options = parser.parse_args()
     if options.rank is not None:
         return _rank(options)
-    runs = _chosen(options)
-    if options.start is not None:
-        ((number, run),) = runs.items()
-        words = ["-m", MODULE, *_words(options, number), "--rank", str(options.start)]
-        return launch(LaunchSpec(nproc=run.gpus), words)
-    if options.list:
-        for case in (case for run in runs.values() for case in run.cases):
-            print(_in_words(case, _plan(case, options.hardware)))
-        return 0
-    rows = _measured(runs, options)
-    hardware = load_hardware(options.hardware).name
-    publish(
-        options.output,
-        MODULE,
-        table(rows, small=options.small),
-        options.gpus,
-        hardware=hardware,
-        small=options.small,
-        rows=rows,
-    )
-    return 0 if all("seconds" in row for row in rows) else 1
+    ((number, run),) = _chosen(options).items()
+    words = ["-m", MODULE, *_words(options, number), "--rank", str(options.start)]
+    return launch(LaunchSpec(nproc=run.gpus), words)
 
 
 def _numbers(text: str) -> list[int]:
@@ -219,8 +219,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _chosen(options: argparse.Namespace) -> dict[int, Run]:
-    """Return the runs that fit on the machine, by number, with the layers and steps of the command line."""
+    """Return the runs that fit on the machine, by number, with the layers and steps of the command line.
+
+    Raises:
+        UserError: The suite has no run of a number.
+    """
     runs = dict(enumerate(SUITES[options.suite]))
+    for number in options.runs or ():
+        require_known("run", str(number), map(str, runs))
     chosen = {number: runs[number] for number in options.runs or runs}
     given = {name: value for name in ("layers", "steps") if (value := getattr(options, name)) is not None}
     return {
@@ -264,19 +270,8 @@ def _task(case: Case) -> Task:
     )
 
 
-def _in_words(case: Case, plan: Prediction) -> str:
-    memory = plan.memory
-    does = "fits" if memory.fits else f"does not fit: it needs {remedy(_task(case), plan.hardware, **_limits(case))}"
-    return (
-        f"{case.name}: {plan.seconds:.2f} s, {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
-        f"{memory.in_host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB of the host, {does}\n"
-        f"  {plan.candidate.name}"
-    )
-
-
-def _measured(runs: Mapping[int, Run], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run everything, in waves of runs that fit side by side, and return the rows in the order of the runs."""
-    found: dict[int, list[dict[str, Any]]] = {}
+def _measured(runs: Mapping[int, Run], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run everything, in waves of runs that fit side by side, and yield the rows in the order of the runs."""
     for wave in waves(runs, options.gpus if torch.cuda.is_available() else 0):
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bmburst-large-") as folder:
             started, first = [], 0
@@ -285,10 +280,10 @@ def _measured(runs: Mapping[int, Run], options: argparse.Namespace) -> list[dict
                 visible = range(first, first + runs[number].gpus)
                 started.append((number, log, _started(number, options, Path(folder) / f"{number}", visible, log)))
                 first = visible.stop
-            ends = time.monotonic() + _LIMIT
+            begun = time.monotonic()
             for number, log, process in started:
-                found[number] = _ended(runs[number], process, log, Path(folder) / f"{number}", ends, options)
-    return [row for number in runs for row in found[number]]
+                ends = begun + runs[number].limit
+                yield from _ended(runs[number], process, log, Path(folder) / f"{number}", ends, options)
 
 
 def waves(runs: Mapping[int, Run], gpus: int) -> Iterator[list[int]]:
@@ -325,7 +320,7 @@ def _ended(
     except subprocess.TimeoutExpired:
         process.terminate()  # the launcher ends its ranks
         process.wait()
-        late = f"not done after {_LIMIT:.0f} s"
+        late = f"not done after {run.limit:.0f} s"
     log.seek(0)
     output = log.read()
     print(output, end="", flush=True)
@@ -338,10 +333,11 @@ def _ended(
 def _planned(case: Case, hardware: str) -> dict[str, Any]:
     plan = _plan(case, hardware)
     memory = plan.memory
+    needs = "" if memory.fits else f", does not fit: it needs {remedy(_task(case), plan.hardware, **_limits(case))}"
     return {
         "case": case.name,
         "layers": case.model.num_layers,
-        "way": plan.candidate.name,
+        "way": f"{plan.candidate.name}{needs}",
         "command": command(plan.candidate),
         "planned": {
             "fits": memory.fits,
@@ -387,7 +383,7 @@ def _trained(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         steps = [trainer.step() for _ in range(config.steps)]
     seconds = [step.seconds for step in steps]
     row: dict[str, Any] = {
-        "seconds": statistics.median(seconds[1:]),
+        "seconds": statistics.median(seconds[1:] or seconds),
         "seconds_of_steps": seconds,
         "ready_seconds": ready,
         "losses": [step.loss for step in steps],
@@ -434,17 +430,17 @@ def _narrow(model: LlamaConfig) -> LlamaConfig:
     return replace(model, **_SMALL)  # type: ignore[arg-type]
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, small: bool) -> str:
-    """Return the rows as Markdown; errors of the plans only if the models were not `small`."""
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown; errors of the plans only if the models were not small."""
     columns = ["case", "s a step", "planned", "error", "first step, s", "ready after, s"]
     columns += ["GiB allocated", "planned", "error", "first loss", "way"]
     lines, reasons = [], []
-    for row in rows:
+    for row in record["rows"]:
         planned, seconds, held = row["planned"], row.get("seconds"), row.get("allocated_gib")
         cells = [
             _number(seconds, ".3f"),
             f"{planned['seconds']:.3f}",
-            _error(planned["seconds"], None if small else seconds),
+            _error(planned["seconds"], None if record["small"] else seconds),
         ]
         cells += [_number(row.get("seconds_of_steps", [None])[0], ".1f"), _number(row.get("ready_seconds"), ".0f")]
         cells += [_number(held, ".1f"), f"{planned['allocated_gib']:.1f}"]
@@ -452,6 +448,14 @@ def table(rows: Sequence[Mapping[str, Any]], *, small: bool) -> str:
         lines.append([row["case"], *cells])
         reasons += [f"{row['case']}: {row['failed']}"] if "failed" in row else []
     return "\n".join([*markdown_table(columns, lines), *(["", *reasons] if reasons else [])])
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return a row in one line, printed when a case is done."""
+    planned, seconds = row["planned"], row.get("seconds")
+    measured = "" if seconds is None else f"{seconds:.3f} s a step, "
+    memory = f"{planned['total_gib']:.1f} GiB, {planned['host_gib']:.0f} GiB of the host"
+    return f"{row['case']}: {measured}planned {planned['seconds']:.2f} s, {memory}: {row.get('failed', row['way'])}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -462,5 +466,12 @@ def _error(planned: float, measured: float | None) -> str:
     return "-" if not measured else f"{planned / measured - 1:+.1%}"
 
 
+BENCHMARKS = (
+    RowBenchmark(
+        name="large-models", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of,
+        is_wrong=lambda row: "failed" in row,
+    ),
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -31,6 +31,7 @@ from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, once, quotient
+from bmburst.amounts import tokens
 from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
@@ -45,7 +46,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 def _configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: all")
-    add("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens a rank")
+    add("--tokens", nargs="+", type=tokens, default=list(TOKENS), help="tokens a rank (default: 16K 64K)")
     add("--gates", nargs="+", default=["usual", "slow"], choices=GATES, help="default: usual slow")
     add("--layouts", nargs="+", default=["contiguous", "zigzag"], help="default: contiguous zigzag")
     add("--heads", type=int, default=HEADS, help=f"default: {HEADS}")
@@ -72,13 +73,13 @@ def _text(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _inputs(kind: str, tokens: int, gates: str, options: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """Return random inputs of `tokens` tokens: in bfloat16 on a GPU, decays in fp32."""
+def _inputs(kind: str, length: int, gates: str, options: argparse.Namespace, device: torch.device) -> list[Tensor]:
+    """Return random inputs of `length` tokens: in bfloat16 on a GPU, decays in fp32."""
     rng = torch.Generator(device).manual_seed(0)
     heads, dim = options.heads, options.dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(1, tokens, *shape, generator=rng, device=device)
+        return torch.randn(1, length, *shape, generator=rng, device=device)
 
     shape = (heads, dim) if kind == "kda" else (heads,)
     decay = draw(*shape)
@@ -134,18 +135,18 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
         }[kind]
         theirs = getattr(__import__(module, fromlist=[name]), name)
         few_choices()
-        for tokens in options.tokens:
+        for length in options.tokens:
             for gates in options.gates:
-                mine = _inputs(kind, tokens, gates, options, group.device)
+                mine = _inputs(kind, length, gates, options, group.device)
                 for layout in options.layouts:
                     calls: dict[str, Callable[[], Any]] = {
                         "ours": partial(_ours, mine, kind=kind, layout=layout, group=comm, kernel=options.kernel),
                         "one GPU": partial(_fla, theirs, mine),
                     }
                     if options.peers and kind != "decay" and group.size > 1:
-                        context = _context(tokens * group.size, layout, group)
+                        context = fla_context(length * group.size, layout, group.device)
                         calls["fla CP"] = partial(_fla, theirs, mine, cp_context=context)
-                    row = {"kind": kind, "tokens a rank": tokens, "ranks": group.size, "gates": gates, "layout": layout}
+                    row = {"kind": kind, "tokens a rank": length, "ranks": group.size, "gates": gates, "layout": layout}
                     yield row | _compared(calls, mine, group, options.repeats)
 
 
@@ -162,11 +163,19 @@ def _fla(function: Callable[..., Any], inputs: list[Tensor], **options: Any) -> 
     return out
 
 
-def _context(length: int, layout: str, group: RankGroup) -> Any:
+def fla_context(length: int, layout: str, device: torch.device, width: int | None = None) -> Any:
+    """Return the context of fla's context parallelism over all ranks, for one sequence.
+
+    Args:
+        length: Tokens of the sequence.
+        layout: "contiguous" or "zigzag".
+        device: This rank's device.
+        width: Tokens that a convolution reads, if it is one.
+    """
     from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
 
-    edges = torch.tensor([0, length], dtype=torch.int64, device=group.device)
-    return build_cp_context(cu_seqlens=edges, group=dist.group.WORLD, layout=layout)
+    edges = torch.tensor([0, length], dtype=torch.int64, device=device)
+    return build_cp_context(cu_seqlens=edges, group=dist.group.WORLD, conv1d_kernel_size=width, layout=layout)
 
 
 def _compared(

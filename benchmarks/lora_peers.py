@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
-from benchmarks.hugging_face import fill, random_model, timed
+from benchmarks.hugging_face import fill, random_model, shape_of, timed
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
@@ -95,7 +95,7 @@ def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> 
         from bmburst.integrations.transformers import register
 
         register()
-    base = random_model(options.model, options.layers, "bmburst" if ours else "sdpa")
+    base = random_model(shape_of(options.model, options.layers), "bmburst" if ours else "sdpa")
     base.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     fill(base, device)
     if "liger" in method:

@@ -22,12 +22,12 @@ import bmburst
 from benchmarks.engine.machine import start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
-from benchmarks.hugging_face import Training
+from benchmarks.hugging_face import Training, shape_of
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers import register
 
 CASES = "8K+8x4K,64K+2x4K,64K+16x4K"
 
@@ -94,14 +94,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(options: argparse.Namespace) -> Measured:
-    options.keep_gathered = False
     cases = [Case.parse(text) for text in options.cases.split(",")]
     device = start_ranks()
     register()
-    training = Training(options, device)
-    training.split = SplitSequences(training.mesh, layout="balanced")
-    for group in training.optimizer.param_groups:
-        group["lr"] = 0.0  # the weights stay, so that the losses of the tree and of the rows can be compared
+    # Without a learning rate the weights stay, so that the losses of the tree and of the rows can be compared.
+    training = Training(
+        shape_of(options.model, options.layers), device, policy=options.recompute, lr=0.0, layout="balanced"
+    )
     layers = training.model.config.num_hidden_layers
     facts = {"model": options.model, "layers": layers, "recompute": options.recompute}
     return facts, (_row(training, case, options) for case in cases)
@@ -142,7 +141,7 @@ def _tree(training: Training, packed: Any, steps: int) -> tuple[float, float, fl
         began = _together()
         loss = training.split.part(tree=packed).loss(training.model)
         loss.backward()
-        _update(training)
+        training.update()
         losses.append(training.split.mean(loss.detach()))
         seconds.append(_since(training, began))
     return statistics.median(seconds[1:]), losses[0], _peak(training)
@@ -158,15 +157,9 @@ def _rows(training: Training, rows: list[list[int]], count: int) -> tuple[float,
         losses.append(training.split.mean(loss.detach()) * count)
         seconds.append(_since(training, began))
     began = _together()
-    _update(training)
+    training.update()
     update = _since(training, began)
     return count * statistics.median(seconds[1:]) + update, statistics.fmean(losses[1:]), _peak(training)
-
-
-def _update(training: Training) -> None:
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
 
 
 def _together() -> float:

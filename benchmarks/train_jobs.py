@@ -82,8 +82,14 @@ class FinishedRun(NamedTuple):
 
 def main() -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(required=True, metavar="WHAT")
+    args = parser().parse_args()
+    return int(args.run(args) or 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = made.add_subparsers(required=True, metavar="WHAT")
     main_job, states, recipes = map(programs.add_parser, ("main-job", "states", "recipes"))
     main_job.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to run on")
     main_job.add_argument("--output", type=Path, required=True, help="folder of the record")
@@ -94,8 +100,7 @@ def main() -> int:
     states.add_argument("options", nargs="*", help="options of bmburst train, after --, in place of the default job")
     states.set_defaults(run=_states)
     recipes.set_defaults(run=_recipes)
-    args = parser.parse_args()
-    return int(args.run(args) or 0)
+    return made
 
 
 def _main_job(args: argparse.Namespace) -> None:

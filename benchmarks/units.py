@@ -1,6 +1,6 @@
 """Times attention's forward pass by the division of a rank's heads into units, and by one collective each way.
 
-    bmburst bench units --gpus 4 --heads 28 --kv-heads 4 --tokens 163840
+    bmburst bench units --gpus 4 --heads 28 --kv-heads 4 --tokens 160K
 
 Each way is timed in turns with one GPU's kernel on the same FLOPs, and after it the choice of the cost model. Rates of
 ways show what the cost model should choose (`bmburst.schedule.units.unit_plans`).
@@ -20,7 +20,7 @@ from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, quotient
-from bmburst.amounts import short
+from bmburst.amounts import short, tokens
 from bmburst.attention import call as decided
 from bmburst.cli import main
 from bmburst.schedule.parallelism import Strategy
@@ -46,7 +46,7 @@ def ways(heads: int, kv_heads: int) -> Iterator[Strategy]:
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads (default: 8)")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of the sequence (default: 65536)")
+    parser.add_argument("--tokens", type=tokens, default=65536, help="tokens of the sequence (default: 64K)")
 
 
 def _measure(options: argparse.Namespace) -> Measured:

@@ -1,7 +1,7 @@
 """Measures attention with values narrower than keys (multi-head latent attention), not padded beside padded to keys.
 
-`bmburst launch --nproc 2 -- -m benchmarks.widths --output FILE.json`: 64K tokens over the ranks, 16 heads of 192 and
-128, causal, zigzag, bf16, for each strategy and kernel. `own` gives values as they are. `padded` pads them before the
+`bmburst bench widths --output FILE.json`: 64K tokens over the ranks, 16 heads of 192 and 128, causal, zigzag, bf16, for
+each strategy and kernel. `own` gives values as they are. `padded` pads them before the
 call, and cuts the output. `equal` has values of 192 without padding: what is left to `padded` are the copies.
 
 A time is the median of forward and backward of one call on the slowest rank, in milliseconds; calls alternate. `MiB` is
@@ -12,22 +12,24 @@ show that the program runs.
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 import bmburst
 from benchmarks.attention.method import both
-from benchmarks.engine.machine import RankGroup, publish, start_ranks
+from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
+from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import in_turns
-from bmburst.errors import UserError
+from bmburst.amounts import tokens
+from bmburst.cli import main
+from bmburst.errors import UserError, first_line
 
 HEADS, HEAD_DIM, VALUE_DIM = 16, 192, 128
 WAYS = ("own", "padded", "equal")
@@ -35,36 +37,34 @@ _REPEATS, _SECONDS = 20, 20.0
 _COLUMNS = ("kernel", "strategy", *(f"{way}, ms" for way in WAYS), "padded / own", *(f"{way}, MiB" for way in WAYS))
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of the sequence (default: %(default)s)")
-    parser.add_argument("--kernels", default="auto,triton", help="kernels (default: %(default)s)")
-    parser.add_argument("--strategies", default="auto,heads,gather,ring", help="strategies (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file of the results; the table beside it as .md")
-    options = parser.parse_args()
-    device = start_ranks()
-    group = RankGroup.world(device)
-    tokens = options.tokens if device.type == "cuda" else 64 * group.size
-    rows = []
-    for kernel in options.kernels.split(","):
-        for strategy in options.strategies.split(","):
-            try:
-                rows.append(_measured(group, tokens, kernel, strategy))
-            except UserError as error:
-                rows.append({"kernel": kernel, "strategy": strategy, "refused": str(error).splitlines()[0]})
-            if device.type == "cuda":
-                bmburst.empty_cache()
-    if dist.get_rank() == 0:
-        publish(options.output, "benchmarks.widths", table(rows), group.size, tokens=tokens, rows=rows)
-    dist.destroy_process_group()
-    return 0
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", type=tokens, default=65536, help="tokens of the sequence (default: 64K)")
+    add("--kernels", default="auto,triton", help="kernels (default: %(default)s)")
+    add("--strategies", default="auto,heads,gather,ring", help="strategies (default: %(default)s)")
 
 
-def _measured(group: RankGroup, tokens: int, kernel: str, strategy: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace) -> Measured:
+    group = RankGroup.world(start_ranks())
+    length = options.tokens if group.device.type == "cuda" else 64 * group.size
+    return {"tokens": length}, _rows(options, group, length)
+
+
+def _rows(options: argparse.Namespace, group: RankGroup, length: int) -> Iterator[Row]:
+    """Yield a row for each kernel and strategy."""
+    for kernel, strategy in product(options.kernels.split(","), options.strategies.split(",")):
+        try:
+            yield _measured(group, length, kernel, strategy)
+        except UserError as error:
+            yield {"kernel": kernel, "strategy": strategy, "refused": first_line(error)}
+        if group.device.type == "cuda":
+            bmburst.empty_cache()
+
+
+def _measured(group: RankGroup, length: int, kernel: str, strategy: str) -> Row:
     """Return milliseconds and MiB of each way."""
     torch.manual_seed(group.rank)
-    shape = 1, tokens // group.size, HEADS
+    shape = 1, length // group.size, HEADS
     q, k, wide, wide_grad = (torch.randn(*shape, HEAD_DIM, device=group.device, dtype=torch.bfloat16) for _ in range(4))
     v, grad = (t[..., :VALUE_DIM].contiguous() for t in (wide, wide_grad))
     attend = partial(bmburst.burst_attention, kernel=kernel, strategy=strategy)
@@ -79,7 +79,7 @@ def _measured(group: RankGroup, tokens: int, kernel: str, strategy: str) -> dict
         "padded": partial(both, padded, q, k, v, grad),
         "equal": partial(both, attend, q, k, wide, wide_grad),
     }
-    row: dict[str, Any] = {"kernel": kernel, "strategy": strategy}
+    row: Row = {"kernel": kernel, "strategy": strategy}
     times = in_turns(*calls.values(), group=group, repeats=_REPEATS, seconds=_SECONDS)
     for way, found in zip(WAYS, times, strict=True):
         row[f"{way}, ms"] = statistics.median(found)
@@ -98,10 +98,10 @@ def _peak(call: Callable[[], object], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown."""
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown."""
     lines = []
-    for row in rows:
+    for row in record["rows"]:
         if "refused" in row:
             lines.append([row["kernel"], row["strategy"], row["refused"], *[""] * (len(_COLUMNS) - 3)])
             continue
@@ -112,5 +112,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(markdown_table(_COLUMNS, lines))
 
 
+BENCHMARKS = (RowBenchmark(name="widths", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", "widths", *sys.argv[1:]]))

@@ -6,7 +6,6 @@ import platform
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,23 +63,6 @@ def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, A
         }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYTORCH_"))}
     return facts | {"packages": {n: v for n in _PACKAGES if (v := _version(n)) is not None}, "environment": settings}
-
-
-def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
-    """Print the table of a program that starts its own ranks, and write its record; see `benchmarks.engine.rows`.
-
-    Args:
-        path: JSON file of the record; None: it is not written.
-        module: The program's module.
-        text: The table.
-        ranks: Number of ranks.
-        found: Facts and rows.
-    """
-    from benchmarks.engine import rows
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = describe_run(["python", "-m", module, *sys.argv[1:]], device, ranks)
-    rows.publish(path, {"machine": machine, **found}, text)
 
 
 def commit() -> str | None:
@@ -207,10 +189,11 @@ class RankGroup:
         return received, dist.batch_isend_irecv(hops)
 
 
-def start_ranks(**options: Any) -> torch.device:
+def start_ranks(backend: str = "nccl", **options: Any) -> torch.device:
     """Initialize torch.distributed from the launcher's environment variables, and return this rank's device.
 
     Args:
+        backend: The backend on GPUs; on CPUs it is gloo.
         options: Further arguments of `torch.distributed.init_process_group`.
     """
     if not torch.cuda.is_available():
@@ -218,7 +201,7 @@ def start_ranks(**options: Any) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **options)
+    dist.init_process_group(backend, device_id=device, **options)
     return device
 
 

@@ -34,7 +34,10 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "double-ring": "benchmarks.slow_links",
         "elementwise": "benchmarks.operators",
         "families": "benchmarks.families",
+        "grpo": "benchmarks.grpo",
         "hugging-face": "benchmarks.hugging_face",
+        "hybrid": "benchmarks.hybrid",
+        "large-models": "benchmarks.large_models",
         "linear": "benchmarks.linear",
         "links": "benchmarks.links",
         "logprobs": "benchmarks.logprobs",
@@ -45,6 +48,7 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "steps": "benchmarks.predictions",
         "strategies": "benchmarks.predictions",
         "units": "benchmarks.units",
+        "widths": "benchmarks.widths",
     }
 )
 """Modules of the benchmarks by their names in `bmburst bench NAME`; each module defines `BENCHMARKS`."""

@@ -15,10 +15,14 @@ from bmburst.plan.inference import InferenceWork
 from bmburst.schedule.hardware import Hardware
 
 _KIB = 1024
-# Measured models: the presets, and a small one.
+# Measured models: the presets, half of the layers of one whose weights do not fit on a GPU, and a small one.
 SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
-    # With init_std 0.2, greedy tokens depend on attention, so they show whether methods agree.
-    {**PRESETS, "tiny": replace(PRESETS["llama-tiny"], num_layers=2, head_dim=16, init_std=0.2)}
+    {
+        **PRESETS,
+        "llama-3-70b-x40": replace(PRESETS["llama-3-70b"], num_layers=40),
+        # With init_std 0.2, greedy tokens depend on attention, so they show whether methods agree.
+        "tiny": replace(PRESETS["llama-tiny"], num_layers=2, head_dim=16, init_std=0.2),
+    }
 )
 CAUSAL, FULL = "causal", "full"
 MASKS = (CAUSAL, FULL)
