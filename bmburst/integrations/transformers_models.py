@@ -84,7 +84,7 @@ def require_next_token_loss(model: torch.nn.Module) -> None:
         UserError: It is another loss, such as that of a classification, or one that the caller has set.
     """
     outermost = next(iter(_parts(model)), None)
-    if vars(outermost).get("_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
+    if getattr(outermost, "_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
         raise UserError(
             f"loss_function of {type(outermost).__name__} was set, but the loss of a split sequence is the next token's"
             "\nfix: leave it out; or a loss of your own from part.logps(model) or part.logits(model)"
