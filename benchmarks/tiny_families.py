@@ -1,7 +1,7 @@
 """Tiny models of every causal LM of transformers: the default configuration with small sizes and random weights.
 
 Windows and chunks are smaller than the sequence, softcaps have the magnitude of scores, and positions from which a type
-scales its queries are within the sequence, so that each of them shows. There is one layer of each kind.
+scales its queries are within the sequence, so that each of them shows. There is a layer of each kind.
 """
 
 import math
@@ -61,8 +61,9 @@ _SHARED = {
     "num_kv_shared_layers": 2,
 }
 _CHUNKED = {
-    **{"intermediate_size_mlp": 48, "attention_chunk_size": WINDOW, "floor_scale": 5, "no_rope_layers": [1, 0]},
-    **{"layer_types": ["chunked_attention", "full_attention"], "moe_layers": [0], "num_experts_per_tok": 1},
+    **{"intermediate_size_mlp": 48, "attention_chunk_size": WINDOW, "floor_scale": 5, "no_rope_layers": [1, 0, 1]},
+    **{"layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
+    **{"moe_layers": [0], "num_experts_per_tok": 1},
 }
 _INDEXED = {
     **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},

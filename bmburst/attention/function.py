@@ -186,10 +186,7 @@ def with_sink(executor: Executor) -> Executor:
     """
 
     def forward(call: SequenceCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Partial:
-        out, lse = executor.forward(call, q, k, v)
-        whole = torch.logaddexp(lse, _by_row(sink, lse)).where(lse > -torch.inf, lse)
-        share = (lse - whole).exp().where(lse > -torch.inf, 0)  # [batch, heads, tokens]
-        return Partial(torch.mul(out, share.transpose(1, 2)[..., None], out=torch.empty_like(out)), whole)
+        return beside_sink(executor.forward(call, q, k, v), sink)
 
     def backward(call: SequenceCall, given: BackwardInputs, sink: Tensor) -> tuple[Any, ...]:
         share = (_by_row(sink, given.lse) - given.lse).exp().where(given.lse > -torch.inf, 0)
@@ -197,6 +194,14 @@ def with_sink(executor: Executor) -> Executor:
         return *executor.backward(call, given), of_sink
 
     return Executor(forward, backward)
+
+
+def beside_sink(found: Partial, sink: Tensor) -> Partial:
+    """Return the result of attention with a sink, `[heads]`, from that over all keys without it; see `with_sink`."""
+    out, lse = found
+    whole = torch.logaddexp(lse, _by_row(sink, lse)).where(lse > -torch.inf, lse)
+    share = (lse - whole).exp().where(lse > -torch.inf, 0)  # [batch, heads, tokens]
+    return Partial(torch.mul(out, share.transpose(1, 2)[..., None], out=torch.empty_like(out)), whole)
 
 
 def _by_row(sink: Tensor, lse: Tensor) -> Tensor:

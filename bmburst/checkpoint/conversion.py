@@ -26,7 +26,7 @@ from bmburst.checkpoint.model_center import ModelCenterConfig, model_center_name
 from bmburst.checkpoint.sharded_files import part_names, write_index
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped, write_json
 from bmburst.config import read_json
-from bmburst.data.tokenizer import TOKENIZER_FILES
+from bmburst.data.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
@@ -301,7 +301,8 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
 
 def _files_of(tokenizer: Path) -> dict[str, Path]:
     if tokenizer.is_dir():
-        return {name: tokenizer / name for name in TOKENIZER_FILES}
+        own = (tokenizer / GENERATION_CONFIG).is_file()  # else that of the model stays
+        return {name: tokenizer / name for name in TOKENIZER_FILES if own or name != GENERATION_CONFIG}
     return {TOKENIZER_FILE: tokenizer}
 
 

@@ -7,6 +7,7 @@ with size and checksum of every file and its own checksum. The files of a tokeni
 them. The learning rate is a function of the step and needs no state.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -134,10 +135,12 @@ class Draft:
             if is_main:  # before a rank ends, which would end the others
                 shutil.rmtree(partial_folder, ignore_errors=True)
             source.on_every_rank(lambda: None)
-            room = self._room() if error.errno in FULL else ""  # after removing the incomplete folder
+            fix = self._room() if error.errno in FULL else "give the right to write"  # the incomplete folder is gone
+            if error.errno == errno.EFBIG:
+                fix = "raise the limit of a file's size (ulimit -f), or write to another file system"
             raise UserError(
                 f"cannot write the checkpoint {self.target}: {error.strerror}\n"
-                f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(self.run_folder)}"
+                f"fix: {fix}, then --resume continues the run{_from(self.run_folder)}"
             ) from error
         return self.target
 

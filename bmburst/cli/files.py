@@ -84,7 +84,7 @@ def run_data(args: argparse.Namespace) -> int:
     from bmburst.data import Text, tokenize
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.records import hold_records
-    from bmburst.data.report import LengthReport, notes_of
+    from bmburst.data.report import LengthReport, notes_of, notes_on_ends
     from bmburst.data.sources import find_sources, left_out
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ def run_data(args: argparse.Namespace) -> int:
     )
     if encoder is not None:
         print(lengths.text())
-    for line in notes_of(file):
+    for line in (*notes_of(file), *notes_on_ends(file, tokenizer)):
         print(line)
     return 0
 
@@ -143,8 +143,9 @@ def _show(text: "Text", count: int) -> None:
     from bmburst.data.report import TERMINAL, Shown, sample
     from bmburst.data.token_writer import Masked
 
-    marks = TERMINAL if sys.stdout.isatty() else Shown()
+    marks, is_empty = TERMINAL if sys.stdout.isatty() else Shown(), True
     for name, made in islice(samples_of(text), count):
+        is_empty = False
         if not isinstance(made, Masked):
             ids = np.append(text.tokenizer.encode(made), text.tokenizer.eos_id)
             print(sample(name, ids, np.ones(len(ids), bool), text.tokenizer, marks))
@@ -159,6 +160,8 @@ def _show(text: "Text", count: int) -> None:
             part = slice(at, at + length)
             print(sample(title, made.ids[part], made.answers[part], text.tokenizer, marks))
             at += length
+    if is_empty:
+        raise UserError("the data are empty: no record is left\nfix: give files with records of a weight above 0")
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:

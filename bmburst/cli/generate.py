@@ -132,7 +132,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         name = option.removeprefix("--").replace("-", "_")
         if (value := getattr(args, name)) is not None:
             given[name] = convert_option(option, name, value)
-    options = generation_options(source.directory, **given)
+    options = generation_options(source.defaults, **given)
     TextStream(source.tokenizer, options.stop)
     encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size, chat=args.chat)
     texts = args.prompt or [None]
@@ -206,7 +206,7 @@ def _answer(request: Request, beginning: Beginning) -> int:
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
-        note_ignored(source.directory, request["max_new_tokens"])
+        note_ignored(source.defaults, request["max_new_tokens"])
     with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
         generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
     beginning.end("weights")

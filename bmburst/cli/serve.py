@@ -127,7 +127,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     source = open_source(args, ranks)
     if args.max_tokens is not None:
         require_tokens("--max-tokens", args.max_tokens, source.weights.config.max_position_embeddings)
-    generation_options(source.directory)
+    generation_options(source.defaults)
     _require_template(source)
     if not is_loopback(args.host) and read_key(args.api_key_file) is None:
         raise UserError(
@@ -289,13 +289,13 @@ def _start(
         name=request["name"],
         encoder=generator.encoder(chat=True),
         defaults=generator.options(),
-        own_limit=own_max_new_tokens(source.directory),
+        own_limit=own_max_new_tokens(source.defaults),
         max_tokens=max_tokens,
         queue=request["queue"],
         timeout=request["timeout"],
         key=read_key(None if path is None else Path(path)),
     )
-    note_ignored(source.directory, max_tokens)
+    note_ignored(source.defaults, max_tokens)
     server = Server(service, listener)
     host, port = listener.getsockname()[:2]
     server.start()

@@ -131,7 +131,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 config = _with_steps(args, config, steps_of_epochs(config, cache, before), world_size)
             done = progress.step
             if done >= config.steps:
-                print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
+                more = "--steps" if config.epochs is None else "--epochs"
+                print(f"{folder}: finished with {done} steps; a larger {more} goes on", file=sys.stderr)
                 yield None, spec
                 return
             print(f"going on from {start}", file=sys.stderr, flush=True)

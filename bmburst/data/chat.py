@@ -15,10 +15,13 @@ from bmburst.data.documents import SetupError
 from bmburst.data.messages import (
     MARKS,
     MESSAGE_KEYS,
+    ROLES,
+    SPEAKERS,
     Message,
     for_template,
     is_learned,
     unread,
+    unread_role,
     with_joined_parts,
     written_as_data,
 )
@@ -90,6 +93,13 @@ class ChatTemplate:
                 f"allowed: {', '.join(MESSAGE_KEYS)}, and what the template names\n"
                 "fix: rename or remove it, or give a template that reads it"
             )
+        if (role := unread_role(chosen, messages)) is not None:
+            known = SPEAKERS[role.lower()]
+            raise UserError(
+                f"{name}: the chat template does not read the role '{role}', which others write as '{known}'\n"
+                f"allowed: {', '.join(ROLES)}, and roles that the template names\n"
+                f"fix: --roles {role}={known}, in bmburst train --data.roles {role}={known}"
+            )
         return chosen
 
     def rendered(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> str:
@@ -127,7 +137,7 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(_valid(for_template(messages)), **options)
         except Exception as error:  # from jinja2, or any error raised by the template's code
-            raise refusal(name, error) from error
+            raise refusal(name, error, messages) from error
 
     def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
         """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
@@ -403,9 +413,11 @@ def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def refusal(name: str, error: BaseException) -> UserError:
+def refusal(name: str, error: BaseException, messages: tuple[Message, ...] = ()) -> UserError:
     """Return the error of a chat template that rejects messages."""
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    how = "with content as one text, not as a list of parts" if has_parts else "as this template takes them"
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
-        "fix: write them as this template takes them, give another template, or remove the line"
+        f"fix: write them {how}, give another template, or remove the line"
     )

@@ -281,8 +281,8 @@ def _text(text_field: str, name: str, value: Any) -> str:
         raise UserError(
             f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
             f"allowed: {KINDS}\n"
-            "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field NAME; of "
-            "records to fine-tune on, rename the keys: docs/data.md"
+            "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field; of messages, "
+            "--messages-field NAME; of other records, --columns instruction=question,output=answer"
         )
     text = value[text_field]
     if not isinstance(text, str):

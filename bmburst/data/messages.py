@@ -252,22 +252,30 @@ def unread(template: str, messages: tuple[Message, ...], tools: list[Any] | None
         messages: From `read_messages`.
         tools: From `template_variables`.
     """
-
-    def reads(word: str) -> bool:
-        return re.search(rf"\b{re.escape(word)}\b", template) is not None
-
-    if tools and not reads("tools"):
+    if tools and not _reads(template, "tools"):
         return "tools"
     for number, message in enumerate(messages, 1):
         for key in message:
             if key in MESSAGE_KEYS and key not in _MUST_BE_READ:
                 continue
-            if not any(map(reads, _REASONING if key in _REASONING else (key,))):
+            if not any(_reads(template, word) for word in (_REASONING if key in _REASONING else (key,))):
                 return f"the key '{key}' of message {number}"
-        role = message["role"]
-        if role not in ROLES and not reads(role) and role.lower() in SPEAKERS:
-            return f"the role '{role}' of message {number}, which others write as '{SPEAKERS[role.lower()]}'"
     return None
+
+
+def _reads(template: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
+
+
+def unread_role(template: str, messages: tuple[Message, ...]) -> str | None:
+    """Return a role of a conversation that a chat template does not name, and that others write otherwise; else None.
+
+    Args:
+        template: Source of the template.
+        messages: From `read_messages`.
+    """
+    roles = (message["role"] for message in messages)
+    return next((r for r in roles if r not in ROLES and not _reads(template, r) and r.lower() in SPEAKERS), None)
 
 
 def written_as_data(text: str, messages: tuple[Message, ...]) -> str | None:

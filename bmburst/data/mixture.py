@@ -271,11 +271,17 @@ class Mixture:
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
         """Return every sample once, at most `count`: interleaved by weight until a source is used up."""
-        owns = [part.evaluated(count) for part in self._parts]
-        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._shares, strict=True)])
+        sizes = [len(part.evaluated(count)) for part in self._parts]
+        taken = np.repeat(np.arange(len(sizes)), sizes)[np.argsort(self._turns(sizes), kind="stable")][:count]
+        counts = np.bincount(taken, minlength=len(sizes)).tolist()
+        owns = [part.evaluated(number) for part, number in zip(self._parts, counts, strict=True)]
         numbers = np.concatenate([np.array(own, np.int64) + self._first(i) for i, own in enumerate(owns)])
-        found: list[int] = numbers[np.argsort(times, kind="stable")][:count].tolist()
+        found: list[int] = numbers[np.argsort(self._turns(counts), kind="stable")].tolist()
         return found
+
+    def _turns(self, sizes: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Return when each sample of each source is evaluated, if the sources have so many and their weights."""
+        return np.concatenate([(np.arange(n) + 0.5) / weight for n, weight in zip(sizes, self._shares, strict=True)])
 
     def prompt(self, most: int) -> list[int]:
         """See `Sequences`."""

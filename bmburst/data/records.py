@@ -46,6 +46,7 @@ RECORD_KEYS = {
     "weight": "the factor of the losses of the record's tokens, or of the pair; 0: the record is left out",
 }
 """Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect, and named."""
+_TEXT = "text"  # the default text field, which data sets have beside their records
 _TALK = frozenset({"system", "tools", "chat_template_kwargs"})
 _READ: Mapping[str, frozenset[str]] = {
     "messages": _TALK | {"messages", "loss_mask"},
@@ -75,17 +76,18 @@ def _as_it_is(record: AnyRecord) -> Any:
     return record
 
 
-def hold_records(files: Sequence[SourceFile], text_field: str = "text", form: RecordFormat = DEFAULT) -> bool:
+def hold_records(files: Sequence[SourceFile], text_field: str = _TEXT, form: RecordFormat = DEFAULT) -> bool:
     """Return whether files contain records, judged by the keys of the first line of the first file that is not text.
 
-    Lines with the text field are text.
+    Lines with the text field are text; with "text", only if they have no keys of records, as in TRL.
 
     Raises:
         UserError: That line is not valid JSON.
         OSError: The file cannot be read.
     """
     keys = _first_keys(files, form)
-    return text_field not in keys and any(known <= keys for known in _KEYS)
+    is_text = text_field in keys and text_field != _TEXT
+    return not is_text and any(known <= keys for known in _KEYS)
 
 
 def hold_groups(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> bool:
@@ -107,7 +109,7 @@ def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:
 def read_records(
     files: Sequence[SourceFile],
     *,
-    text_field: str = "text",
+    text_field: str = _TEXT,
     form: RecordFormat = DEFAULT,
     on_read: Callable[[int], object] = lambda _: None,
     check: Callable[[AnyRecord], T] = _as_it_is,

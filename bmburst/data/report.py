@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.data.answer_ends import answer_ends
 from bmburst.data.token_file import TokenFile
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import PromptTokenizer
+from bmburst.data.whole_documents import record_sizes
 from bmburst.errors import UserError
 
 _BAR = 40  # characters of a histogram's longest bar
@@ -83,17 +85,25 @@ def notes_of(file: TokenFile) -> Iterator[str]:
         yield f"columns without effect: {', '.join(columns[:_COLUMNS])}{more}"
 
 
-def described(name: str, file: TokenFile, sequence_length: int) -> str:
+def notes_on_ends(file: TokenFile, tokenizer: PromptTokenizer) -> Iterator[str]:
+    """Yield a line if answers of a token file end with text, so that a model does not learn to end them."""
+    if answer_ends(file, tokenizer) is None:
+        yield "answers end without a special token: the model does not learn where to stop (docs/data.md)"
+
+
+def described(
+    name: str, file: TokenFile, sequence_length: int, pack: str = "documents", tokenizer: PromptTokenizer | None = None
+) -> str:
     """Return the report on the data of a run: a line of totals, a histogram, and what is left out.
 
     Args:
         name: Name of the data.
         file: Its tokens.
         sequence_length: Tokens of a sequence; longer records are left out.
+        pack: How records are packed.
+        tokenizer: Its tokenizer; None: it is not there, and the ends of answers are not looked at.
     """
-    of_records, each = file.loss_mask is not None, 2 if file.pairs else 1
-    offsets = np.asarray(file.document_offsets[::each])
-    sizes = offsets[1:] - offsets[:-1]
+    of_records, sizes = file.loss_mask is not None, record_sizes(file, sequence_length, pack)
     what = "pairs" if file.pairs else "records" if of_records else "documents"
     learned = _learned(file)
     share = f"{learned:,} ({learned / file.token_count:.1%}) learned" if of_records else "all learned"
@@ -108,7 +118,8 @@ def described(name: str, file: TokenFile, sequence_length: int) -> str:
             f"left out: {_counted(count, what)} longer than sequence_length {sequence_length:,}, {tokens:,} tokens"
         )
     kept, dropped = (_by_power(sizes[chosen]) for chosen in (~too_long, too_long))
-    return "\n".join([*lines, *notes_of(file), *_histogram(kept, dropped, what, most=_ROWS)])
+    lines += notes_of(file) if tokenizer is None else (*notes_of(file), *notes_on_ends(file, tokenizer))
+    return "\n".join([*lines, *_histogram(kept, dropped, what, most=_ROWS)])
 
 
 def _counted(number: int, what: str) -> str:

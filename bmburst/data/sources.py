@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,15 @@ TEXT_SUFFIXES = (
 )
 PARQUET_SUFFIX = ".parquet"
 _PARQUET = b"PAR1"
+_TABLES = {".csv": "read_csv", ".tsv": "read_table"}  # as pandas reads them
+# Files of a data set's folder that are no data, and the names by which the hub tells its splits.
+_CARDS = ("readme", "license", "licence", "citation")
+_TRAIN = ("train", "training")
+_OTHER = ("test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
+_SPLIT = re.compile(rf"(?<![^-._ /\d])(?:{'|'.join(_TRAIN + _OTHER)})(?![^-._ /\d])")
 _READ_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 _OTHER_PACKED = (*PACKED_SUFFIXES, ".lz4")  # in messages
-_MOST_KINDS, _MOST_LETTERS = 8, 16  # in a message: kinds of files, characters of a suffix
+_MOST_KINDS, _MOST_LETTERS, _MOST_NAMES = 8, 16, 4  # in a message: kinds of files, characters of a suffix, names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +85,24 @@ def left_out(source: str | Path | Sequence[str | Path]) -> Iterator[str]:
     """
     for each in [source] if isinstance(source, str | Path) else source:
         root = Path(each)
-        if each == STANDARD_LIBRARY or not root.is_dir() or _is_dataset(root) or not (kinds := _kinds(root)):
+        if each == STANDARD_LIBRARY or not root.is_dir() or _is_dataset(root):
             continue
-        count = sum(kinds.values())
-        yield (
-            f"{count:,} file{'s' * (count > 1)} of folder {root}, by suffix: {_listed(kinds)}; "
-            "to read such a file, give its own path"
-        )
+        for why, names in _no_data(root, _readable(root)).items():
+            shown = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+            yield f"{_files(len(names))} of folder {root}, {why}: {shown}"
+        if kinds := _kinds(root):
+            count = _files(sum(kinds.values()))
+            yield f"{count} of folder {root}, by suffix: {_listed(kinds)}; to read such a file, give its own path"
+
+
+def _files(count: int) -> str:
+    return f"{count:,} file{'s' * (count > 1)}"
 
 
 def unreadable(name: str, error: OSError) -> UserError:
     """Return the error for a file that cannot be opened or read."""
-    return UserError(
-        f"cannot read '{name}': {error.strerror or error}\nfix: give a file that you have permission to read"
-    )
+    fix = "give a file that you have permission to read" if error.errno else "copy or download the file again"
+    return UserError(f"cannot read '{name}': {error.strerror or error}\nfix: {fix}")
 
 
 def _named(path: Path) -> list[SourceFile]:
@@ -114,11 +125,22 @@ def _kind(path: Path, *, named: bool) -> Literal["text", "jsonl", "json", "parqu
     suffix = plain_suffix(path)
     if suffix in JSONL_SUFFIXES:
         return "jsonl"
-    if suffix != ".json":
-        return "parquet" if suffix == PARQUET_SUFFIX or (named and _is_parquet(path)) else "text"
+    if named and suffix in _TABLES:
+        raise UserError(
+            f"'{path}' is a table, whose lines would be read as plain text\n"
+            "allowed: JSONL or Parquet of records; plain text with another suffix, such as .txt\n"
+            f"fix: pandas.{_TABLES[suffix]}('{path.name}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+        )
+    if suffix == PARQUET_SUFFIX or (named and _is_parquet(path)):
+        return "parquet"
+    if suffix != ".json" and (not named or suffix in TEXT_SUFFIXES):
+        return "text"
     with opened(path) as file:
         first, more = file.readline(PIECE_BYTES).removeprefix(codecs.BOM_UTF8), file.read(PIECE_BYTES)
-    return "jsonl" if more.strip() and _is_object(first) else "json"
+    is_line = _is_object(first)
+    if suffix != ".json":  # a name that says nothing
+        return "jsonl" if is_line else "text"
+    return "jsonl" if more.strip() and is_line else "json"
 
 
 def _is_parquet(path: Path) -> bool:
@@ -139,11 +161,9 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _directory(root: Path) -> list[SourceFile]:
-    found = [
-        SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False)
-        for path in _walk(root)
-        if _is_read(path)
-    ]
+    found = _readable(root)
+    left = {name for names in _no_data(root, found).values() for name in names}
+    found = [file for file in found if file.path.relative_to(root).as_posix() not in left]
     if not found:
         raise UserError(
             f"no text files in directory '{root}', it has {_found_instead(root)}\n"
@@ -151,6 +171,34 @@ def _directory(root: Path) -> list[SourceFile]:
             "fix: give the path of the file itself where its suffix is another"
         )
     return found
+
+
+def _readable(root: Path) -> list[SourceFile]:
+    """Return the files of a folder whose suffixes are read."""
+    paths = filter(_is_read, _walk(root))
+    return [SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False) for path in paths]
+
+
+def _no_data(root: Path, files: Sequence[SourceFile]) -> dict[str, list[str]]:
+    """Return the files of a data set's folder that are no training data, by reason: cards, and other splits.
+
+    A folder of a data set has JSONL or Parquet files. Splits are told by the last word of a path that names one, as on
+    the Hugging Face hub, if there is one for training.
+    """
+    names = {file.path.relative_to(root).as_posix(): file.kind for file in files}
+    records = [name for name, kind in names.items() if kind != "text"]
+    if not records:
+        return {}
+    found = {"no data": [name for name, kind in names.items() if kind == "text" and _is_card(name)]}
+    splits = {name: words[-1] for name in records if (words := _SPLIT.findall(name.lower()))}
+    if any(map(_TRAIN.__contains__, splits.values())):
+        others = [name for name, word in splits.items() if word not in _TRAIN]
+        found["of other splits than train, for --data.validation"] = others
+    return {why: names for why, names in found.items() if names}
+
+
+def _is_card(name: str) -> bool:
+    return Path(name).stem.lower() in _CARDS
 
 
 def _standard_library() -> list[SourceFile]:

@@ -242,7 +242,8 @@ class TokenFile:
             raise UserError(
                 f"'{self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
                 f"allowed: at least {self.vocab_size}, as its tokenizer '{self.tokenizer_name}' has\n"
-                f"fix: --model.vocab_size {self.vocab_size}, or tokenize the text with the model's tokenizer"
+                f"fix: --model.vocab_size {self.vocab_size}; of a model of --init-from, transformers' "
+                f"resize_token_embeddings({self.vocab_size}); or the model's own tokenizer"
             )
 
     def _bytes_before(self, position: int) -> int:

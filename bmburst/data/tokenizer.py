@@ -71,6 +71,11 @@ class Tokenizer(Protocol):
 class PromptTokenizer(Tokenizer, Protocol):
     """Additional interface of a tokenizer for generation."""
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, such as the one that ends an answer."""
+        ...
+
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizers do.
 
@@ -107,6 +112,7 @@ class ByteTokenizer:
     eos_id = 256
     bos_id = 257
     pad_id = 258
+    special_ids = frozenset({eos_id, bos_id, pad_id})
 
     def encode(self, text: str) -> TokenIds:
         """Return one id per byte, int64 `[bytes]`; an unpaired surrogate becomes "?"."""
@@ -191,6 +197,7 @@ class HuggingFaceTokenizer:
             vocabulary.
 
     Attributes:
+        special_ids: Ids of all special tokens, and of the end-of-document token.
         special_tokens: Special tokens by name, "eos_token" and others.
         chat_template: The chat template, or templates by name; None without one.
 
@@ -216,6 +223,8 @@ class HuggingFaceTokenizer:
         self.name = name
         self.eos_id = int(eos_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset({self.eos_id, *(i for i, token in added.items() if token.special)})
         parts = f"{self.eos_id} {tokenizer.to_str()}{' splits special tokens' * self._splits}"
         digest = hashlib.sha256(parts.encode()).hexdigest()
         self.identity = f"huggingface-{digest[:16]}"

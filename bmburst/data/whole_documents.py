@@ -168,8 +168,14 @@ class WholeDocuments(PartOfCorpus):
         return found
 
     def evaluated(self, count: int | None = None) -> Sequence[int]:
-        """Return the samples of an evaluation in order, at most `count`."""
-        return range(len(self))[:count]
+        """Return the samples of an evaluation in order, at most `count`.
+
+        The first samples have the longest records, so fewer than all are taken evenly spread.
+        """
+        total = len(self)
+        if count is None or count >= total:
+            return range(total)
+        return [(2 * place + 1) * total // (2 * count) for place in range(count)]
 
     def prompt(self, most: int) -> list[int]:
         """Return the last `most` tokens before the first answer of a record: the prompt of a generated sample."""
@@ -214,6 +220,23 @@ class _Units:
         """Return the tokens of each document of a unit in the file."""
         first = int(self.first[unit])
         return list(pairwise(file.document_offsets[first : first + int(self.count[unit]) + 1].tolist()))
+
+
+def record_sizes(file: TokenFile, length: int, pack: str) -> Ids:
+    """Return the tokens of each pair or document of a file, int64 `[pairs or documents]`.
+
+    Of a pair that is longer than a sequence, this is the number in a sequence, where both answers may share the prompt.
+
+    Args:
+        file: The file.
+        length: Tokens of a sequence.
+        pack: As in `WholeDocuments`.
+    """
+    offsets = np.asarray(file.document_offsets[:: 1 + file.pairs], np.int64)
+    sizes: Ids = offsets[1:] - offsets[:-1]
+    if file.pairs and pack == "trees" and (long := sizes > length).any():
+        sizes = _units(file, np.repeat(long, 2), length, shares=True).sizes(file.document_offsets)
+    return sizes
 
 
 def _units(file: TokenFile, in_part: npt.NDArray[np.bool_], length: int, *, shares: bool) -> _Units:

@@ -32,7 +32,7 @@ from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.errors import UserError
 from bmburst.inference.weights import NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst.schedule.mask import Causal, SlidingWindow
+from bmburst.schedule.mask import Mask
 from bmburst.schedule.tiles import Span, Tile, make_tiles
 from bmburst_ops.decode import append_rotated, decode_attention, merge_decode
 from bmburst_ops.flash import Partial
@@ -129,7 +129,7 @@ class KVCache:
         return other
 
 
-def striped_tiles(split: CacheSplit, queries: Span, length: int, source: int, window: int | None) -> tuple[Tile, ...]:
+def striped_tiles(split: CacheSplit, queries: Span, length: int, source: int, mask: Mask) -> tuple[Tile, ...]:
     """Return the attention tiles between the queries of a token group and the cached keys of this rank's token group.
 
     Args:
@@ -137,10 +137,9 @@ def striped_tiles(split: CacheSplit, queries: Span, length: int, source: int, wi
         queries: Positions of the queries of all groups.
         length: Only keys below this position are used.
         source: Token group of the queries.
-        window: Sliding window in tokens, including the query's own; None: causal.
+        mask: The mask of the whole sequence.
     """
     groups = split.token_groups
-    mask = Causal() if window is None else SlidingWindow(window)
     keys = np.arange(split.token_group, length, groups)
     return make_tiles(mask, queries.stop, np.arange(queries.start + source, queries.stop, groups), keys)
 

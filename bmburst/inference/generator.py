@@ -22,7 +22,7 @@ from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
-from bmburst.inference.sampling import GenerationOptions, generation_options, given_options
+from bmburst.inference.sampling import GenerationOptions, generation_options, given_options, names_ends
 from bmburst.inference.session import MOST_SEQUENCES, Engine, Ids, Session
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.memory import available_bytes
@@ -43,11 +43,14 @@ class Source:
 
     Attributes:
         directory: Directory of the weights.
+        defaults: Directory of the generation_config.json that gives the defaults of generation: that of the adapter,
+            if it has one that names the tokens that end an answer.
         weights: The weights, read on demand.
         tokenizer: The model's tokenizer, or the one given in its place; None if there is none.
     """
 
     directory: Path
+    defaults: Path
     weights: Weights
     tokenizer: PromptTokenizer | None
 
@@ -79,7 +82,8 @@ class Source:
         else:
             weights = open_weights(directory)
         name = own_tokenizer(*places) if tokenizer is None else tokenizer
-        return cls(places[-1], weights, None if name is None else load_tokenizer(name))
+        defaults = next(filter(names_ends, places[:-1]), places[-1])
+        return cls(places[-1], defaults, weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of inference; for "auto" the stored dtype of the first query projection.
@@ -142,11 +146,11 @@ class Generator:
         comm = resolve_group(None) if mesh is None else mesh.sequence
         with comm.checking():  # before weights are read and gathered
             model = comm.decided(partial(_opened, model, comm, cache, dtype, chunk_tokens, kernel))
-        self.directory: Path | None = None
+        self._defaults: Path | None = None
         self.tokenizer: PromptTokenizer | None = None
         weights: ModelWeights
         if isinstance(model, Source):
-            self.directory, self.tokenizer = model.directory, model.tokenizer
+            self._defaults, self.tokenizer = model.defaults, model.tokenizer
             self.memory, self._available = _with_room_for_weights(model, comm, cache, dtype, chunk_tokens)
             weights = ResidentWeights.read(model.weights, model.dtype(dtype), device_of_rank(comm), on_bytes)
         else:
@@ -162,7 +166,7 @@ class Generator:
         Raises:
             UserError: An option is unknown or out of range.
         """
-        return generation_options(self.directory, **given)
+        return generation_options(self._defaults, **given)
 
     def why_too_long(self, prompt: int, new_tokens: int) -> str | None:
         """Return why a prompt and answer of these lengths (tokens) do not fit in memory, or None. Same on all ranks."""

@@ -90,11 +90,15 @@ class Chunk:
 
     def mask(self, window: int | None) -> Mask:
         """Return the attention mask among the tokens of the chunk."""
-        causal: Mask = Causal() if window is None else SlidingWindow(window)
+        causal = _causal(window)
         if len(self.pieces) == 1:
             return causal
         documents = Documents(tuple(piece.padded for piece in self.pieces))
         return documents if window is None else causal & documents
+
+
+def _causal(window: int | None) -> Mask:
+    return Causal() if window is None else SlidingWindow(window)
 
 
 def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_groups: int) -> Iterator[Chunk]:
@@ -360,8 +364,8 @@ class _ChunkStep:
         """Return the tiles between a piece's queries of a token group and this rank's cached tokens below `length`."""
         key = piece.offset, length, source
         if key not in self._chunk.tiles:
-            span, window = Span(piece.start, piece.start + piece.padded), self._config.sliding_window
-            self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, window)
+            span, mask = Span(piece.start, piece.start + piece.padded), _causal(self._config.sliding_window)
+            self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, mask)
         return self._chunk.tiles[key]
 
 

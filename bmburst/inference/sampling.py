@@ -190,6 +190,15 @@ def _is_noted(key: str) -> bool:
     return GENERATOR.get(key, NOTED).startswith(NOTED)
 
 
+def names_ends(directory: Path) -> bool:
+    """Return whether a directory has a generation_config.json that names the tokens that end an answer.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    return _generation_config(directory).get(_EOS) is not None
+
+
 def _generation_config(directory: Path) -> Mapping[str, Any]:
     path = directory / GENERATION_CONFIG
     return read_json(path) if path.exists() else {}

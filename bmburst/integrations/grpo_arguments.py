@@ -63,7 +63,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             off_policy_mask_threshold use_bias_correction_kl normalize_advantages reward_clip_range
             log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo
             model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
-            optimizers quantization_config peft_config tools rollout_func environment_factory
+            optimizers quantization_config tools rollout_func environment_factory
             """,
         "read by TRL; vLLM has attention of its own": """
             use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex
@@ -92,6 +92,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         ),
         "read; DistributedDataParallel and FSDP2 average the gradients, other kinds are refused": "fsdp fsdp_config",
         'read; `attn_implementation` is "bmburst", and `use_kernels` is refused': "model_init_kwargs",
+        "read; methods that change each token alone are exact, others are refused": "peft_config",
         "read; a model with a router's loss is refused, unless it is 0": "router_aux_loss_coef",
     }
 )

@@ -64,7 +64,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
             pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss activation_offloading
             model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers
-            optimizer_cls_and_kwargs quantization_config peft_config formatting_func
+            optimizer_cls_and_kwargs quantization_config formatting_func
             """,
         _NO_LOGITS: """
             eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
@@ -79,6 +79,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         "read; the noise is that of the whole sequence": "neftune_noise_alpha",
         "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
         "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",
+        "read; methods that change each token alone are exact, others are refused": "peft_config",
         "read; a model with a router's loss is refused": "router_aux_loss_coef",
         "refused, because the loss is cross entropy": "compute_loss_func",
         "refused, because the logits of a long sequence fit on no rank": "compute_metrics",
@@ -103,19 +104,31 @@ ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
-def require_loss(trainer: type) -> None:
-    """Check that no class of transformers or TRL, of which a trainer is derived, has a loss of its own.
+def require_loss(trainer: type, mixin: type) -> None:
+    """Check that a trainer computes the loss that a mixin computes in its place, before it reads the data.
+
+    Args:
+        trainer: A class derived from the mixin and a trainer of transformers or TRL.
+        mixin: The mixin, which defines `compute_loss`.
 
     Raises:
-        UserError: One has.
+        UserError: The trainer of transformers or TRL has methods that were not read, or a class of the caller behind
+            the mixin has a loss of its own.
     """
-    for each in trainer.__mro__:
-        if is_library(each) and "compute_loss" in vars(each) and each.__name__ not in _LOSSES:
-            raise UserError(
-                f"{each.__name__} has a loss of its own, which is not computed on split sequences\n"
-                f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
-                "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
-            )
+    kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
+    if kind not in _LOSSES:
+        raise UserError(
+            f"the loss and the evaluation of {kind} were not read, so they may be others on split sequences\n"
+            f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
+            "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
+        )
+    behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    own = next((each for each in behind if "compute_loss" in vars(each) and not is_library(each)), None)
+    if own is not None:
+        raise UserError(
+            f"{own.__name__} defines compute_loss, which {mixin.__name__} would replace by cross entropy\n"
+            "allowed: the default loss\nfix: leave it out; or a loop of your own with a loss of Part.logps"
+        )
 
 
 def require_understood(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from inspect import getclosurevars
-from itertools import chain
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend
 from bmburst.attention.call import decide
+from bmburst.attention.function import beside_sink
 from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
@@ -47,9 +48,6 @@ _NOT_ASKED = frozenset(
 _SPLIT_CACHE = 'on one rank, model.set_attn_implementation("sdpa") and model.generate'
 _ELSEWHERE = "train this model with another attn_implementation"
 
-_KNOWN = {"s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation")}
-"""Arguments of unsupported features, with the name of the feature and the fix."""
-
 
 class Near(NamedTuple):
     """Which tokens of its document a token sees, besides itself: none of them later.
@@ -61,6 +59,18 @@ class Near(NamedTuple):
 
     window: int | None = None
     chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """Return the first position of its document that the token at `position` sees."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def mask(self, length: int) -> Mask:
+        """Return the mask of a document of `length` tokens."""
+        if self.chunk is not None:
+            return Documents((self.chunk,) * -(-length // self.chunk))
+        return Causal() if self.window is None else SlidingWindow(self.window)
 
 
 ALL = Near()
@@ -85,6 +95,7 @@ class SequenceMask:
         shape: Number of samples and local tokens.
         length: Number of tokens of a sequence without padding.
         documents: One for all samples, one per sample, or empty.
+        start: Number of tokens of earlier turns, which a split cache holds.
         mask: Mask of one kind of layer; None until the model makes it with `layer_mask`.
         near: The tokens that these layers see, of this and of earlier turns.
         query_scale: Factor on the queries of these layers, `[samples or 1, local_tokens, 1, 1]`, or None.
@@ -100,12 +111,13 @@ class SequenceMask:
         shape: tuple[int, int],
         length: int,
         documents: tuple[Documents | Tree, ...] = (),
+        start: int = 0,
         mask: MaskOption | None = None,
         near: Near = ALL,
         query_scale: Tensor | None = None,
     ) -> None:
         batch, tokens = shape
-        self.near, self.query_scale = near, query_scale
+        self.near, self.query_scale, self.start = near, query_scale, start
         self.shape = (batch, 1, tokens, tokens)  # models read the number of keys from the last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 
@@ -127,15 +139,24 @@ class SequenceMask:
         Raises:
             UserError: These are fewer than a document has, and layout or tree are exact with all of them only.
         """
-        sees = min(each for each in (near.window, near.chunk, self.longest) if each is not None)
+        in_chunk = None if near.chunk is None else near.chunk - self.start % near.chunk
+        sees = min(each for each in (near.window, in_chunk, self.longest) if each is not None)
         if sees < self.longest:
             self._require_windows(sees)
         documents = self.documents
-        if near.chunk is not None and near.chunk < self.longest:  # a chunk is a document
-            documents = tuple(_in_chunks(part, near.chunk) for part in documents or (Documents((self.length,)),))
+        if near.chunk is not None and in_chunk is not None and in_chunk < self.longest:  # a chunk is a document
+            documents = tuple(
+                _in_chunks(part, near.chunk, in_chunk) for part in documents or (Documents((self.length,)),)
+            )
         last = Causal() if near.window is None or near.window >= self.longest else SlidingWindow(near.window)
         masks = tuple(_joined(last, part) for part in documents) or (last,)
         return self._but(mask=masks[0] if len(masks) == 1 else masks, near=near)
+
+    def behind(self, start: int) -> "SequenceMask":
+        """Return the mask of a turn behind `start` tokens in a split cache."""
+        found = self._but()
+        found.start = start
+        return found
 
     def scaled(self, query_scale: Tensor) -> "SequenceMask":
         """Return the mask of layers whose queries are multiplied by a factor before attention."""
@@ -148,7 +169,9 @@ class SequenceMask:
         return found
 
     def places(self) -> Tensor:
-        """Return the place of each local token in its document, from 0, int64 `[samples or 1, local_tokens]`.
+        """Return the place of each local token in its document, int64 `[samples or 1, local_tokens]`.
+
+        The first is 0, or `start` in a turn behind others.
 
         Raises:
             UserError: The batch is a tree, or its layout depends on a mask.
@@ -159,7 +182,7 @@ class SequenceMask:
         tokens = np.concatenate([run.start + run.stride * np.arange(run.tokens) for run in runs])
         edges = [np.asarray((*part.starts, part.length)) for part in self.documents] or [np.zeros(1, np.int64)]
         starts = [each[np.searchsorted(each, tokens, side="right") - 1] for each in edges]
-        return torch.from_numpy(tokens - np.stack(starts)).to(self.comm.device)
+        return torch.from_numpy(tokens - np.stack(starts) + self.start).to(self.comm.device)
 
     def _but(self, **changed: Any) -> "SequenceMask":
         batch, _, tokens, _ = self.shape
@@ -169,6 +192,7 @@ class SequenceMask:
             shape=(batch, tokens),
             length=self.length,
             documents=self.documents,
+            start=self.start,
             **changed,
         )
 
@@ -180,25 +204,30 @@ class SequenceMask:
         scale: float | None,
         softcap: float | None = None,
         sink: Tensor | None = None,
+        layer: Any = None,
     ) -> Tensor:
-        """Return attention's output. Tensors are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
+        """Return attention's output, `[batch, local_tokens, heads, value_dim]`.
+
+        Args:
+            q: `[batch, local_tokens, heads, head_dim]`.
+            k: `[batch, local_tokens, kv_heads, head_dim]`.
+            v: `[batch, local_tokens, kv_heads, value_dim]`.
+            scale: See `burst_attention`.
+            softcap: See `burst_attention`.
+            sink: See `burst_attention`.
+            layer: A `SplitLayer` with the tokens of earlier turns; None: there are none.
+        """
         if self.query_scale is not None:
             q = (q * self.query_scale).to(q.dtype)
-        return attend(q, k, v, self._length, self.comm, self._options(scale, softcap), sink=sink)[0]
-
-    def attend_behind(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None = None
-    ) -> Tensor:
-        """Return attention's output over this turn and the earlier tokens in a `SplitLayer`."""
-        if self.near.chunk is not None or self.query_scale is not None:
-            raise _cannot("chunked attention over a split cache", _SPLIT_CACHE)
         options = self._options(scale, softcap)
+        if layer is None:
+            return attend(q, k, v, self._length, self.comm, options, sink=sink)[0]
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
         window = self.near.window
         if window is not None:  # the mask of a turn shorter than the window is causal; earlier tokens need it
             options = replace(options, mask=SlidingWindow(window))
-        layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, window, part)
-        return part.out
+        layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.near, part)
+        return part.out if sink is None else beside_sink(part, sink).out
 
     @property
     def longest(self) -> int:
@@ -252,12 +281,9 @@ class CachedMask:
         raise _cannot("layers that compute only the last tokens, over a split cache", _SPLIT_CACHE)
 
     @cached_property
-    def window(self) -> int | None:
-        """Number of visible tokens; None: all."""
-        near = _near(self._mask_function)
-        if near.chunk is not None:
-            raise _cannot("chunked attention over a split cache", _SPLIT_CACHE)
-        return near.window
+    def near(self) -> Near:
+        """Which tokens of the text a token sees."""
+        return _near(self._mask_function)
 
 
 def layer_mask(
@@ -334,18 +360,17 @@ def attention(
         )
         return found
     require_softcap(softcap)
-    layer = getattr(key, "split_layer", None)
+    layer, sink = getattr(key, "split_layer", None), asked.pop("s_aux", None)
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:
             raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
         require_known_arguments({name: each for name, each in asked.items() if name != "use_cache"})
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return layer.attend(query, value, scale, attention_mask.window, softcap), None
+        return layer.attend(query, value, scale, attention_mask.near, softcap, sink), None
     if isinstance(attention_mask, CachedMask):
         attention_mask = attention_mask.given
     if not isinstance(attention_mask, SequenceMask):
         raise _not_split(attention_mask)
-    sink = asked.pop("s_aux", None) if layer is None else None
     _require_exact(attention_mask, dropout, sliding_window, asked)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _cannot("attention that is not causal", _ELSEWHERE)
@@ -356,10 +381,7 @@ def attention(
     if relay is not None:  # keys and values have been moved to the layout of the cache
         query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if layer is None or layer.begins:
-        out = attention_mask.attend(*inputs, scaling, softcap, sink)
-    else:
-        out = attention_mask.attend_behind(layer, *inputs, scaling, softcap)
+    out = attention_mask.attend(*inputs, scaling, softcap, sink, None if layer is None or layer.begins else layer)
     if relay is not None:
         out = relay.back.move(out, 1)
     return out.contiguous(), None
@@ -393,7 +415,7 @@ def require_known_arguments(asked: dict[str, Any]) -> None:
         name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
     ]
     if other:
-        raise _cannot(*_KNOWN.get(other[0], (other[0], f"leave it out of the call, or {_ELSEWHERE}")))
+        raise _cannot(other[0], f"leave it out of the call, or {_ELSEWHERE}")
 
 
 def _near(function: Callable[..., Any]) -> Near:
@@ -443,11 +465,11 @@ def _joined(last: Mask, documents: Documents | Tree) -> Mask:
     return documents if isinstance(last, Causal) else last & documents
 
 
-def _in_chunks(documents: Documents | Tree, chunk: int) -> Documents:
-    """Return documents cut every `chunk` tokens from their first token on."""
+def _in_chunks(documents: Documents | Tree, chunk: int, first: int) -> Documents:
+    """Return documents cut behind their `first` tokens, and then every `chunk` tokens."""
     assert isinstance(documents, Documents)
-    whole = ((chunk,) * (n // chunk) + ((n % chunk,) if n % chunk else ()) for n in documents.lengths)
-    return Documents(tuple(chain.from_iterable(whole)))
+    cuts = ((0, *range(first, n, chunk), n) for n in documents.lengths)
+    return Documents(tuple(stop - start for edges in cuts for start, stop in pairwise(edges)))
 
 
 def _has_window(mask: MaskOption, window: int) -> bool:

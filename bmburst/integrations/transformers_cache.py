@@ -31,7 +31,14 @@ from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, St
 from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import number_layers
-from bmburst.integrations.transformers_steps import Streamer, Together, one_length, own_frequencies, split_steps
+from bmburst.integrations.transformers_steps import (
+    Streamer,
+    Together,
+    cache_argument,
+    one_length,
+    own_frequencies,
+    split_steps,
+)
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
@@ -57,11 +64,6 @@ class SplitCache(Cache):  # type: ignore[misc]
         split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, 1, 1)
         kind = LatentLayer if caches_latents(config) else SplitLayer
         super().__init__(layers=[_split_layer(each, mesh, split, kind) for each in DynamicCache(config=config).layers])
-        if not self.split_layers:
-            raise UserError(
-                f"a model of type {config.model_type!r} has no attention layers, so no cache that ranks could share\n"
-                "fix: on one rank, model.set_attn_implementation('sdpa') and model.generate"
-            )
         self.has_split_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
         """Whether there are states of recurrent layers, which continue over the ranks in a prefill."""
         self.alone = single_rank_group(mesh.sequence)
@@ -72,20 +74,40 @@ class SplitCache(Cache):  # type: ignore[misc]
         """The layout of a prefill with recurrent layers, "zigzag" or "contiguous"; the others are prefilled striped."""
         self.rotated_for = 0
         """Tokens of the text that the newest prefill was for, which may determine the rotary frequencies."""
+        self.passed = 0
+        """Tokens that the states have passed, if no layer has keys and values."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: transformers would compile the steps of a cache of states alone."""
+        return False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
+        of_tokens = sum(layer.nbytes for layer in self.split_layers if layer.is_initialized)
+        return of_tokens + sum(state.nbytes for state in self._states)
+
+    @property
+    def _states(self) -> list[Tensor]:
+        """The states of recurrent layers."""
         recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        kept = [*(layer for layer in self.split_layers if layer.is_initialized)]
-        kept += [each for layer in recurrent for each in layer.conv_states.values() if each is not None]
-        kept += [each for layer in recurrent for each in layer.recurrent_states.values() if each is not None]
-        return sum(each.nbytes for each in kept)
+        kept = [each for layer in recurrent for each in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+        return [each for each in kept if each is not None]
 
     @property
     def split_layers(self) -> list[SplitLayer]:
         """The layers of the cache that have keys and values."""
         return [layer for layer in self.layers if isinstance(layer, SplitLayer)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens of a sequence, over all ranks."""
+        return int(super().get_seq_length(layer_idx)) if self.split_layers else self.passed
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.passed = 0
 
     def crop(self, max_length: int) -> None:
         """Drop the tokens from `max_length` on.
@@ -111,7 +133,8 @@ class SplitCache(Cache):  # type: ignore[misc]
         whole = "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
         if length >= input_ids.shape[1]:
             raise UserError(f"the cache holds {length} tokens, but input_ids has {input_ids.shape[1]}\n{whole}")
-        batch = len(self.split_layers[0].keys) if length else len(input_ids)
+        first = next(iter(self.split_layers), None)
+        batch = len(input_ids) if not length else len(self._states[0] if first is None else first.keys)
         if batch != len(input_ids):
             raise UserError(f"the cache holds {batch} texts, but input_ids has {len(input_ids)}\n{whole}")
         if self.text is None or self.text.shape[1] != length:  # filled otherwise than by `generate`
@@ -152,6 +175,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         """Run the model on this rank's part of the tokens, of a text of `whole` tokens."""
         layout = self.layout if self.has_split_states else "striped"
         part = SplitSequences(self.mesh, layout=layout).part(input_ids, position_ids=self._positions(input_ids))
+        start = self.get_seq_length()
 
         def decide() -> tuple[None, str]:
             require_splittable(model, lambda: (whole,))
@@ -163,27 +187,24 @@ class SplitCache(Cache):  # type: ignore[misc]
         for layer in self.split_layers:
             layer.prefilling, layer.relay = input_ids.shape[1], relay
         try:
-            model.base_model(
-                input_ids=part.input_ids,
-                attention_mask=part.mask,
-                position_ids=part.position_ids,
-                past_key_values=self,
-                use_cache=False,  # the model makes no cache of its own
-            )
+            self._call(model, part.input_ids, part.mask.behind(start), part.position_ids)
         finally:
             for layer in self.split_layers:
                 layer.prefilling = layer.relay = None
+        self.passed += input_ids.shape[1]
 
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
-        mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
-        model.base_model(
-            input_ids=input_ids,
-            attention_mask=mask.long(),
-            position_ids=self._positions(input_ids),  # Bamba counts from 0 without them, whatever is cached
-            past_key_values=self,
-            use_cache=False,
-        )
+        ones = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device).long()
+        # Bamba counts positions from 0 without them, whatever is cached.
+        self._call(model, input_ids, ones if self.split_layers else None, self._positions(input_ids))
+        self.passed += input_ids.shape[1]
+
+    def _call(self, model: PreTrainedModel, input_ids: Tensor, mask: Any, positions: Tensor) -> None:
+        """Run the model without its head; it makes no cache of its own."""
+        base = model.base_model
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+        base(**inputs, **{cache_argument(base): self})
 
     def _positions(self, input_ids: Tensor) -> Tensor:
         """Return the positions of the tokens behind the cached ones, `[1, tokens]`."""
@@ -284,7 +305,7 @@ def generate(
     ):
         torch.manual_seed(seed)
         mask = torch.ones_like(input_ids)
-        found = model.generate(input_ids, attention_mask=mask, past_key_values=cache, **given)
+        found = model.generate(input_ids, attention_mask=mask, **{cache_argument(inner): cache}, **given)
     together.finish()
     text = found if isinstance(found, Tensor) else found.sequences
     cache.crop(text.shape[1] - 1)  # with synced_gpus, later steps have computed the last token at other positions

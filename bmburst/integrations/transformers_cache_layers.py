@@ -10,7 +10,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.errors import UserError
 from bmburst.inference.cache import merge_earlier, striped_tiles
 from bmburst.inference.relayout import Relayout
-from bmburst.integrations.transformers_attention import NotSplit
+from bmburst.integrations.transformers_attention import Near, NotSplit
 from bmburst.mesh import Mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.tiles import Span
@@ -97,7 +97,13 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.prefilling is not None and self.length == self.prefilling
 
     def attend(
-        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
+        self,
+        query: Tensor,
+        values: Tensor,
+        scale: float,
+        near: Near,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Return attention of the newest tokens over the cached tokens of all ranks. All ranks pass the same queries.
 
@@ -106,8 +112,9 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             values: What `update` returned. A model that passes something else computes with values after it caches
                 them.
             scale: Factor on the scores.
-            window: Number of tokens that each query sees; None: all.
+            near: The tokens that each query sees.
             softcap: Softcap of the scores, or None; already checked.
+            sink: See `burst_attention`.
 
         Returns:
             `[batch, tokens, heads, value_dim]`.
@@ -123,7 +130,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         for position in range(self.length - new, self.length):
             one = query[:, :, position - self.length + new]
             stop = torch.full((len(one),), split.tokens(position + 1), dtype=torch.int32, device=one.device)
-            start = split.tokens(max(0, position + 1 - window)) if window is not None else 0
+            start = split.tokens(near.first(position))
             out, lse = decode_attention(
                 one,
                 self.keys,
@@ -136,39 +143,39 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             )
             outs.append(torch.cat((out, lse[..., None].to(wide)), -1))
         partial = torch.stack(outs, 1)
+        shape, partial = partial.shape[:2], partial.flatten(0, 1)  # each token of each sequence is a row of the merge
+        out, lse = partial[..., :-1], partial[..., -1]
         if split.token_groups > 1:
             (parts,) = self._mesh.sequence.all_gather(partial).wait()
-            parts = parts.flatten(1, 2)  # each token of each sequence is a row of the merge
-            merged, _ = merge_decode(parts[..., :-1], parts[..., -1])
-            partial = merged.unflatten(0, partial.shape[:2])
-        else:
-            partial = partial[..., :-1]
-        return partial.to(query.dtype).contiguous()  # Afmoe views it
+            out, lse = merge_decode(parts[..., :-1], parts[..., -1])
+        if sink is not None:  # the share of the keys in the softmax
+            out = out * torch.sigmoid(lse - sink.to(lse.dtype))[..., None]
+        found: Tensor = out.unflatten(0, shape).to(query.dtype).contiguous()  # Afmoe views it
+        return found
 
-    def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
+    def merge_earlier(self, call: AttentionCall, q: Tensor, near: Near, into: Partial) -> None:
         """Merge attention of a split turn to all earlier turns into `into`; see `bmburst.inference.cache`.
 
         Args:
             call: The attention call of the turn.
             q: This rank's queries of the turn, `[batch, local_tokens, heads, head_dim]`.
-            window: Number of tokens that each query sees; None: all.
+            near: The tokens that each query sees.
             into: Attention within the turn; overwritten.
         """
-        self.merge(call, q, self.cached_before(self.keys), self.cached_before(self.values), window, into)
+        self.merge(call, q, self.cached_before(self.keys), self.cached_before(self.values), near, into)
 
     def cached_before(self, memory: Tensor) -> Tensor:
         """Return this rank's tokens of all earlier turns in `keys` or `values`, in a prefill."""
         assert self.prefilling is not None
         return memory[:, : self._split.tokens(self.length - self.prefilling)]
 
-    def merge(
-        self, call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, window: int | None, into: Partial
-    ) -> None:
+    def merge(self, call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, near: Near, into: Partial) -> None:
         """Merge attention to the given keys and values of all earlier turns; see `merge_earlier`."""
         assert self.prefilling is not None
         split, start = self._split, self.length - self.prefilling
         span = Span(start, start + q.shape[1] * split.token_groups)
-        tiles = [striped_tiles(split, span, start, source, window) for source in range(split.token_groups)]
+        mask = near.mask(span.stop)
+        tiles = [striped_tiles(split, span, start, source, mask) for source in range(split.token_groups)]
         merge_earlier(call, split.token_group, q, keys, values, tiles, into)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

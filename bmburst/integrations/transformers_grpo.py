@@ -355,11 +355,6 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
         raise UserError(
             "kernels of a hub may replace layers of the model\nallowed: use_kernels=False\nfix: leave it out"
         )
-    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
-        raise UserError(
-            "prompt learning of PEFT adds tokens to each rank's part of a sequence\n"
-            "allowed: adapters of layers\nfix: LoraConfig"
-        )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         require_splittable(model, lambda: (1,))
         require_layout(model, layout, is_tree=share_prompts)

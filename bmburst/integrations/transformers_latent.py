@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.integrations.transformers_attention import Near
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
 from bmburst.integrations.transformers_recurrent import module_of
 from bmburst_ops.flash import Partial
@@ -137,15 +138,13 @@ class _Expanded:
         """See `SplitLayer`."""
         return self.layer.begins
 
-    def attend(
-        self, query: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, values: Tensor, scale: float, *of_scores: Any) -> Tensor:
         """See `SplitLayer`."""
         to_key, to_value = self.layer.matrices(self.expand)
-        out = self.layer.attend(query @ to_key.mT, values, scale, window, softcap)
+        out = self.layer.attend(query @ to_key.mT, values, scale, *of_scores)
         return torch.einsum("bthr,hrv->bthv", out, to_value)
 
-    def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
+    def merge_earlier(self, call: AttentionCall, q: Tensor, near: Near, into: Partial) -> None:
         """See `SplitLayer`."""
         keys, values = self.layer.earlier(self.expand)
-        self.layer.merge(call, q, keys, values, window, into)
+        self.layer.merge(call, q, keys, values, near, into)

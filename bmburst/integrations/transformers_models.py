@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
 from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
@@ -23,6 +24,8 @@ from bmburst.recompute.policy import Policy
 _ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
 """Types of layers that mix tokens only in attention."""
 _RELEASE = "transformers 5.23, or another model"
+_DRAWS = ("dropout", "jitter", "pdrop")
+"""Parts of the names of rates above 0 with which layers draw random numbers: for dropout, or as noise of a router."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
@@ -38,8 +41,8 @@ def require_splittable(
         routed: Whether the caller adds up the router's loss.
 
     Raises:
-        UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has losses or
-            rotary frequencies that depend on the tokens of a rank.
+        UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has adapters,
+            losses or rotary frequencies that depend on the tokens of a rank.
     """
     parts = _parts(model)
     if not parts:
@@ -49,6 +52,7 @@ def require_splittable(
     for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part, routed)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
+    require_adapters(model)
     _require_one_frequency(model, ends, of_rows)
 
 
@@ -77,9 +81,14 @@ def require_next_token_loss(model: torch.nn.Module) -> None:
     """Check that a model's own loss is that of the next token, which `Part.loss` computes.
 
     Raises:
-        UserError: It is another loss, such as that of a classification.
+        UserError: It is another loss, such as that of a classification, or one that the caller has set.
     """
     outermost = next(iter(_parts(model)), None)
+    if getattr(outermost, "_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
+        raise UserError(
+            f"loss_function of {type(outermost).__name__} was set, but the loss of a split sequence is the next token's"
+            "\nfix: leave it out; or a loss of your own from part.logps(model) or part.logits(model)"
+        )
     kind = getattr(outermost, "loss_type", None)
     if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
         raise UserError(
@@ -151,7 +160,7 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     if others:
         return f"it has layers of type {others[0]!r}", another
     recurrent = mixers(model)
-    if getattr(model, "_is_stateful", False) and not recurrent:
+    if getattr(model, "_is_stateful", False) and not (recurrent or was_read):
         return "its layers carry a state from token to token", another
     if recurrent and getattr(model, "use_kernels", False):
         return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
@@ -209,7 +218,7 @@ def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attenti
 
     Raises:
         UserError: The policy is unknown or names too many layers, or the model has no layers that support gradient
-            checkpointing, or has dropout, for which recomputation would draw other random numbers.
+            checkpointing, or has dropout or noise, for which recomputation would draw other random numbers.
     """
     chosen = Policy.parse(policy)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -219,10 +228,10 @@ def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attenti
             f"{type(model).__name__} has no transformers layers that support gradient checkpointing\n"
             "fix: give a PreTrainedModel, wrapped or not, of a family that supports it"
         )
-    dropout = _dropout(model)
-    if dropout is not None:
+    noise = _noise(model)
+    if noise is not None:
         raise UserError(
-            f"recomputed layers would draw other random numbers: the model has {dropout}\n"
+            f"recomputed layers would draw other random numbers: the model has {noise}\n"
             "fix: set it to 0, or model.gradient_checkpointing_enable()"
         )
     if chosen.every > 1 or chosen.offloads_mlp:
@@ -234,13 +243,21 @@ def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attenti
         layer.gradient_checkpointing = True
 
 
-def _dropout(model: torch.nn.Module) -> str | None:
-    """Return the name and rate of an active dropout in a module or configuration, or None."""
+def _noise(model: torch.nn.Module) -> str | None:
+    """Return the name and rate of an active dropout, or of noise of a router, in a module or configuration; or None."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name} of {module.p:g}"
-        if isinstance(module, PreTrainedModel):
-            for key, value in module.config.to_dict().items():
-                if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0:
-                    return f"{key} of {value:g}"
+        rates = _rates(module.config.to_dict()) if isinstance(module, PreTrainedModel) else ()
+        for key, value in rates:
+            return f"{key} of {value:g}"
     return None
+
+
+def _rates(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the keys of a configuration, and of those inside of it, whose value above 0 makes layers draw numbers."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _rates(value)
+        elif isinstance(value, float) and value > 0 and any(part in key for part in _DRAWS):
+            yield key, value

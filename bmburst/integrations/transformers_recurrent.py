@@ -30,6 +30,7 @@ from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
 
 __all__ = [
+    "CACHES",
     "LAYER_TYPES",
     "attach",
     "is_read",
@@ -45,7 +46,8 @@ LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
 _LAYOUTS = ("zigzag", "contiguous")
-_CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache_params", "past_key_values")
+"""Names of a cache among the arguments of models and mixers."""
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
@@ -221,7 +223,7 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
 def _cache_of(given: inspect.BoundArguments) -> tuple[str, Any]:
     """Return the name and value of the cache in the arguments of a mixer; a value of None if there is none."""
     passed = given.arguments.get("kwargs", {}) | given.arguments
-    return next(((name, passed[name]) for name in _CACHES if passed.get(name) is not None), ("", None))
+    return next(((name, passed[name]) for name in CACHES if passed.get(name) is not None), ("", None))
 
 
 def _conv(

@@ -13,6 +13,7 @@ has raised an exception: three integers a text. All of them go on with the token
 criterion of the user, or logits that differ in the last bit never let one rank end before another.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,10 +24,15 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, 
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError, first_line
-from bmburst.integrations.transformers_recurrent import keeps_states
+from bmburst.integrations.transformers_recurrent import CACHES, keeps_states
 
 T = TypeVar("T")
-_CACHE = "past_key_values"
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Return the argument of a model's forward function that takes a cache: models without attention have another."""
+    of_states, of_keys = CACHES
+    return of_states if of_states in inspect.signature(model.forward).parameters else of_keys
 
 
 def rotary_by_length(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
@@ -203,6 +209,7 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
 
     # A model that keeps states in a cache of its own class takes no other cache with use_cache=True.
     own_cache = {"use_cache": False} if keeps_states(model) else {}
+    name = cache_argument(model)
 
     def prepared(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         length = input_ids.shape[1]
@@ -210,13 +217,15 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
         if cache.get_seq_length() >= length:  # synced_gpus: this text has ended, texts of other ranks have not
             cache.crop(length - 1)
         inputs: dict[str, Any] = prepare(input_ids, **kwargs)
-        if inputs.get(_CACHE) is None and cache.rotated_for < length:
+        if inputs.get(name) is None and cache.rotated_for < length:
             cache.reset()
         if cache.get_seq_length() < length - 1:
             cache.prefill(model, input_ids[:, cache.get_seq_length() : length - 1], length=length)
             inputs = prepare(input_ids, **kwargs)
-        if inputs.get(_CACHE) is None:  # the model has dropped the cache, which is already computed anew
+        if inputs.get(name) is None:  # the model has dropped the cache, which is already computed anew
             inputs = GenerationMixin.prepare_inputs_for_generation(model, input_ids, **kwargs)
+        if not cache.split_layers:  # no layer needs a mask, but Mamba would multiply one by the new token alone
+            inputs["attention_mask"], cache.passed = None, length
         return inputs | own_cache
 
     with (

@@ -7,16 +7,19 @@ the mean over its own labels, and an evaluation has one loss per rank. `share_ba
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
 
 from bmburst.errors import UserError
 from bmburst.integrations.trainer_arguments import require_loss, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
 from bmburst.integrations.transformers_router import asks_router_loss
 from bmburst.mesh import Mesh
 
@@ -39,7 +42,8 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
 
     Raises:
         UserError: The loader does not assign batches to ranks: its data set has no length, its batches come from one
-            rank (`dispatch_batches`) or are split (`split_batches`), or accelerate did not prepare it.
+            rank (`dispatch_batches`) or are split (`split_batches`), or accelerate did not prepare it. Or some groups
+            would have one batch more than others (`even_batches=False`).
     """
     if mesh.world.size == 1:
         return loader
@@ -50,9 +54,17 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
             "allowed: a loader from Accelerator.prepare whose data set has a length\n"
             "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset"
         )
-    batches.num_processes, batches.process_index = mesh.shape.data, mesh.data_rank
-    if mesh.shape.data == 1:  # do not fill the last batch with samples from the start: a single process does not
+    groups, count = mesh.shape.data, batches.total_length
+    if count % groups and not (batches.even_batches or batches.drop_last):
+        raise UserError(
+            f"{count} batches for {groups} groups of ranks, with even_batches=False: some would wait for others\n"
+            f"allowed: a multiple of {groups}, or even_batches=True\nfix: leave it out, or set drop_last"
+        )
+    batches.num_processes, batches.process_index = groups, mesh.data_rank
+    if groups == 1:  # do not fill the last batch with samples from the start: a single process does not
         batches.even_batches = False
+    # Or Accelerator.gather_for_metrics would cut the last batch to as many ranks as it has samples.
+    loader._drop_last = True
     return loader
 
 
@@ -70,25 +82,30 @@ class SplitBatches:
 
     Raises:
         UserError: An argument asks for another loss, for metrics of logits, or for an order of samples that depends on
-            the rank.
+            the rank; or the model is not exact on split sequences.
     """
 
     loss_is_scaled_for_ga = True  # for Trainer: the number of micro-batches must not divide the loss again
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
-        require_loss(type(self))
+        require_loss(type(self), SplitBatches)
         super().__init__(*arguments, **options)
         self.split = split
         self._trainer: Any = self  # untyped access to the Trainer's attributes
         self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
         """Labels of the last batch of each sequence group in an evaluation."""
-        self._without_labels = 0
+        self._without_labels = self._last = 0
         require_understood(self, [name for name, value in options.items() if value is not None])
         _require_plain(self._trainer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        return share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        loader = share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        reader: Any = getattr(loader, "base_dataloader", loader)  # what accelerate's loader starts workers of
+        seeded = reader.worker_init_fn
+        if isinstance(seeded, partial) and seeded.func is seed_worker:  # what workers draw is part of the batch
+            reader.worker_init_fn = partial(seeded, rank=self.split.mesh.data_rank)
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
@@ -125,11 +142,7 @@ class SplitBatches:
         In an evaluation it is the loss of the sequence group: its mean over the groups is the mean over the labels of
         their batches.
         """
-        if asks_router_loss(model, {}):
-            raise UserError(
-                "the router's loss is no sum over tokens, and Trainer adds it once for each micro-batch\n"
-                "allowed: a loop of your own with Part.loss, which adds it\nfix: config.output_router_logits = False"
-            )
+        _require_no_router(model)
         part = inputs.get(_PART)
         loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
@@ -155,6 +168,7 @@ class SplitBatches:
                 "fix: trainer.evaluate(), which gives the loss; or bmburst.integrations.transformers_cache.generate"
             )
         self._trainer.gather_function = self._gather_groups  # the loop resets it
+        self._last = _last_samples(dataloader)
         self._without_labels = 0
         with still_to_be_prepared(self._trainer):
             output = super().evaluation_loop(  # type: ignore[misc]
@@ -199,7 +213,7 @@ class SplitBatches:
         labels = self._labels.tolist()
         self._without_labels += labels.count(0)
         state = self._trainer.accelerator.gradient_state
-        kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else gathered.numel()
+        kept = self._last if state.end_of_dataloader and self._last else gathered.numel()
         return gathered.flatten()[: kept if any(labels) else 0]
 
 
@@ -231,8 +245,30 @@ def still_to_be_prepared(trainer: Any) -> Iterator[None]:
             vars(model).update(before)
 
 
+def _last_samples(loader: DataLoader[Any]) -> int:
+    """Return how many samples all groups have in the last batch; 0 if it is full, or of a number that is not known."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSamplerShard) or batches.drop_last or batches.batch_size is None:
+        return 0
+    samples: int = len(loader.dataset) % (batches.batch_size * batches.num_processes)  # type: ignore[arg-type]
+    return samples
+
+
+def _require_no_router(model: torch.nn.Module) -> None:
+    """Check that a model adds no loss of its router."""
+    if asks_router_loss(model, {}):
+        raise UserError(
+            "the router's loss is no sum over tokens, and Trainer adds it once for each micro-batch\n"
+            "allowed: a loop of your own with Part.loss, which adds it\n"
+            "fix: config.output_router_logits = False; router_aux_loss_coef=0.0 in SFTConfig, which sets the former"
+        )
+
+
 def _require_plain(trainer: Any) -> None:
-    """Check that a Trainer uses no feature that is not supported on split sequences."""
+    """Check that a Trainer uses no model and no feature that is not supported on split sequences."""
+    _require_no_router(trainer.model)
+    require_splittable(trainer.model, lambda: (1,))
+    require_next_token_loss(trainer.model)
     given = {"compute_loss_func": trainer.compute_loss_func, "compute_metrics": trainer.compute_metrics}
     for name, value in given.items():
         if value is not None:

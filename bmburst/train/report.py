@@ -59,6 +59,9 @@ def start_text(
     tokens = config.batch_size * config.sequence_length
     axes = [(axis, getattr(shape, axis)) for axis in ("pipe", "data", "sequence", "tensor")]
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
+    warmup = schedule.warmup(config.steps)
+    reached = optimizer.lr * config.steps / max(warmup, 1)
+    ends = f"; the run ends at {reached:.3g}" if config.steps < warmup else ""
     epochs = config.epochs or config.steps * config.batch_size / max(sequences[0], 1)
     rows = [
         ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {held}"),
@@ -66,7 +69,7 @@ def start_text(
         ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
         ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
         ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
-        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup(config.steps)} steps of warm-up"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {warmup} steps of warm-up{ends}"),
     ]
     if memory is not None:
         host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""

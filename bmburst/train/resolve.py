@@ -27,6 +27,7 @@ from bmburst.train.sources import (
     check_sources,
     have_groups,
     hold_records,
+    hub_fix,
     require_filled,
     sources_in,
 )
@@ -229,7 +230,8 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         what = "it has no config.json" if folder.is_dir() else "no such directory"
         if (folder / "adapter_config.json").is_file():
             what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
-        raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model")
+        hub = "" if folder.is_dir() else hub_fix(str(folder))
+        raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub}")
     values = read_json(path)
     if "model_type" not in values:
         # Imported here, because it imports torch, which --help does not need.

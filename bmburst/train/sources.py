@@ -1,6 +1,7 @@
 """Checks the sources of a run's data, and says what kind of records they hold. Imports no numpy at its top."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN = RecordFormat()
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 
 
 PLACEHOLDER = "PATH/TO/"
@@ -35,6 +37,18 @@ def require_filled(name: str, value: object, option: str) -> None:
             f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
             f"fix: add {option} to the command, or change it in the recipe"
         )
+
+
+def hub_fix(name: str, kind: str = "") -> str:
+    """Return how to fetch a missing path that looks like a name on the Hugging Face hub; empty for other paths.
+
+    Args:
+        name: The path that was given.
+        kind: Options of `hf download`.
+    """
+    if _HUB_NAME.fullmatch(name) is None or Path(name).parent.is_dir():
+        return ""
+    return f"; from the Hugging Face hub: hf download {kind}{name} --local-dir DIR"
 
 
 def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
@@ -61,10 +75,13 @@ def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -
     path = Path(source)
     try:
         if not path.exists():
+            fix = f"correct the path{hub_fix(source, '--repo-type dataset ')}"
+            if "," in source:
+                fix = "list several sources in a YAML file: docs/data.md, Mixtures"
             raise UserError(
                 f"data {source}: no such file or directory\n"
                 "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
-                "fix: correct the path"
+                f"fix: {fix}"
             )
         empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
         is_readable = os.access(path, os.R_OK)

@@ -1,6 +1,5 @@
 """The data of a run: checks them before ranks start, tokenizes them on the first rank of each host, opens them."""
 
-import json
 import math
 import sys
 import tempfile
@@ -12,8 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
-from bmburst.checkpoint.files import newest_complete
-from bmburst.config import read_json
 from bmburst.data import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
@@ -21,13 +18,13 @@ from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
 from bmburst.data.records import PAIRS
 from bmburst.data.report import described
 from bmburst.data.sources import left_out
-from bmburst.data.tokenizer import GENERATION_CONFIG, tokenizer_files
-from bmburst.data.tokenizer_folder import kept_files
+from bmburst.data.tokenizer import tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.launch.start import Runtime
 from bmburst.launch.watchdog import beat
 from bmburst.train.config import TrainConfig
+from bmburst.train.kept import read_tokenizer
 from bmburst.train.sections import HELD_OUT_FRACTION
 
 _PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough
@@ -117,11 +114,11 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
         )
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
-        _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
+        read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
         if config.sampled:
             _require_tokenizer(text)
         return text
-    _read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
+    read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
     if cache is not None:
         require_cache("data.cache", cache, text)
     if text.encoder is not None:
@@ -172,6 +169,7 @@ def _tokens_of(config: TrainConfig, cache: Path) -> data.TokenFile | MixedFiles:
             chat_template=given.chat_template,
             progress=True,
         )
+        file = replace(file, path=Path(given.source))  # for messages
         file.require_vocab(config.model.vocab_size)
         files.append(file)
     sources = read_mixture(config.data.source)
@@ -198,75 +196,6 @@ def sequences_of_epochs(config: TrainConfig, sequences: Sequences) -> int:
     """Return the number of sequences that a run of `epochs` takes, rounded up."""
     assert config.epochs is not None
     return max(math.ceil(config.epochs * len(sequences) - 1e-6), 1)
-
-
-def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files that checkpoints include, by file name.
-
-    Empty for the byte tokenizer, for a name on the hub that is not in the local cache, and if the files have changed
-    since the text was tokenized.
-
-    Args:
-        text: The text of the run.
-        chat_template: A file whose template replaces that of the tokenizer.
-
-    Raises:
-        UserError: A file cannot be read, or is not a tokenizer.
-    """
-    return _read_tokenizer(text.tokenizer_name, text.tokenizer_identity, chat_template)
-
-
-def _read_tokenizer(name: str, identity: str | None, chat_template: Path | None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files; empty if it has another identity. None: do not check the identity."""
-    try:
-        files = tokenizer_files(name)
-        if not files or (identity is not None and data.load_tokenizer(name).identity != identity):
-            return {}
-        return kept_files(files, chat_template)
-    except OSError as error:
-        raise UserError(
-            f"tokenizer '{name}': cannot read {error.filename}: {error.strerror}\n"
-            "fix: give its files read permission, because checkpoints include them, or --data.tokenizer with another"
-        ) from error
-
-
-def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
-    """Return the tokenizer files of `kept_tokenizer`, and a generation_config.json with the token that ends an answer.
-
-    The token is that of the model that the run starts from, or else the end-of-document token. Checkpoints of adapters
-    have no generation_config.json, because the base model has one.
-    """
-    files = kept_tokenizer(text, config.data.chat_template)
-    if config.lora.is_on or GENERATION_CONFIG in files:
-        return files
-    ends = None
-    if config.init_from is not None:
-        model = config.init_from / "config.json"
-        if not model.is_file():  # a run can be resumed without this directory: its checkpoints have what was there
-            return files | _kept_before(config.output)
-        ends = read_json(model).get("eos_token_id")
-    written = json.dumps({"eos_token_id": text.eos_id if ends is None else ends})
-    return files | {GENERATION_CONFIG: f"{written}\n".encode()}
-
-
-def kept_by_rank_0(text: data.TokenFile | MixedFiles, config: TrainConfig, runtime: Runtime) -> dict[str, bytes]:
-    """Return `kept_with_model` on rank 0, which writes the files, and nothing on the others; every rank calls it.
-
-    Raises:
-        UserError: On all ranks, if a file cannot be read, so that no rank waits for rank 0.
-    """
-    from bmburst.checkpoint.sharded_files import on_every_rank
-
-    files: dict[str, bytes] = {}
-    on_every_rank(lambda: files.update(kept_with_model(text, config) if runtime.rank == 0 else {}))
-    return files
-
-
-def _kept_before(run_folder: Path | None) -> dict[str, bytes]:
-    """Return the generation_config.json of the newest checkpoint of a run, by name; empty if there is none."""
-    newest = None if run_folder is None else newest_complete(run_folder)
-    kept = None if newest is None else newest / GENERATION_CONFIG
-    return {kept.name: kept.read_bytes()} if kept is not None and kept.is_file() else {}
 
 
 def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:
@@ -459,11 +388,13 @@ def reports_of(
         corpus: The training data, from `open_text`.
         validation: The validation data, from `open_validation`.
     """
-    parts = validation_of(config, corpus.tokenizer_name)
+    own = corpus.tokenizer_name
+    is_there = own == data.ByteTokenizer.name or tokenizer_files(own)
+    tokenizer, parts = data.load_tokenizer(own) if is_there else None, validation_of(config, own)
     for name, given, found in (("data", config, corpus), *((name, parts[name], validation[name]) for name in parts)):
         files = (found,) if isinstance(found, data.TokenFile) else found.files
         for part, file in zip(parts_of(given) or [given], files, strict=True):
-            yield described(f"{name}: {part.data.source}", file, config.sequence_length)
+            yield described(f"{name}: {part.data.source}", file, config.sequence_length, config.pack, tokenizer)
 
 
 def say_too_long(sequences: Sequences) -> None:

@@ -23,6 +23,7 @@ from bmburst.train.clock import Timeline
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.context import LONG, measure_context
 from bmburst.train.garbage import collect_after, held_back
+from bmburst.train.kept import kept_by_rank_0
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import (
@@ -45,7 +46,6 @@ from bmburst.train.schedule import learning_rate
 from bmburst.train.sections import HELD_OUT
 from bmburst.train.step import StepFacts, exchange
 from bmburst.train.text import (
-    kept_by_rank_0,
     open_text,
     open_validation,
     reports_of,
@@ -413,6 +413,10 @@ class Trainer:
             counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
             for text in reports_of(self.config, self.corpus, self._validation):
                 report.note(text)
+            for name, each in self._evaluated.items():
+                if (total := len(each.evaluated())) > self.config.eval_sequences:
+                    most, what = self.config.eval_sequences, name.replace("_", "-")
+                    report.note(f"evaluations take {most:,} of {total:,} sequences of {what}: --eval-sequences")
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
             if (groups := self._groups).count > 1:
                 report.note(f"ZeRO over {groups.ranks} ranks; {groups.count} groups sum their gradients once a step")

@@ -3,6 +3,7 @@
 from bmburst.cli import main
 from tests import chat, tiny
 from tests.cli.commands import refused
+from tests.refusals import says
 
 
 def test_the_command_counts_the_steps_of_epochs(launches, tmp_path, capsys):
@@ -19,5 +20,8 @@ def test_the_command_counts_the_steps_of_epochs(launches, tmp_path, capsys):
     text = refused(capsys, *argv, "--epochs", "2", "--steps", "3")
     assert "both given" in text
     (tmp_path / "wrong.jsonl").write_text('{"messages": []}\n')
+    chat.write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    text = refused(capsys, *argv, "--data.validation", "pairs.jsonl", "--output", "other")
+    says(text, "data pairs.jsonl: holds preference pairs | fix: ")  # by its own name, not that of its tokens
     assert "wrong.jsonl:1" in refused(capsys, *argv, "--data.validation", "wrong.jsonl", "--output", "other")
     assert "no such file" in refused(capsys, *argv, "--data.validation", "a=gone.jsonl")

@@ -207,7 +207,10 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
             "checkpoint_every | 'ever' | at least 0 | never",
         ),
         (["--data", "latin.txt"], "'latin.txt' | text file | byte 4 | UTF-8"),
-        (["--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body', 'number' | fix: | name its field"),
+        (
+            ["--data", "lines.jsonl"],
+            "lines.jsonl:1 | 'text' | 'body', 'number' | fix: | name its field | --messages-field | --columns",
+        ),
         (
             ["--data", "lines.jsonl", "--data.text_field", "number"],
             "'number' | string | 5 | name another",
@@ -217,6 +220,9 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--config", "gone.yaml"], "gone.yaml | no such"),
         (["--config", "bad.yaml"], "bad.yaml | YAML | line 2"),
         (["--init-from", "gone"], "init_from gone | no such directory | fix: "),
+        (["--init-from", "Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B | hf download Qwen/Qwen3-0.6B --local-dir"),
+        (["--data", "tatsu-lab/alpaca"], "tatsu-lab/alpaca | hf download --repo-type dataset tatsu-lab/alpaca"),
+        (["--data", "a.jsonl,b.jsonl"], "a.jsonl,b.jsonl | several | YAML"),
         (["--nproc", "3", "--data-parallel", "2"], "data_parallel 2 | 3 ranks | allowed: | fix: "),
         (["--nproc", "2", "--sequence-parallel", "3"], "--nproc 3"),
         (["--data-parallel", "2"], "--batch-size 2"),

@@ -74,7 +74,8 @@ def test_marked_answers_are_left_out_of_the_loss(tmp_path, template):
         ({"tool_calls": [CALL]}, "tool_calls | message 2 | does not read"),
         ({"tool_calls": "add"}, 'tool_calls of message 2 is "add" | list'),
         ({"content": [{"type": "image"}]}, "content of message 2 | image | text"),
-        ({"role": "gpt"}, "role 'gpt' | assistant | message 2"),
+        ({"content": [{"type": "text", "text": "a"}]}, "refuses the messages | content as one text"),
+        ({"role": "gpt"}, "role 'gpt' | assistant | --data.roles gpt=assistant"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import pytest
 
 from bmburst.data import open_corpus
 from bmburst.data.records import read_records
+from bmburst.data.report import described
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import TokenFile
 from bmburst.data.whole_documents import pack_sequences
@@ -145,6 +146,11 @@ def test_pairs_too_long_are_left_out_together(tmp_path):
     sequences = pack_sequences(file, split="all", sequence_length=32, pack="documents")
     assert sequences.left_out == 1
     assert sorted(n for index in range(len(sequences)) for n in sequences.records(index)) == [0, 2]
+    # The report says the same as the sequences: of a long prompt, whether both answers share it.
+    file = corpus(tmp_path, PAIR | {"prompt": "a" * 50})
+    assert pack_sequences(file, split="all", sequence_length=64, pack="trees").left_out == 0
+    assert "left out" not in described("data", file, 64, "trees")
+    assert "left out: 1 pair longer than sequence_length 64" in described("data", file, 64, "documents")
 
 
 def test_damage_of_a_header_is_seen(tmp_path):

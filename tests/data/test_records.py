@@ -15,6 +15,7 @@ from bmburst.config import parse_json
 from bmburst.data import Batches, ByteTokenizer, documents, evaluation_batches, load_tokenizer, open_corpus
 from bmburst.data.chat import RecordEncoder
 from bmburst.data.documents import check_arrays, first_row
+from bmburst.data.mixture import Mixture
 from bmburst.data.record import Record
 from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
@@ -408,6 +409,12 @@ def test_an_evaluation_takes_every_held_out_record_once(tmp_path):
     sequences = pack_sequences(file, split="held_out", sequence_length=16, held_out_fraction=0.2, pack="documents")
     batches = list(evaluation_batches(sequences, batch_size=4))
     assert sum(batch.label_count for batch in batches) == sum(len(sequences.records(i)) for i in range(len(sequences)))
+    # The first sequences have the longest records: a limit takes some of each third, also in a mixture.
+    total = len(sequences)
+    assert [3 * index // total for index in sequences.evaluated(3)] == [0, 1, 2]
+    order = Mixture([sequences, sequences], [1, 3]).evaluated(4)
+    assert sorted(3 * index // total for index in order) == [1, 3, 4, 5]
+    assert list(sequences.evaluated(1000)) == list(range(total))
 
 
 def test_a_data_set_of_the_package(tmp_path, monkeypatch):

@@ -50,7 +50,9 @@ def test_samples_show_what_is_learned(tmp_path, capsys):
     (tmp_path / "z.txt").write_text("plain")
     assert main(["data", "--input", str(tmp_path / "z.txt"), "--show", "1"]) == 0
     assert "{+plain<eos>+}" in capsys.readouterr().out
+    chat.write(tmp_path / "none.jsonl", {"prompt": "a", "completion": "b", "weight": 0})
     for words, wrong in (
+        ("empty | weight", ["--show", "1", "--input", str(tmp_path / "none.jsonl")]),
         ("--show 0", ["--show", "0"]),
         ("neither", []),
         ("names of columns", ["--show", "1", "--roles", "a=b"]),

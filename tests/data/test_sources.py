@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 from bmburst.data.documents import read_documents, with_others
-from bmburst.data.sources import PIECE_BYTES, find_sources
+from bmburst.data.sources import PIECE_BYTES, find_sources, left_out
 from bmburst.errors import UserError
 from tests.refusals import refused, says
 
@@ -36,6 +36,37 @@ def test_directory_is_searched_sorted_and_filtered(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}')
     found = [text for _, text in texts(tmp_path)]
     assert found == ["a.py", "b/a.md", "b/x.txt", "c.TXT", "one", "two"]
+
+
+def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
+    """As on the Hugging Face hub, splits are told by names, if one is "train"; what is left out is said."""
+    names = ("data/train-00000-of-00002.jsonl", "data/test-00000-of-00001.jsonl", "dev/x.jsonl", "trainer.jsonl")
+    for name in (*names, "README.md", "test/train.jsonl"):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    kept = [names[0], "test/train.jsonl", names[3]]
+    assert [text for _, text in texts(tmp_path / "set")] == kept
+    said = "\n".join(left_out(tmp_path / "set"))
+    says(said, "1 file | README.md | 2 files | other splits than train | --data.validation", names[1], names[2])
+    for name in kept:
+        (tmp_path / "set" / name).unlink()
+    assert sorted(text for _, text in texts(tmp_path / "set")) == sorted(names[1:3])  # nothing else is there
+    (tmp_path / "set" / "a.py").write_text("code")
+    assert "code" in [text for _, text in texts(tmp_path / "set")]
+
+
+def test_the_kind_of_a_named_file_is_told_by_its_beginning(tmp_path):
+    """As data sets lie in caches; tables would be learned as plain text, marks of columns and all."""
+    line = json.dumps({"text": "one"}) + "\n"
+    for name in ("a3f9", "rows.jsonlines", "more.jl"):
+        (tmp_path / name).write_text(line)
+        assert [text for _, text in texts(tmp_path / name)] == ["one"]
+    (tmp_path / "a.txt").write_text(line)
+    assert [text for _, text in texts(tmp_path / "a.txt")] == [line]
+    for name, reader in (("x.csv", "read_csv"), ("x.tsv", "read_table")):
+        (tmp_path / name).write_text("prompt,completion\n1,2\n")
+        refuse(tmp_path / name, words=[name, "plain text | JSONL or Parquet | .txt | to_json('x.jsonl'", reader])
 
 
 def test_standard_library_is_neither_packages_nor_tests(tmp_path, monkeypatch):
@@ -214,7 +245,7 @@ def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
     assert [read for _, read in texts(tmp_path / "list.txt")] == ["[{}]"]
     for name, data, words in (
         ("a.zip", b"PK\x03\x04\0", ["zip archive", "unzip"]),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off", "download"]),
         ("b.jsonl.zst", pyarrow.compress(b'{"text": "a"}' * 99, "zstd", asbytes=True)[:-9], ["b.jsonl.zst"]),
         ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
     ):
@@ -251,7 +282,7 @@ def test_a_line_cut_short_and_one_of_another_shape(tmp_path):
     path.write_text('{"text": "a"}\n{"text": "cut\n{"text": "b"}\n')
     refuse(path, words=[f"{path}:2", "Unterminated string"])
     path.write_text('{"question": "a"}\n')
-    refuse(path, words=[f"{path}:1", "'question'", '"messages"', "rename"])
+    refuse(path, words=[f"{path}:1", "'question'", '"messages"', "--columns", "--messages-field"])
 
 
 def test_what_is_not_text_is_refused_by_name_and_skipped_in_a_directory(tmp_path):

@@ -210,7 +210,7 @@ def test_tokenizer_that_breaks_its_word(tmp_path):
 def test_require_vocab(tmp_path):
     file = tiny.token_file(tmp_path / "x", ["abc"])
     file.require_vocab(257)  # the end-of-document id is the largest there is
-    with refused("token id 256", "vocab_size is 256", "fix: ", "259"):
+    with refused("token id 256", "vocab_size is 256", "fix: ", "resize_token_embeddings(259)"):
         file.require_vocab(256)
 
 

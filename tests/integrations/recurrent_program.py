@@ -35,13 +35,14 @@ SPANS = {
     "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
     "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
 }
-ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "minimax", "recurrent_gemma", "deepseek_v3")
-"""Types that generate in every run: with states of transformers' or of their own, with a cache of latents, or with
-positions that they would count from 0 in each call."""
+ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "mamba", "minimax", "recurrent_gemma", "deepseek_v3", "llama4_text")
+"""Types that generate in every run: with states of transformers' or of their own, also without keys and values, with a
+cache of latents, with chunks, or with positions that they would count from 0 in each call."""
 ALSO_ANSWERED = (
     *("qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid", "zamba", "zamba2"),
     *("deepseek_v2", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "longcat_flash", "bailing_hybrid"),
-    *("falcon", "stablelm", "gemma3n_text", "afmoe"),
+    *("falcon", "stablelm", "gemma3n_text", "afmoe", "mamba2", "falcon_mamba", "llama4"),
+    *("gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
 )
 PROMPTS = (1, 3, 8, 23)
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

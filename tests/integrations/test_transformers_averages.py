@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
+from tests import tiny
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_trainer_program as program
 from tests.refusals import says
@@ -33,12 +35,21 @@ def test_trains_as_one_process_after_an_evaluation(found: Found, tmp_path: Path,
             assert ours[what] == pytest.approx(expected[what], rel=2e-5), what
         assert ours["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
         assert ours["without labels"] == 1 and expected["without labels"] is None
-        for what in ("tokens", "flos", "samples"):
+        for what in ("tokens", "flos", "samples", "seed of workers"):
             assert ours[what] == expected[what], what
         for key, weight in expected["weights"].items():
             # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
             assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
             assert torch.equal(ours["weights"][key], found[0]["trained"][name]["weights"][key]), key
+
+
+def test_gathered_losses_are_those_of_one_process(found: Found) -> None:
+    """`gather_for_metrics` cut the last batch to one rank's share of the loss."""
+    model: Any = tiny.transformers_model("qwen3", attention="sdpa", use_cache=False).eval()
+    batches = [program.EVALUATED[:2], program.EVALUATED[2:3]]
+    expected = [float(model(**DataCollatorWithFlattening()(batch)).loss) for batch in batches]
+    for rank in found:
+        assert rank["measured"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_noise_matters_here(tmp_path: Path) -> None:

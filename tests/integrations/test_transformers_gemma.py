@@ -110,7 +110,7 @@ def test_softcaps_and_sinks_matter_here() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss"])
 def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
     """Over two turns: the second attends to the split cache of the first, and windows begin in it."""
     register()
@@ -126,17 +126,6 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
         cache = SplitCache(model.config, mesh)
         assert generate(model, prompt, mesh=mesh, past_key_values=cache, **options).tolist() == first.tolist()
         assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
-
-    run_ranks(size, body)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_generating_with_sinks_is_refused(size: int) -> None:
-    register()
-
-    def body(comm: CheckedCommunicator) -> None:
-        with refused("attention sinks | split cache | fix: | attn_implementation"):
-            generate(make("gpt_oss", "bmburst").eval(), IDS, mesh=split_over(comm), max_new_tokens=1)
 
     run_ranks(size, body)
 

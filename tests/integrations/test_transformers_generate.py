@@ -94,7 +94,7 @@ def test_a_turn_shorter_than_the_window_takes_a_kernel_that_has_windows(monkeypa
         layer.update(k[:, :, before:], v[:, :, before:])
         mask = SequenceMask(comm=comm, options=AttentionOptions(layout="striped"), shape=(1, turn), length=turn)
         new = (t[:, :, before:].transpose(1, 2) for t in (q, k, v))
-        out = mask.seen(Near(window=window)).attend_behind(layer, *new, None)
+        out = mask.seen(Near(window=window)).attend(*new, None, layer=layer)
         torch.testing.assert_close(out.transpose(1, 2), wanted, rtol=1e-10, atol=1e-10)
 
     run_ranks(1, body)

@@ -252,6 +252,16 @@ def test_batches(options: dict[str, Any], words: str) -> None:
         ("llama", {}, "block-keep-attention+offload-mlp-first-1", "own models | fix: block-keep-attention"),
         ("llama", {"attention_dropout": 0.1}, "block", "attention_dropout | 0.1"),
         ("gpt2", {"resid_pdrop": 0.2, "n_embd": 8, "n_head": 2}, "block", "resid_pdrop | 0.2"),
+        ("mixtral", {"router_jitter_noise": 0.1, "num_local_experts": 2}, "block", "router_jitter_noise | 0.1"),
+        (
+            "dbrx",
+            {
+                "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+                "ffn_config": {"ffn_hidden_size": 8, "moe_jitter_eps": 0.01},
+            },
+            "block",
+            "moe_jitter_eps | 0.01",
+        ),
     ],
 )
 def test_recomputation(family: str, options: dict[str, Any], policy: str, words: str) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator, ParallelismConfig
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer, TrainingArguments
 from trl import DPOTrainer
 
 from bmburst import Mesh, MeshShape
@@ -46,7 +47,7 @@ def _trainer(
     arguments = given or TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
     return SplitTrainer(
         split=SplitSequences(_mesh()),
-        model=tiny.transformers_model(attention="bmburst", use_cache=False),
+        model=options.pop("model", None) or tiny.transformers_model(attention="bmburst", use_cache=False),
         args=arguments,
         train_dataset=ROWS,
         data_collator=collator or DataCollatorWithFlattening(),
@@ -105,14 +106,44 @@ def test_an_argument_of_a_later_trainer(tmp_path: Path) -> None:
         require_understood(trainer, ["model", "weigh"])
 
 
+@pytest.mark.parametrize("kind", [DPOTrainer, Seq2SeqTrainer])
+def test_a_trainer_that_was_not_read(kind: type) -> None:
+    """It is refused before it reads the data. Seq2SeqTrainer weights the last batch of an evaluation otherwise."""
+    other: Any = type("Other", (SplitBatches, kind), {})
+    with refused(f"{kind.__name__} were not read | allowed: Trainer, SFTTrainer | docs/fine_tuning.md"):
+        other(split=SplitSequences(_mesh()), model="folder that does not exist")
+
+
 def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
-    """It is refused before it reads the data."""
+    """Behind the mixin its loss was dropped. In front of it, the caller decides."""
 
-    class SplitDPO(SplitBatches, DPOTrainer):  # type: ignore[misc]
-        pass
+    class Mine(Trainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            return 3 * super().compute_loss(*arguments, **options)
 
-    with refused("DPOTrainer | loss of its own | allowed: Trainer, SFTTrainer | docs/fine_tuning.md"):
-        SplitDPO(split=SplitSequences(_mesh()), model="folder that does not exist")
+    other: Any = type("Other", (SplitBatches, Mine), {})
+    with refused("Mine defines compute_loss | SplitBatches | cross entropy | fix: leave it out"):
+        other(split=SplitSequences(_mesh()), model="folder that does not exist")
+    losses = []
+    for kind in (SplitTrainer, type("Other", (Mine, SplitTrainer), {})):
+        trainer: Any = _trainer(tmp_path, args={"max_steps": 1})
+        trainer.__class__ = kind
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(3 * losses[0])
+
+
+def test_models(tmp_path: Path) -> None:
+    """They are refused when the trainer is made."""
+    for wrong, words in (
+        (tiny.transformers_model(), "attention is 'eager' | attn_implementation"),
+        (tiny.transformers_model("qwen3_moe", attention="bmburst", output_router_logits=True), "router | SFTConfig"),
+    ):
+        with refused(words):
+            _trainer(tmp_path, model=wrong)
+    model: Any = tiny.transformers_model(attention="bmburst")
+    model.loss_function = max
+    with refused("loss_function of LlamaForCausalLM | next token | fix: leave it out"):
+        _trainer(tmp_path, model=model)
 
 
 def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +202,22 @@ def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
         loader = Accelerator(cpu=True).prepare(loader)
     for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, _mesh(world))):
         says(told, type(rows).__name__, "Accelerator.prepare | has a length | fix: ")
+
+
+def test_groups_of_which_one_would_read_a_batch_more() -> None:
+    """The others would end first, and the ranks wait for each other."""
+
+    def shared(world: CheckedCommunicator, rows: int, *, drop_last: bool) -> int:
+        plain = BatchSampler(SequentialSampler(range(rows)), 1, drop_last)
+        batches = BatchSamplerShard(plain, 2, world.rank, even_batches=False)
+        alone = single_rank_group()
+        mesh = Mesh(MeshShape(2, 1, 1), world.rank, world, alone, world)
+        return len(share_batches(DataLoader(ROWS, batch_sampler=batches), mesh))
+
+    assert run_ranks(2, lambda world: shared(world, 4, drop_last=False)) == [2, 2]
+    assert run_ranks(2, lambda world: shared(world, 3, drop_last=True)) == [1, 1]
+    for told in run_ranks(2, lambda world: refusal_of(shared, world, 3, drop_last=False)):
+        says(told, "3 batches for 2 groups | even_batches | allowed: a multiple of 2 | drop_last")
 
 
 def test_one_rank_reads_what_it_read() -> None:

@@ -43,7 +43,6 @@ _NARROW = {"head_dim": 8, "v_head_dim": 6, "layer_types": ["full_attention"], "n
 _OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA,
     "jetmoe": {"kv_channels": 8, "num_local_experts": 2},
-    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (
@@ -200,7 +199,6 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"stored": {"num_beams": 4}}, "num_beams=1"),
     ({"model": "diffllama"}, "DiffLlamaForCausalLM | keys or values | eager"),
     ({"model": "jetmoe"}, "JetMoeForCausalLM | keys or values | eager"),
-    ({"model": "gpt_oss"}, "sinks | another attn_implementation"),
 )
 WORDS = tuple(words for _, words in BAD)
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
 from bmburst import Mesh, UserError
 from bmburst.integrations.transformers import SplitSequences, register
-from bmburst.integrations.transformers_trainer import SplitBatches
+from bmburst.integrations.transformers_trainer import SplitBatches, share_batches
 from tests import tiny
 
 DRAWN = torch.randint(1, 61, (400,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -99,6 +100,7 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
         "tokens": made.state.num_input_tokens_seen,
         "flos": made.state.total_flos,
         "samples": made.get_total_train_batch_size(made.args),
+        "seed of workers": made.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"],
         "weights": {name: whole_weight(weight) for name, weight in made.model.named_parameters()},
     }
 
@@ -201,6 +203,17 @@ def looped(split: SplitSequences, name: str, rate: float) -> tuple[int, str]:
     return 3, ""
 
 
+def measured(split: SplitSequences) -> list[float]:
+    """Evaluate in a loop of accelerate: the last of two batches has fewer samples than there are ranks."""
+    accelerator, model = Accelerator(cpu=True), _model().eval()
+    loader = accelerator.prepare(DataLoader(EVALUATED[:3], 2, collate_fn=DataCollatorWithFlattening()))
+    found = []
+    for batch in share_batches(loader, split.mesh):
+        loss = split.part(**batch).loss(model).detach()
+        found.append(float(accelerator.gather_for_metrics(loss.reshape(1)).mean()))
+    return found
+
+
 def run(folder: Path) -> None:
     """The runs of a Trainer and the loops."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -212,6 +225,7 @@ def run(folder: Path) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         found["trained"][name] = trained(name, folder, split)
+    found["measured"] = measured(split)
     for name in LOOPS:
         found["loops"][name] = looped(SplitSequences(split.mesh), name, 1e-3)
     every: list[Any] = [None] * size

@@ -95,7 +95,7 @@ def served(model: Path, generator: Generator, *words: str, answers: bool = True)
     args: Namespace = parser.read(["--checkpoint", str(model), "--port", "0", "--sessions", "2", *words])
     with serve.settle(args) as (request, _):
         listener = serve.listen(request["host"], request["port"])
-        source = Source(generator.directory or model, None, generator.tokenizer)  # type: ignore[arg-type]
+        source = Source(model, model, None, generator.tokenizer)  # type: ignore[arg-type]
         server = serve._start(request, source, generator, request["max_tokens"] or LONG, listener)
     over = threading.Event()
     worker = Worker(generator, communicator(None), request["sessions"], request["max_tokens"] or LONG)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -14,13 +15,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from bmburst.checkpoint.files import own_tokenizer
 from bmburst.cli import main
-from bmburst.data import open_corpus
+from bmburst.data import load_tokenizer, open_corpus
+from bmburst.data.answer_ends import answer_ends
+from bmburst.data.report import described
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
+from bmburst.inference.sampling import generation_options
 from bmburst.train.config import EvalConfig
 from bmburst.train.evaluate import read_model
+from bmburst.train.kept import kept_by_rank_0, kept_tokenizer, kept_with_model
 from bmburst.train.resolve import resolve, set_defaults_of_data
-from bmburst.train.text import check_text, kept_by_rank_0, kept_tokenizer, kept_with_model, open_text
+from bmburst.train.text import check_text, open_text
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -30,6 +35,7 @@ SHAPE = tiny.config(
 )
 ANSWERS = {"capital of France?": "Paris", "2 + 2?": "four", "who are you?": "a toy"}
 STEPS = 40
+IM_END = chat.SPECIAL.index("<|im_end|>")
 HELD_OUT = ("colour of grass?", "green")  # one of the four conversations, copies included, by its content
 
 
@@ -70,15 +76,14 @@ def _train(folder):
 
 
 def answers(model, tokenizer):
-    """Return what transformers generates for each question, up to the end of its turn."""
+    """Return what transformers generates for each question, up to a token that the model's files name as an end."""
     model, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), {}
     peer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-    end = peer.convert_tokens_to_ids("<|im_end|>")
     for question in ANSWERS:
         asked = peer.apply_chat_template(
             chat.conversation(question), add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        made = model.generate(**asked, max_new_tokens=16, do_sample=False, eos_token_id=end, pad_token_id=0)
+        made = model.generate(**asked, max_new_tokens=16, do_sample=False, pad_token_id=0)
         found[question] = peer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     return found
 
@@ -110,8 +115,11 @@ def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
     text = open_corpus(folder / "chats.jsonl", str(words), folder / "cache")
     given = {"data.source": str(folder / "chats.jsonl"), "data.tokenizer": str(words), "sequence_length": "64"}
     ends = "generation_config.json"
-    assert json.loads(kept_with_model(text, resolve((), given))[ends]) == {"eos_token_id": text.eos_id}
-    # The model knows better; an adapter leaves it to the model; a file of the tokenizer's is kept as it is.
+    # That of answers beside that of documents, and no other of a text.
+    assert json.loads(kept_with_model(text, resolve((), given))[ends]) == {"eos_token_id": [text.eos_id, IM_END]}
+    plain = replace(text, loss_mask=None)
+    assert json.loads(kept_with_model(plain, resolve((), given))[ends]) == {"eos_token_id": text.eos_id}
+    # The model knows it; an adapter leaves it to the model; a file of the tokenizer's is kept as it is.
     config = json.loads((folder / "base" / "config.json").read_text())
     shutil.copytree(folder / "base", folder / "own")
     (folder / "own" / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 1]}))
@@ -122,6 +130,33 @@ def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
     (folder / "own" / ends).write_text('{"top_k": 3}')
     named = replace(text, tokenizer_name=str(folder / "own"))
     assert kept_with_model(named, resolve((), started))[ends] == b'{"top_k": 3}'
+    # What the model's files lack is added, also with a tokenizer of another folder and for an adapter.
+    (folder / "own" / ends).write_text('{"top_k": 3, "eos_token_id": 1}')
+    for each, rank in itertools.product((text, named), "02"):
+        found = json.loads(kept_with_model(each, resolve((), started | {"lora.rank": rank}))[ends])
+        assert found == {"top_k": 3, "eos_token_id": [1, IM_END]}
+    assert generation_options(Source.open(folder / "run").defaults).eos_ids == (2, IM_END)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "ends"),
+    [
+        (chat.PLAIN, "ab", {IM_END}),
+        (chat.MARKED.replace("{% endgeneration %}{{ '\n' }}", "{{ '\n' }}{% endgeneration %}"), "ab", {IM_END}),
+        (chat.MARKED.replace("'<|im_end|>' }}{% endg", "'' }}{% endg"), "ab", None),  # it marks the text alone
+    ],
+    ids=["plain", "line break", "no end"],
+)
+def test_the_ends_of_answers_are_found(template, texts, ends, tmp_path, capsys):
+    words = chat.directory(tmp_path / "words", template)
+    chat.write(tmp_path / "x.jsonl", *({"messages": chat.conversation("hi", text)} for text in texts))
+    file = open_corpus(tmp_path / "x.jsonl", str(words), tmp_path)
+    tokenizer = load_tokenizer(str(words))
+    assert answer_ends(file, tokenizer) == ends
+    assert ("where to stop" in described("data", file, 64, tokenizer=tokenizer)) == (ends is None)
+    given = ["--input", str(tmp_path / "x.jsonl"), "--tokenizer", str(words), "--output", str(tmp_path / "x.tokens")]
+    assert main(["data", *given]) == 0
+    assert ("where to stop" in capsys.readouterr().out) == (ends is None)
 
 
 def test_text_is_read_with_the_models_own_tokenizer(folder):
@@ -147,7 +182,19 @@ def test_text_is_read_with_the_models_own_tokenizer(folder):
 def test_the_merged_model_answers_as_trained(folder):
     words = ["convert", str(folder / "run"), str(folder / "merged"), "--to", "huggingface", "--merge"]
     assert main([*words, "--base", str(folder / "base")]) == 0
-    assert answers(folder / "merged", folder / "merged") == ANSWERS
+    assert answers(folder / "merged", folder / "merged") == ANSWERS  # each ends by itself
+    # An adapter without a generation_config.json leaves that of its base.
+    shutil.copytree(folder / "run" / "checkpoints" / "step-000040", folder / "bare")
+    for name in ("generation_config.json", "state.json"):
+        (folder / "bare" / name).unlink()
+    assert (
+        main(["convert", str(folder / "bare"), str(folder / "of-bare"), *words[3:], "--base", str(folder / "base")])
+        == 0
+    )
+    kept = [(folder / each / "generation_config.json").read_bytes() for each in ("of-bare", "base")]
+    assert kept[0] == kept[1]
+    (folder / "bare" / "generation_config.json").write_text('{"top_k": 3}')  # by another program
+    assert Source.open(folder / "bare").defaults == folder / "base"
     untrained = answers(folder / "base", folder / "base")
     assert all(untrained[question] != answer for question, answer in ANSWERS.items())
 

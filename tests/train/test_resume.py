@@ -12,8 +12,8 @@ from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.files import require_whole
 from bmburst.data import open_corpus
 from bmburst.train.config import DataConfig, ParallelConfig
+from bmburst.train.kept import kept_with_model
 from bmburst.train.resolve import resolve
-from bmburst.train.text import kept_with_model
 from tests.distributed.programs import run_program
 from tests.pairs import long
 from tests.refusals import refused

@@ -50,7 +50,7 @@ def test_the_lines_at_the_start():
     assert said["ranks"] == "8: data 2 x sequence 4; recompute block+every-4"
     assert said["step"] == "512K tokens: 2 x 262,144"
     assert said["steps"] == "1,000: 524M tokens, 0.016 epochs"
-    assert said["lr"] == "0.0003, cosine, after 2000 steps of warm-up"
+    assert said["lr"] == "0.0003, cosine, after 2000 steps of warm-up; the run ends at 0.00015"
     assert (
         said["memory"]
         == f"{memory.total / GIB:.1f} GiB of each rank expected, {memory.in_host / GIB:.1f} GiB of each host"
