@@ -14,7 +14,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError
 from bmburst.integrations.trainer_arguments import require_loss, require_understood
@@ -168,7 +168,7 @@ class SplitBatches:
                 "fix: trainer.evaluate(), which gives the loss; or bmburst.integrations.transformers_cache.generate"
             )
         self._trainer.gather_function = self._gather_groups  # the loop resets it
-        self._last = _last_samples(dataloader)
+        self._last = _last_samples(dataloader, self.split.mesh.shape.data)
         self._without_labels = 0
         with still_to_be_prepared(self._trainer):
             output = super().evaluation_loop(  # type: ignore[misc]
@@ -245,12 +245,13 @@ def still_to_be_prepared(trainer: Any) -> Iterator[None]:
             vars(model).update(before)
 
 
-def _last_samples(loader: DataLoader[Any]) -> int:
+def _last_samples(loader: DataLoader[Any], groups: int) -> int:
     """Return how many samples all groups have in the last batch; 0 if it is full, or of a number that is not known."""
     batches = loader.batch_sampler
-    if not isinstance(batches, BatchSamplerShard) or batches.drop_last or batches.batch_size is None:
+    size = getattr(batches, "batch_size", None)
+    if size is None or getattr(batches, "drop_last", False) or not has_length(loader.dataset):
         return 0
-    samples: int = len(loader.dataset) % (batches.batch_size * batches.num_processes)  # type: ignore[arg-type]
+    samples: int = len(loader.dataset) % (size * groups)  # type: ignore[arg-type]
     return samples
 
 

@@ -184,6 +184,17 @@ def test_keys_that_are_not_read(tmp_path: Path, key: str) -> None:
             run()
 
 
+def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path) -> None:
+    """Its loss has the weight of its samples, as in transformers."""
+    rows = [{"input_ids": list(range(1, 9 + 5 * i))} for i in range(5)]
+    args = {"per_device_eval_batch_size": 3}
+    ours = _trainer(tmp_path, args=args, eval_dataset=rows)
+    model = tiny.transformers_model(attention="sdpa", use_cache=False)
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **args)
+    theirs = Trainer(model, given, DataCollatorWithFlattening(), eval_dataset=rows)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
 def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
     found = trainer.evaluate()
