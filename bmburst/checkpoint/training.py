@@ -7,12 +7,12 @@ with size and checksum of every file and its own checksum. The files of a tokeni
 them. The learning rate is a function of the step and needs no state.
 """
 
-import errno
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import EFBIG
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,9 +135,10 @@ class Draft:
             if is_main:  # before a rank ends, which would end the others
                 shutil.rmtree(partial_folder, ignore_errors=True)
             source.on_every_rank(lambda: None)
-            fix = self._room() if error.errno in FULL else "give the right to write"  # the incomplete folder is gone
-            if error.errno == errno.EFBIG:
+            if error.errno == EFBIG:
                 fix = "raise the limit of a file's size (ulimit -f), or write to another file system"
+            else:  # the incomplete folder is gone
+                fix = self._room() if error.errno in FULL else "give the right to write"
             raise UserError(
                 f"cannot write the checkpoint {self.target}: {error.strerror}\n"
                 f"fix: {fix}, then --resume continues the run{_from(self.run_folder)}"

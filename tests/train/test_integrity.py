@@ -1,6 +1,7 @@
 """Flipped bits and full disks: seen, told, and the last whole checkpoint serves."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -192,12 +193,12 @@ def _fills_the_disk(folder):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoint.free_bytes = lambda at: len(list(at.rglob(".step-*")))  # told without the unfinished one
     for most in (1, sizes[0] // 2, sizes[-2] - 1, sizes[-1] - 1):
+        words = ("ulimit -f", "another file system") if most == 1 else ("room", "0 bytes are free")
+        checkpoint.EFBIG = errno.EFBIG if most == 1 else None  # the limit stands for a disk that is full
         if ours.is_main:  # the other rank writes nothing, and must hear of it
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            with refused(
-                "cannot write", "step-000001", "File too large", "room", "0 bytes are free", "from step-000000"
-            ):
+            with refused("cannot write", "step-000001", "File too large", *words, "from step-000000"):
                 ours.save()
         finally:  # a failure is written to a file too
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
