@@ -32,7 +32,7 @@ from bmburst.inference.weights import LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
-from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
+from bmburst.schedule.mask import Full, Mask, causal_mask
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import Partial, select_kernel
 from bmburst_ops.rms_norm import rms_norm, stream_norm
@@ -90,15 +90,11 @@ class Chunk:
 
     def mask(self, window: int | None) -> Mask:
         """Return the attention mask among the tokens of the chunk."""
-        causal = _causal(window)
+        causal = causal_mask(window)
         if len(self.pieces) == 1:
             return causal
         documents = Documents(tuple(piece.padded for piece in self.pieces))
         return documents if window is None else causal & documents
-
-
-def _causal(window: int | None) -> Mask:
-    return Causal() if window is None else SlidingWindow(window)
 
 
 def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_groups: int) -> Iterator[Chunk]:
@@ -364,7 +360,7 @@ class _ChunkStep:
         """Return the tiles between a piece's queries of a token group and this rank's cached tokens below `length`."""
         key = piece.offset, length, source
         if key not in self._chunk.tiles:
-            span, mask = Span(piece.start, piece.start + piece.padded), _causal(self._config.sliding_window)
+            span, mask = Span(piece.start, piece.start + piece.padded), causal_mask(self._config.sliding_window)
             self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, mask)
         return self._chunk.tiles[key]
 

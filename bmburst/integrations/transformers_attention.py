@@ -24,7 +24,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow, causal_mask
 from bmburst.schedule.tree import Tree
 from bmburst_ops.flash import Partial
 
@@ -70,7 +70,7 @@ class Near(NamedTuple):
         """Return the mask of a document of `length` tokens."""
         if self.chunk is not None:
             return Documents((self.chunk,) * -(-length // self.chunk))
-        return Causal() if self.window is None else SlidingWindow(self.window)
+        return causal_mask(self.window)
 
 
 ALL = Near()

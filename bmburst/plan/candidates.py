@@ -20,7 +20,7 @@ from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Balanced, Zigzag
-from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.mask import Mask, causal_mask
 from bmburst.schedule.parallelism import Outer, RingTensors, Strategy
 from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, with_units
@@ -365,8 +365,7 @@ class Candidate:
         """The attention mask."""
         if (tree := self.task.tree) is not None:
             return tree
-        window = self.task.model.sliding_window
-        return SlidingWindow(window) if window else Causal()
+        return causal_mask(self.task.model.sliding_window)
 
     @property
     def strategy(self) -> str:

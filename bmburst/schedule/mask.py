@@ -289,6 +289,11 @@ class Intersection(Mask):
         return " & ".join(map(str, self.masks))
 
 
+def causal_mask(window: int | None) -> Mask:
+    """Return the causal mask of a layer whose tokens see `window` tokens, their own included; None: all before."""
+    return Causal() if window is None else SlidingWindow(window)
+
+
 def make_mask(mask: "Mask | str") -> Mask:
     """Return the mask itself, or the mask of that name.
 
