@@ -118,7 +118,7 @@ def require_loss(trainer: type, mixin: type) -> None:
     kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
     if kind not in _LOSSES:
         raise UserError(
-            f"the loss and the evaluation of {kind} were not read, so they may be others on split sequences\n"
+            f"the loss and the evaluation of {kind} were not read, so they may differ on split sequences\n"
             f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
             "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
         )
