@@ -310,9 +310,9 @@ class TritonKernel:
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
         """See `TwoWidths`."""
-        del q, value_dim, needs
+        del q, k, value_dim, needs
         return True
 
     def forward(
