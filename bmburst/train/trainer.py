@@ -302,8 +302,8 @@ class Trainer:
             if facts.is_finite:
                 self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
-            self._manager.zero_grad()
             self._sums.clear()
+            self._manager.zero_grad()
         self._monitor.clock.settle()
         beat()
         return rate
