@@ -23,7 +23,7 @@ PATTERNS = {
     "windows of documents": Segments(Band(7, 3), *DOCUMENTS),
     "cells": a_cells(Random(4), QUERIES, KEYS, 4),
 }
-WIDTHS = [(192, 128), (96, 64), (64, 96)] if GPU else [(24, 16), (8, 24), (16, 5)]
+WIDTHS = [(192, 128), (96, 64), (64, 96), (24, 16), (16, 64)] if GPU else [(24, 16), (8, 24), (16, 5)]
 SOFTCAP = 0.7
 
 
