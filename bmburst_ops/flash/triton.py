@@ -313,7 +313,7 @@ class TritonKernel:
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
     def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`. On GPUs, narrow ones are padded: Triton 3.6 compiles two of them to wrong results on H200s."""
+        """See `TwoWidths`. On GPUs, narrow ones are padded: Triton 3.6 compiles them to wrong results on H200s."""
         del k, needs
         narrowest = padded_head_dim(min(q.shape[-1], value_dim))
         return narrowest >= _NARROWEST_OF_TWO or is_interpreted(_kernels().forward)
