@@ -76,8 +76,7 @@ def burst_linear_attention(
         final_state: Whether to return the state after the last token too. Every rank gets it, and its gradient is the
             sum of the ranks' gradients.
         kernel: "auto", the first of these that supports the inputs on this machine: "fla" (package fla-core) or
-            "reference" (plain torch, a loop over tokens). By name also "fla-split" (fla-core's kernels on fragments of
-            long runs at the same time, for "gated_delta").
+            "reference" (plain torch, a loop over tokens).
 
     Returns:
         The output, shaped and typed as v; with `final_state` also `[batch, value_heads, key_dim, value_dim]` in fp32 or
