@@ -147,6 +147,13 @@ class SplitBatches:
         loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
+    def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
+        """End the training. Trainer would add the losses of steps that no log has as those of this rank alone."""
+        world = self.split.mesh.world
+        (total,) = world.all_reduce(self._trainer._tr_loss).wait()
+        self._trainer._tr_loss = total / world.size
+        return super()._finalize_training(*arguments, **options)  # type: ignore[misc]
+
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
