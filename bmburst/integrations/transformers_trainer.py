@@ -89,6 +89,7 @@ class SplitBatches:
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
         require_loss(type(self), SplitBatches)
+        require_split(split)
         super().__init__(*arguments, **options)
         self.split = split
         self._trainer: Any = self  # untyped access to the Trainer's attributes
@@ -222,6 +223,16 @@ class SplitBatches:
         state = self._trainer.accelerator.gradient_state
         kept = self._last if state.end_of_dataloader and self._last else gathered.numel()
         return gathered.flatten()[: kept if any(labels) else 0]
+
+
+def require_split(split: object) -> None:
+    """Check what splits the sequences of a trainer, before it reads the data.
+
+    Raises:
+        UserError: It is another value.
+    """
+    if not isinstance(split, SplitSequences):
+        raise UserError(f"split must be a SplitSequences, got {type(split).__name__}\nfix: SplitSequences(mesh)")
 
 
 @contextmanager
