@@ -35,8 +35,9 @@ def select_kernel(name: str, recurrence: Recurrence, inputs: Inputs) -> LinearKe
     Raises:
         KernelError: The name is unknown, or the kernel cannot compute this.
     """
-    if name != "auto" and name not in {kernel.name for kernel in KERNELS}:
-        raise unknown_kernel(name, ["auto", *(kernel.name for kernel in KERNELS)])
+    known = ["auto", *(kernel.name for kernel in KERNELS)]
+    if name not in known:
+        raise unknown_kernel(name, known)
     reason: str | None = None
     for kernel in KERNELS:
         if name in ("auto", kernel.name):
