@@ -294,6 +294,13 @@ class TrainConfig:
                 "the model that training starts from\nallowed: dpo.reference\n"
                 "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
             )
+        if self.dpo.is_on and lora.is_4bit and lora.modules_to_save and self.dpo.reference is None:
+            raise UserError(
+                f"lora.modules_to_save {','.join(lora.modules_to_save)} with lora.base 4bit and dpo.beta "
+                f"{self.dpo.beta:g}: the reference would be init_from, which is not in 4 bits as the model is that "
+                "training starts from\nallowed: no modules_to_save, whose reference is the base in 4 bits, or "
+                "dpo.reference\nfix: leave lora.modules_to_save out, or --dpo.reference DIR"
+            )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.
