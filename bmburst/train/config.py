@@ -209,6 +209,7 @@ class TrainConfig:
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "schedule", schedule)
         optimizer.require_dtype(self.dtype)
+        optimizer.require_decay()
         if self.optimizer.offload_weights and self.parallel.zero_level == 2:
             raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:
@@ -224,6 +225,11 @@ class TrainConfig:
                 f"lora.rank {self.lora.rank} trains adapters of a model, but init_from names none\n"
                 "allowed: without one only checkpoint_every never, to try speed and memory with random weights\n"
                 "fix: --init-from DIR"
+            )
+        if self.dpo.is_on and self.context_report:
+            raise UserError(
+                f"context_report true with dpo.beta {self.dpo.beta:g}: pairs have no loss by position\n"
+                "allowed: context_report false\nfix: leave context_report out, or --context-report false"
             )
         if self.dpo.is_on and self.pack == "stream":
             raise UserError(
