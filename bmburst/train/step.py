@@ -296,23 +296,26 @@ class SkippedSteps:
             raise RunError(
                 f"the run ended because {self._in_row} steps in a row were skipped\n"
                 f"the first of them: {self._first}{last}; skipped steps did not change the weights\n"
-                f"fix: {'; '.join(self._fixes(has_checkpoint()))}"
+                f"{self._fix(has_checkpoint())}"
             )
 
-    def _fixes(self, has_checkpoint: bool) -> Iterator[str]:
+    def _fix(self, has_checkpoint: bool) -> str:
+        fix = ""
         if has_checkpoint and (self._has_taken or self._scale.is_dynamic):
-            yield "--resume with a smaller --optimizer.lr continues from the last checkpoint"
+            fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
         elif self._has_taken:
-            yield "start again with a smaller --optimizer.lr: there is no checkpoint yet"
+            fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
         elif not self._scale.is_dynamic:
-            yield "no step was taken: check the weights that the run began with, for NaN"
+            fix = "fix: no step was taken: check the weights that the run began with, for NaN"
         elif self._scale.value > _LEAST:
-            yield f"no step was taken: start again with --optimizer.loss_scale {self._scale.value:.0f}"
-        if self._scale.is_dynamic:
-            rest = "the same options"
-            if has_checkpoint:
-                rest = "the last checkpoint in --init-from, or of adapters in --lora.init_from"
-            yield f"numbers beyond float16's 65504 need a new run with --dtype bfloat16 or float32 and {rest}"
+            fix = f"fix: no step was taken: start again with --optimizer.loss_scale {self._scale.value:.0f}"
+        if not self._scale.is_dynamic:
+            return fix
+        rest = "the same options"
+        if has_checkpoint:
+            rest = "the last checkpoint in --init-from, or of adapters in --lora.init_from"
+        begin = f"{fix}; " if fix else "fix: "
+        return f"{begin}numbers beyond float16's 65504 need a new run with --dtype bfloat16 or float32 and {rest}"
 
     def _cause(self, facts: StepFacts) -> str:
         """Return what is not finite, and on which ranks. Losses are checked first: gradients are sums over ranks."""
