@@ -410,11 +410,12 @@ class Trainer:
 
         if self.is_main:
             memory = expected_memory(self.config, self.runtime.world_size, bmt.config["local_size"])
-            counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
+            totals = {name: len(each.evaluated()) for name, each in self._evaluated.items()}
+            counts = len(self.batches.sequences), totals.get(HELD_OUT, 0)
             for text in reports_of(self.config, self.corpus, self._validation):
                 report.note(text)
-            for name, each in self._evaluated.items():
-                if (total := len(each.evaluated())) > self.config.eval_sequences:
+            for name, total in totals.items():
+                if total > self.config.eval_sequences:
                     most, what = self.config.eval_sequences, name.replace("_", "-")
                     report.note(f"evaluations take {most:,} of {total:,} sequences of {what}: --eval-sequences")
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
