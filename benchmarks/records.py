@@ -33,6 +33,8 @@ _ROWS: Mapping[str, str] = MappingProxyType(
         "cross": "cross",
         "families": "families",
         "hugging_face": "hugging-face",
+        "hybrid": "hybrid",
+        "linear": "linear",
         "logprobs": "logprobs",
         "lora_peers": "lora-peers",
         "mixed_lengths": "mixed-lengths",
