@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, TextIO
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import any_text
-from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
-from bmburst.cli.progress import note_length, progress_bar
+from bmburst.cli.model import (
+    add_model_options,
+    load_generator,
+    note_ignored,
+    note_length,
+    open_source,
+    progress_bar,
+    reopen_source,
+    settle_ranks,
+)
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
 from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
@@ -188,27 +196,25 @@ def _answer(request: Request, beginning: Beginning) -> int:
     import numpy as np
 
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator, Source, require_room
+    from bmburst.inference.generator import require_room
     from bmburst.inference.prompts import Prompt
     from bmburst.inference.sampling import GenerationOptions
 
     beginning.end("ranks")
     comm = communicator(None)
     is_main = comm.rank == 0
-    adapter = None if request["adapter"] is None else Path(request["adapter"])
-    source = Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
+    source = reopen_source(request)
     prompts = [Prompt(np.array(prompt["tokens"], dtype=np.int64), prompt["source"]) for prompt in request["prompts"]]
     options = GenerationOptions(**request["options"])
-    cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
     if len(prompts) == 1:
-        require_room(source, comm, cache, dtype, chunk_tokens, len(prompts[0]), options)
+        split = request["cache"], request["dtype"], request["chunk_tokens"]
+        require_room(source, comm, *split, len(prompts[0]), options)
     screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
         length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
         note_ignored(source.defaults, request["max_new_tokens"])
-    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
-        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
+    generator = load_generator(source, request, is_main=is_main)
     beginning.end("weights")
     if is_main:
         print(beginning.until("the model"), file=sys.stderr, flush=True)

@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import INTERRUPTED, any_text
-from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
-from bmburst.cli.progress import progress_bar
+from bmburst.cli.model import (
+    add_model_options,
+    load_generator,
+    note_ignored,
+    open_source,
+    reopen_source,
+    settle_ranks,
+)
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
@@ -246,23 +252,20 @@ class _Stop:
 def _serve(request: Request) -> int:
     """Serve in this rank until rank 0 gets a signal; return its number."""
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator, Source, room
+    from bmburst.inference.generator import room
     from bmburst.serve.worker import Worker
 
     comm = communicator(None)
     listener = listen(request["host"], request["port"]) if comm.rank == 0 else None
-    adapter = None if request["adapter"] is None else Path(request["adapter"])
-    source = Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
-    cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
-    fitting = room(source, comm, cache, dtype, chunk_tokens, request["sessions"])
+    source = reopen_source(request)
+    fitting = room(source, comm, request["cache"], request["dtype"], request["chunk_tokens"], request["sessions"])
     asked = request["max_tokens"] or min(source.weights.config.max_position_embeddings, fitting)
     if asked > fitting:
         raise UserError(
             f"--max-tokens {asked} of {request['sessions']} sessions do not fit into memory\n"
             f"allowed: at most {fitting}\nfix: fewer tokens, --sessions 1, or more ranks (--nproc)"
         )
-    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=comm.rank == 0) as read:
-        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
+    generator = load_generator(source, request, is_main=comm.rank == 0)
     worker, stop = Worker(generator, _control(comm), request["sessions"], asked), _Stop()
     with handle_signals((signal.SIGINT, signal.SIGTERM), stop.note):
         if listener is None:

@@ -129,7 +129,7 @@ def _lengths(cut: SequenceShard, part: LocalBatch) -> Tensor:
 
 def _passkeys(model: "Llama", mesh: Mesh, length: int, tokenizer: PromptTokenizer) -> "Sequence[PasskeyCell]":
     from bmburst.inference.generator import Generator
-    from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, measure_passkeys
+    from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, measure
     from bmburst.inference.prompts import PromptEncoder
 
     test = PasskeyTest(lengths=(length,), depths=DEPTHS, samples=1)
@@ -137,8 +137,7 @@ def _passkeys(model: "Llama", mesh: Mesh, length: int, tokenizer: PromptTokenize
         prompts = PasskeyPrompts(tokenizer, test, PromptEncoder(tokenizer, model.config.vocab_size))
     except UserError:  # the question takes more tokens than a sequence has, or ids that the model lacks
         return ()
-    generator = Generator(model, mesh=mesh)
-    return measure_passkeys(generator, prompts, test, on_tokens=lambda _: beat())
+    return measure(Generator(model, mesh=mesh), prompts, test, length, lambda _: beat())
 
 
 def _span(each: PositionBin) -> str:
