@@ -151,8 +151,8 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
             "allowed: a checkpoint, a run folder, or the directory of a Hugging Face model\n"
             "fix: correct the path of --checkpoint"
         )
-    check_sources(config.data, config.text_field, config)
-    if hold_records(config.data, config.text_field, config):
+    check_sources(config.data, config)
+    if hold_records(config.data, config):
         values = {"pack": "documents", **values}
     if config.by_position:
         _outputs(config)

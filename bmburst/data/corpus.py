@@ -36,17 +36,14 @@ class Text(NamedTuple):
     files: Sequence[SourceFile]
     encoder: RecordEncoder | None = None
     """Encoder of records; None if the files are text."""
-    text_field: str = "text"
-    """Key of the text in a line of JSONL."""
     form: RecordFormat = DEFAULT
-    """Names of the columns, fields and roles of records."""
+    """Names of the fields, columns and roles of lines and records."""
 
 
 def find_corpus(
     source: str | Path | Sequence[str | Path],
     tokenizer: str | None,
     *,
-    text_field: str = "text",
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
 ) -> TokenFile | Text:
@@ -55,7 +52,6 @@ def find_corpus(
     Args:
         source: As in `open_corpus`.
         tokenizer: As in `open_corpus`.
-        text_field: As in `open_corpus`.
         form: As in `open_corpus`.
         chat_template: As in `open_corpus`.
 
@@ -69,22 +65,21 @@ def find_corpus(
     files = find_sources(source)
     found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
     form = form.record_format
-    if not hold_records(files, text_field, form):
-        return Text(found, files, None, text_field)
-    return Text(found, files, RecordEncoder(found, chat_template, form.learned_roles), text_field, form)
+    encoder = RecordEncoder(found, chat_template, form.learned_roles) if hold_records(files, form) else None
+    return Text(found, files, encoder, form)
 
 
-def are_records(source: str | Path, text_field: str, form: RecordFormat = DEFAULT) -> bool:
+def are_records(source: str | Path, form: RecordFormat) -> bool:
     """Return whether a source contains records or is a token file of records; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
             return TokenFile.open(source).loss_mask is not None
-        return hold_records(find_sources([source]), text_field, form)
+        return hold_records(find_sources([source]), form)
     except (OSError, UserError):
         return False
 
 
-def have_groups(source: str | Path, form: RecordFormat = DEFAULT) -> bool:
+def have_groups(source: str | Path, form: RecordFormat) -> bool:
     """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
@@ -123,7 +118,6 @@ def open_corpus(
     tokenizer: str | None,
     cache_dir: str | Path,
     *,
-    text_field: str = "text",
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
     progress: bool = False,
@@ -140,8 +134,7 @@ def open_corpus(
         tokenizer: Argument of `load_tokenizer`; None: that of the token file, or bytes for text.
         cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
             text, and the tokenizer, are the same.
-        text_field: Key of the text in a line of JSONL.
-        form: Names of the columns, fields and roles of records, and the roles that are learned.
+        form: Names of the fields, columns and roles of lines of JSONL and records, and the roles that are learned.
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
         on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
@@ -154,7 +147,7 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
     """
-    found = find_corpus(source, tokenizer, text_field=text_field, form=form, chat_template=chat_template)
+    found = find_corpus(source, tokenizer, form=form, chat_template=chat_template)
     if isinstance(found, TokenFile):
         return found
     if on_skip is not None:  # listing a large folder again takes time, on every rank
@@ -212,7 +205,6 @@ def tokenize(
         if text.encoder is not None:
             encoded = read_records(
                 text.files,
-                text_field=text.text_field,
                 form=text.form,
                 on_read=on_read,
                 check=text.encoder.encode,
@@ -220,7 +212,11 @@ def tokenize(
             )
             return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
         documents = read_documents(
-            text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip, on_columns=reading.columns.update
+            text.files,
+            text_field=text.form.text_field,
+            on_read=on_read,
+            on_skip=on_skip,
+            on_columns=reading.columns.update,
         )
         return write_token_file(output, documents, text.tokenizer, reading.notes)
 
@@ -232,16 +228,11 @@ def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
         UserError: As `tokenize`.
     """
     if text.encoder is None:
-        for document in read_documents(text.files, text_field=text.text_field):
+        for document in read_documents(text.files, text_field=text.form.text_field):
             yield document.name, "".join(islice(document.pieces, 1))
         return
     encoder = text.encoder
-    yield from read_records(
-        text.files,
-        text_field=text.text_field,
-        form=text.form,
-        check=lambda record: (record.name, encoder.encode(record)),
-    )
+    yield from read_records(text.files, form=text.form, check=lambda record: (record.name, encoder.encode(record)))
 
 
 def _cached(cache_dir: str | Path, text: Text) -> Path:
@@ -252,9 +243,11 @@ def _cached(cache_dir: str | Path, text: Text) -> Path:
         for path in parts:
             status = path.stat()
             texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
-    masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
-    masked += [repr(text.form)] if text.form.renames else []
-    key = json.dumps([VERSION, text.tokenizer.identity, text.text_field, texts, *masked])
+    masked = []
+    if text.encoder is not None:
+        masked = [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
+        masked += [repr(text.form)] if text.form.renames else []
+    key = json.dumps([VERSION, text.tokenizer.identity, text.form.text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
 

@@ -76,7 +76,7 @@ def _as_it_is(record: AnyRecord) -> Any:
     return record
 
 
-def hold_records(files: Sequence[SourceFile], text_field: str = _TEXT, form: RecordFormat = DEFAULT) -> bool:
+def hold_records(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> bool:
     """Return whether files contain records, judged by the keys of the first line of the first file that is not text.
 
     Lines with the text field are text; with "text", only if they have no keys of records, as in TRL.
@@ -86,7 +86,7 @@ def hold_records(files: Sequence[SourceFile], text_field: str = _TEXT, form: Rec
         OSError: The file cannot be read.
     """
     keys = _first_keys(files, form)
-    is_text = text_field in keys and text_field != _TEXT
+    is_text = form.text_field in keys and form.text_field != _TEXT
     return not is_text and any(known <= keys for known in _KEYS)
 
 
@@ -109,7 +109,6 @@ def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:
 def read_records(
     files: Sequence[SourceFile],
     *,
-    text_field: str = _TEXT,
     form: RecordFormat = DEFAULT,
     on_read: Callable[[int], object] = lambda _: None,
     check: Callable[[AnyRecord], T] = _as_it_is,
@@ -119,8 +118,7 @@ def read_records(
 
     Args:
         files: From `find_sources`; none is plain text.
-        text_field: Key of the text in a line.
-        form: Names of the user's columns, fields and roles.
+        form: Names of the user's fields, columns and roles.
         on_read: Called with the number of bytes of each read.
         check: Converts a record, and raises a UserError for one that cannot be used.
         reading: Gets columns without effect, and the number of records of weight 0, which are left out.
@@ -140,7 +138,7 @@ def read_records(
             replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
             reading.columns.update(key for key in replaced if value[key] is not None)
             value = _renamed(name, value, form)
-        record = _record(name, value, text_field, reading)
+        record = _record(name, value, form.text_field, reading)
         return record, check(record)
 
     for file in files:

@@ -401,7 +401,6 @@ class EvalConfig(RecordFormat):
         default=None,
         default_text="the model's, else bytes",
     )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
         "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
         default=None,

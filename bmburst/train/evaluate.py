@@ -205,7 +205,6 @@ def check_inputs(config: EvalConfig) -> Path:
         text = find_corpus(
             source.path,
             tokenizer,
-            text_field=source.text_field(config.text_field),
             form=source.form(config),
             chat_template=config.chat_template,
         )
@@ -227,7 +226,6 @@ def _open_one(
         source.path,
         tokenizer,
         user_cache(),
-        text_field=source.text_field(config.text_field),
         form=source.form(config),
         chat_template=config.chat_template,
         on_skip=say,

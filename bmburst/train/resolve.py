@@ -143,7 +143,7 @@ def check_paths(config: TrainConfig) -> None:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
     for source in (config.data.source, *config.data.validation_files.values()):
-        check_sources(source, config.data.text_field, config.data)
+        check_sources(source, config.data)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
@@ -393,12 +393,11 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
-    text_field = str(values.get("text_field", "text"))
     try:
         form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
     except UserError:
         return  # the check of the fields raises
-    have_records = hold_records(str(source), text_field, form)
+    have_records = hold_records(str(source), form)
     if have_records and "pack" not in given:
         given["pack"] = _pack_of_prompts(given) if any(have_groups(each, form) for each in sources) else "documents"
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):

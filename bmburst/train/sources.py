@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from bmburst.data.mixture import Source  # imports numpy, which --help does not need
 
 
-_PLAIN = RecordFormat()
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 
 
@@ -51,18 +50,17 @@ def hub_fix(name: str, kind: str = "") -> str:
     return f"; from the Hugging Face hub: hf download {kind}{name} --local-dir DIR"
 
 
-def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
+def check_sources(source: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in sources_in(source):
-        check_data_path(each.path, each.text_field(text_field), each.form(form))
+        check_data_path(each.path, each.form(form))
 
 
-def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
+def check_data_path(source: str, form: RecordFormat) -> None:
     """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
 
     Args:
         source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
         form: As in `DataConfig`.
 
     Raises:
@@ -102,23 +100,22 @@ def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
-        check_beginnings(files, text_field=text_field)
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), form):
+        check_beginnings(files, text_field=form.text_field)
 
 
-def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
+def hold_records(source: str, form: RecordFormat) -> bool:
     """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
 
     Args:
         source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
         form: As in `DataConfig`.
     """
     # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import are_records
 
     def holds(each: "Source") -> bool:
-        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.form(form))
 
     try:
         return any(map(holds, sources_in(source)))
