@@ -377,6 +377,10 @@ class TrainConfig:
         """Return a copy with some fields changed. The copy is checked."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def with_parallel(self, **changes: object) -> "TrainConfig":
+        """Return a copy with some fields of `parallel` changed. The copy is checked."""
+        return self.replace(parallel=dataclasses.replace(self.parallel, **changes))  # type: ignore[arg-type]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(RecordFormat):
