@@ -1,4 +1,7 @@
-"""Checks the sources of a run's data, and says what kind of records they hold. Imports no numpy at its top."""
+"""Checks the sources of a run's data, and says what kind of records they hold.
+
+Its top imports no numpy, which --help does not need: functions import what does.
+"""
 
 import os
 import re
@@ -10,7 +13,7 @@ from bmburst.record_format import RecordFormat
 from bmburst.train.sections import STANDARD_LIBRARY
 
 if TYPE_CHECKING:
-    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+    from bmburst.data.mixture import Source
 
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
@@ -57,11 +60,7 @@ def check_sources(source: str, form: RecordFormat) -> None:
 
 
 def check_data_path(source: str, form: RecordFormat) -> None:
-    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
-
-    Args:
-        source: As in `DataConfig`.
-        form: As in `DataConfig`.
+    """Check that a text source, as in `DataConfig`, is readable and starts with valid text; "stdlib" always passes.
 
     Raises:
         UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
@@ -94,7 +93,6 @@ def check_data_path(source: str, form: RecordFormat) -> None:
         )
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import records
     from bmburst.data.documents import check_beginnings
     from bmburst.data.sources import find_sources
@@ -105,13 +103,7 @@ def check_data_path(source: str, form: RecordFormat) -> None:
 
 
 def hold_records(source: str, form: RecordFormat) -> bool:
-    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
-
-    Args:
-        source: As in `DataConfig`.
-        form: As in `DataConfig`.
-    """
-    # Imported here, because it imports numpy, which --help does not need.
+    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable."""
     from bmburst.data import are_records
 
     def holds(each: "Source") -> bool:
@@ -125,7 +117,6 @@ def hold_records(source: str, form: RecordFormat) -> bool:
 
 def have_groups(source: "Source", form: RecordFormat) -> bool:
     """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst import data
 
     return source.path != STANDARD_LIBRARY and data.have_groups(source.path, source.form(form))
@@ -133,7 +124,6 @@ def have_groups(source: "Source", form: RecordFormat) -> bool:
 
 def sources_in(source: str) -> "tuple[Source, ...]":
     """Return the sources of a mixture, or the single source."""
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import sources_of
 
     return sources_of(source)
