@@ -6,10 +6,10 @@ written. `bmburst.checkpoint.staging` has the source that lets training go on.
 """
 
 import contextlib
-import queue
-import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -155,11 +155,16 @@ class GatheredTensors:
         pending = zip(tensors, owners, strict=True)
         try:
             if file is not None:
-                with file, _Writing(file) as writing:
+                writes: deque[Future[None]] = deque()  # one that runs, and one that waits
+                with file, ThreadPoolExecutor(1, thread_name_prefix="bmburst-weights") as thread:
                     for tensor, owner in pending:
                         full = tensor.gather(root=owner)
                         if full is not None:
-                            writing.put(full.cpu())
+                            if len(writes) == 2:
+                                writes.popleft().result()
+                            writes.append(thread.submit(file.write, full.cpu()))
+                    for write in writes:
+                        write.result()
         finally:
             for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
                 tensor.gather(root=owner)
@@ -334,42 +339,3 @@ def os_error_as_user_error(folder: Path) -> Iterator[None]:
     except OSError as error:
         fix = "make room" if error.errno in FULL else "name a writable directory"
         raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: {fix}") from error
-
-
-class _Writing:
-    """A thread that writes tensors in the order of `put`. One tensor may wait while another is written."""
-
-    def __init__(self, file: SafetensorsWriter) -> None:
-        self._file = file
-        self._waiting: queue.Queue[Tensor | None] = queue.Queue(maxsize=1)
-        self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._write, name="bmburst-weights", daemon=True)
-
-    def __enter__(self) -> "_Writing":
-        self._thread.start()
-        return self
-
-    def put(self, tensor: Tensor) -> None:
-        """Queue a tensor for writing. It must not be changed afterwards.
-
-        Raises:
-            OSError: An earlier tensor could not be written.
-        """
-        if self._problem is not None:
-            raise self._problem
-        self._waiting.put(tensor)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-        if kind is None and self._problem is not None:
-            raise self._problem
-
-    def _write(self) -> None:
-        while (tensor := self._waiting.get()) is not None:
-            if self._problem is None:
-                try:
-                    self._file.write(tensor)
-                except Exception as error:  # the next `put` or `__exit__` raises it
-                    self._problem = error
-            del tensor
