@@ -109,11 +109,7 @@ def is_picture(path: Path) -> bool:
 def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
     """Check that a file can be written and replaces only a file of its kind. No file is left behind.
 
-    Args:
-        option: See `require_own`.
-        path: See `require_own`.
-        what: See `require_own`.
-        is_own: See `require_own`.
+    The arguments are those of `require_own`.
 
     Raises:
         UserError: The file cannot be written, or exists and bmburst did not write it.

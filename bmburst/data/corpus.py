@@ -49,11 +49,7 @@ def find_corpus(
 ) -> TokenFile | Text:
     """Return the token file of a source, or its text or records if it still must be tokenized.
 
-    Args:
-        source: As in `open_corpus`.
-        tokenizer: As in `open_corpus`.
-        form: As in `open_corpus`.
-        chat_template: As in `open_corpus`.
+    The arguments are those of `open_corpus`.
 
     Raises:
         UserError: There is no text or no such tokenizer, or a token file was made with another tokenizer.
@@ -92,9 +88,7 @@ def have_groups(source: str | Path, form: RecordFormat) -> bool:
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
     """Open a source that is a token file, with `tokenizer` as its tokenizer's name; None if it is not a token file.
 
-    Args:
-        source: As in `open_corpus`.
-        tokenizer: As in `open_corpus`.
+    The arguments are those of `open_corpus`.
 
     Raises:
         UserError: There is no such tokenizer, or the file was made with another one.
