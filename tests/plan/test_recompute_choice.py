@@ -149,15 +149,15 @@ def test_the_host_must_have_room_too():
     asked = way()
     free = 0.5 * (peak(asked, "block-keep-attention+offload-all") + peak(asked, "block")) / 0.95
     rich = choose_recompute(asked, H200, free, layout="zigzag")
-    assert "offload" in rich.name and "of each host's" in rich.message
+    assert "offload" in rich.value and "of each host's" in rich.message
     poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag")
-    assert "offload" not in poor.name and "+every-" in poor.name and "fastest" in poor.message
+    assert "offload" not in poor.value and "+every-" in poor.value and "fastest" in poor.message
     plain = [name for name in POLICIES if name != "block-keep-attention"]  # without segments
     poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag", policies=plain)
-    assert "offload" not in poor.name and "none fits" in poor.message
+    assert "offload" not in poor.value and "none fits" in poor.message
     moved = replace(way(), offload=Offload.OPTIMIZER)
     beside = choose_recompute(moved, replace(H200, host_memory=100 * GIB), free, layout="zigzag")
-    assert "offload" not in beside.name  # AdamW's state takes it
+    assert "offload" not in beside.value  # AdamW's state takes it
 
 
 def test_what_hosts_have_left_keeps_attention():
