@@ -15,7 +15,7 @@ from bmburst.cli import ranks_to_start
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.sources import check_sources, hold_records
@@ -51,24 +51,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if "test" in request and spec.nproc == 1:  # needs neither BMTrain nor a group
-            return run_here(measure, request)
-        return run_on_ranks(__name__, request, spec)
+    has_test = args.passkey or args.tasks is not None  # on one rank it needs neither BMTrain nor a group
+    return run_command(__name__, partial(settle, args), measure if has_test else None)
 
 
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Decide and check the whole evaluation, once.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option cannot work.

@@ -27,7 +27,7 @@ from bmburst.cli.model import (
 )
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 
@@ -98,12 +98,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option or a prompt cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if spec.nproc == 1:  # needs no group
-            return run_here(partial(_answer, beginning=Beginning.of_process("checks and imports")), request)
-        return run_on_ranks(__name__, request, spec)
+    return run_command(
+        __name__,
+        partial(settle, args),
+        lambda request: _answer(request, Beginning.of_process("checks and imports")),
+    )
 
 
 def run_rank(request: Request) -> int:
@@ -118,13 +117,6 @@ def run_rank(request: Request) -> int:
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Read and check model, prompts and options, once. No weights are read yet.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option or a prompt cannot work.

@@ -25,7 +25,7 @@ from bmburst.cli.model import (
     settle_ranks,
 )
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.launch.watchdog import handle_signals
 
@@ -84,12 +84,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if spec.nproc == 1:  # needs no group
-            return INTERRUPTED if run_here(_serve, request) == signal.SIGINT else 0
-        return run_on_ranks(__name__, request, spec)
+    return run_command(
+        __name__, partial(settle, args), lambda request: INTERRUPTED if _serve(request) == signal.SIGINT else 0
+    )
 
 
 def run_rank(request: Request) -> int:
@@ -103,13 +100,6 @@ def run_rank(request: Request) -> int:
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Read and check model and options, once. No weights are read yet.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option cannot work.
