@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bmburst import data
-from bmburst.checkpoint.training import RunProgress
+from bmburst.checkpoint.files import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
 from bmburst.data.batches import Sequences
