@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from bmburst.config.foreign import by_name
 from bmburst.errors import UserError
 
 Allowed = Mapping[str, tuple[tuple[object, ...], str]]
@@ -95,7 +96,7 @@ def done(read: Mapping[str, str], allowed: Allowed) -> Mapping[str, str]:
         allowed: The arguments of which some values are exact.
     """
     return MappingProxyType(
-        {name: does for does, names in read.items() for name in names.split()}
+        by_name(read)
         | {name: f"read; allowed: {_listed(values)}, because {why}" for name, (values, why) in allowed.items()}
     )
 
