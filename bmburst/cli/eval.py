@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import ranks_to_start
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
+from bmburst.cli.program import ranks_to_start
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, run_command

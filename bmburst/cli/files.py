@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, tokens
-from bmburst.cli import Command, CommandParser
+from bmburst.cli.program import Command, CommandParser
 from bmburst.config import add_options, build_config, given_options, read_layer
 from bmburst.errors import UserError
 from bmburst.outputs import require_file, require_own, write_text

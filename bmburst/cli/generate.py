@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import any_text
 from bmburst.cli.model import (
     add_model_options,
     load_generator,
@@ -25,6 +24,7 @@ from bmburst.cli.model import (
     reopen_source,
     settle_ranks,
 )
+from bmburst.cli.program import any_text
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
 from bmburst.launch.handover import Request, run_command

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bmburst import __version__
-from bmburst.cli import Command, ranks_to_start
+from bmburst.cli.program import Command, ranks_to_start
 from bmburst.config import write_json
 from bmburst.errors import UserError
 from bmburst.outputs import explained_write, require_file

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
-from bmburst.cli import ranks_to_start
+from bmburst.cli.program import ranks_to_start
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT, LaunchSpec

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import INTERRUPTED, any_text
 from bmburst.cli.model import (
     add_model_options,
     load_generator,
@@ -24,6 +23,7 @@ from bmburst.cli.model import (
     reopen_source,
     settle_ranks,
 )
+from bmburst.cli.program import INTERRUPTED, any_text
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec

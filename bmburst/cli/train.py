@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from bmburst.checkpoint.files import VERIFIED, read_progress, verified, warn
-from bmburst.cli import leaves_errors_to_rank_0, training
+from bmburst.cli import training
+from bmburst.cli.program import leaves_errors_to_rank_0
 from bmburst.cli.run_folder import (
     RUN_TRACES,
     check_fresh,
