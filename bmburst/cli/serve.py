@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
@@ -229,18 +228,8 @@ def read_key(path: Path | None) -> str | None:
     return key
 
 
-class _Stop:
-    """The signal that ends the server."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-
-    def note(self, signum: int, _frame: FrameType | None) -> None:
-        self.signum = signum
-
-
 def _serve(request: Request) -> int:
-    """Serve in this rank until rank 0 gets a signal; return its number."""
+    """Serve in this rank until rank 0 gets a signal; return its number, 0 on a rank without one."""
     from bmburst.comm.groups import communicator
     from bmburst.inference.generator import room
     from bmburst.serve.worker import Worker
@@ -256,19 +245,24 @@ def _serve(request: Request) -> int:
             f"allowed: at most {fitting}\nfix: fewer tokens, --sessions 1, or more ranks (--nproc)"
         )
     generator = load_generator(source, request, is_main=comm.rank == 0)
-    worker, stop = Worker(generator, _control(comm), request["sessions"], asked), _Stop()
-    with handle_signals((signal.SIGINT, signal.SIGTERM), stop.note):
+    worker, signum = Worker(generator, _control(comm), request["sessions"], asked), 0
+
+    def note(number: int, _frame: object) -> None:
+        nonlocal signum
+        signum = number
+
+    with handle_signals((signal.SIGINT, signal.SIGTERM), note):
         if listener is None:
             worker.run(None)
-            return stop.signum or 0
+            return signum
         server = _start(request, source, generator, asked, listener)
         try:
-            worker.run(server.jobs, lambda: stop.signum is not None or not server.is_alive)
+            worker.run(server.jobs, lambda: signum != 0 or not server.is_alive)
         finally:
             server.stop()
-    if stop.signum is None:
+    if not signum:
         raise RuntimeError("the HTTP server has ended")
-    return stop.signum
+    return signum
 
 
 def _start(
