@@ -17,6 +17,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.model import (
     add_model_options,
     load_generator,
+    model_request,
     note_ignored,
     note_length,
     open_source,
@@ -153,20 +154,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
             "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
         )
-    names = (
-        "checkpoint",
-        "adapter",
-        "tokenizer",
-        "dtype",
-        "cache",
-        "chunk_tokens",
-        "output",
-        "stream",
-        "max_new_tokens",
-    )
     request = {
-        **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
-        "verified": str(source.directory),
+        **model_request(args, source, "output", "stream", "max_new_tokens"),
         "prompts": [{"tokens": prompt.tokens.tolist(), "source": prompt.source} for prompt in prompts],
         "are_lines": args.prompts is not None,
         "options": dataclasses.asdict(options),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import tokens
 from bmburst.cli.program import ranks_to_start
@@ -105,6 +105,14 @@ def require_split(source: "Source", cache: str, chunk_tokens: int | None, ranks:
     config = source.weights.config
     CacheSplit.choose(cache, ranks, 0, config.num_heads, config.num_kv_heads)
     chunk_of(chunk_tokens, ranks, "--chunk-tokens")
+
+
+def model_request(args: argparse.Namespace, source: "Source", *names: str) -> dict[str, Any]:
+    """Return what a rank needs to reopen and load the model of the options, and the options `names`."""
+    of_model = ("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens")
+    values = {name: getattr(args, name) for name in (*of_model, *names)}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {**plain, "verified": str(source.directory)}
 
 
 def reopen_source(request: Request) -> "Source":

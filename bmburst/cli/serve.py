@@ -17,6 +17,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.model import (
     add_model_options,
     load_generator,
+    model_request,
     note_ignored,
     open_source,
     reopen_source,
@@ -131,18 +132,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         )
     read_key(args.api_key_file)
     listen(args.host, args.port).close()
-    names = (
-        *("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens"),
-        *("host", "port", "api_key_file", "max_tokens", "sessions", "queue", "timeout"),
-    )
-    yield (
-        {
-            **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
-            "name": args.name or args.checkpoint.resolve().name,
-            "verified": str(source.directory),
-        },
-        spec,
-    )
+    names = ("host", "port", "api_key_file", "max_tokens", "sessions", "queue", "timeout")
+    yield model_request(args, source, *names) | {"name": args.name or args.checkpoint.resolve().name}, spec
 
 
 def _require_libraries() -> None:
