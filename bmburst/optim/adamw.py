@@ -11,7 +11,7 @@ import torch
 
 from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
 from bmburst.comm.host_memory import host_shard
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known
 from bmburst.optim.config import OptimizerConfig, require_kernel
 from bmburst.optim.states import (
     DTYPES,
@@ -107,10 +107,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         state: str = "float32",
         parts: Mapping[torch.Tensor, Sequence[Part]] | None = None,
     ) -> None:
-        if kernel not in KERNELS:
-            raise unknown("optimizer kernel", kernel, KERNELS)
-        if state not in DTYPES:
-            raise unknown("optimizer state", state, tuple(DTYPES))
+        require_known("optimizer kernel", kernel, KERNELS)
+        require_known("optimizer state", state, DTYPES)
         if state != "float32":
             require_kernel(kernel, state)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
