@@ -177,7 +177,7 @@ def _answer(request: Request, beginning: Beginning) -> int:
     import numpy as np
 
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import require_room
+    from bmburst.inference.generator import memory_beside_weights, too_long
     from bmburst.inference.prompts import Prompt
     from bmburst.inference.sampling import GenerationOptions
 
@@ -187,12 +187,13 @@ def _answer(request: Request, beginning: Beginning) -> int:
     source = reopen_source(request)
     prompts = [Prompt(np.array(prompt["tokens"], dtype=np.int64), prompt["source"]) for prompt in request["prompts"]]
     options = GenerationOptions(**request["options"])
+    length = max(map(len, prompts)) + options.max_new_tokens
     if len(prompts) == 1:
-        split = request["cache"], request["dtype"], request["chunk_tokens"]
-        require_room(source, comm, *split, len(prompts[0]), options)
+        room = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
+        if problem := too_long(*room, length, len(prompts[0])):
+            raise UserError(problem)
     screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
-        length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
         note_ignored(source.defaults, request["max_new_tokens"])
     generator = load_generator(source, request, is_main=is_main)

@@ -222,13 +222,14 @@ def read_key(path: Path | None) -> str | None:
 def _serve(request: Request) -> int:
     """Serve in this rank until rank 0 gets a signal; return its number, 0 on a rank without one."""
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import room
+    from bmburst.inference.generator import memory_beside_weights
     from bmburst.serve.worker import Worker
 
     comm = communicator(None)
     listener = listen(request["host"], request["port"]) if comm.rank == 0 else None
     source = reopen_source(request)
-    fitting = room(source, comm, request["cache"], request["dtype"], request["chunk_tokens"], request["sessions"])
+    memory, available = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
+    fitting = memory.longest(available, request["sessions"])
     asked = request["max_tokens"] or min(source.weights.config.max_position_embeddings, fitting)
     if asked > fitting:
         raise UserError(
