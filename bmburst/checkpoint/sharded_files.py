@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_json
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, replacing
@@ -253,23 +253,6 @@ def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict
     }
 
 
-def open_parts(folder: Path, stem: str, *, with_codes: bool = False) -> TensorFile:
-    """Open the file or the parts that `save_parts` wrote.
-
-    Args:
-        folder: The folder.
-        stem: Beginning of the names of the files.
-        with_codes: See `open_tensors`.
-
-    Raises:
-        UserError: A file is missing or damaged.
-    """
-    index = folder / index_name(stem)
-    if not index.exists():
-        return open_tensors(folder / f"{stem}.safetensors", with_codes=with_codes)
-    return JoinedFiles([open_tensors(folder / part, with_codes=with_codes) for part in sorted(parts_of(index))])
-
-
 def parts_of(index: Path) -> set[str]:
     """Return the names of the files that an index lists. They must be in its directory and of its type.
 
@@ -289,18 +272,6 @@ def parts_of(index: Path) -> set[str]:
                 "fix: copy the files beside it, and their names without directories into it"
             )
     return set(where.values())
-
-
-class JoinedFiles:
-    """Several files as one `TensorFile`."""
-
-    def __init__(self, files: Sequence[TensorFile]) -> None:
-        self._files = {name: file for file in files for name in file.shapes}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: file.shapes[name] for name, file in self._files.items()}
-
-    def read(self, name: str, begin: int, end: int) -> Tensor:
-        """See `TensorFile.read`."""
-        return self._files[name].read(name, begin, end)
 
 
 def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]] | None = None) -> list[Result]:
