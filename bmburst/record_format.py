@@ -13,19 +13,8 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
 COLUMNS = (
-    *(
-        "messages",
-        "conversations",
-        "prompt",
-        "completion",
-        "completions",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "system",
-    ),
-    *("chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
+    *("messages", "conversations", "prompt", "completion", "completions", "instruction", "input", "output", "history"),
+    *("system", "chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
 )
 """Columns of a record that have a meaning."""
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
