@@ -131,7 +131,7 @@ def _unsplit(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], 
 
 def _fla(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
     """Return a step with fla's context parallelism in place of ours."""
-    from bmburst_ops.linear.fla import few_choices
+    from bmburst_ops.linear.fla_tuning import few_choices
 
     convolve = import_module("fla.modules.convolution").causal_conv1d
     scan = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

@@ -124,7 +124,7 @@ def _results(kind: str, given: list[Tensor], layout: str, comm: Any) -> list[Ten
 
 def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind, number of tokens, kind of gates and layout."""
-    from bmburst_ops.linear.fla import few_choices
+    from bmburst_ops.linear.fla_tuning import few_choices
 
     comm = communicator(None)
     for kind in options.kinds:

@@ -37,7 +37,10 @@ def test_fields_are_the_same_as_names():
     [
         ({"attention": 1.5}, "keeps attention of 1.5 | fraction"),
         ({"every": 0}, "number of layers | 1"),
-        ({"every": 2.5}, "'block+every-2.5' | whole number"),
+        ({"every": 2.5}, "every 2.5 | whole number"),
+        ({"every": "4"}, "every '4' | whole number | fix: Policy(every=1)"),
+        ({"layers": True}, "layers True | whole number"),
+        ({"attention": "0.5"}, "attention '0.5' | a number"),
         ({"layers": 0}, "number of layers | 1"),
         ({"offloads_mlp": -1}, "'block+offload-mlp-first--1' | number of layers"),
         ({"recomputes": False, "attention": 1.0}, "'none' | keeps everything | fix: block"),

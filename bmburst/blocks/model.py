@@ -81,7 +81,10 @@ def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero:
 
 
 def draw_normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
-    """Return an fp32 tensor drawn from N(0, std). It depends on `key` alone, which seeds the generator."""
+    """Return an fp32 tensor drawn from N(0, std).
+
+    It depends on `key`, which seeds the generator, and on whether the device is a GPU: torch's generators differ.
+    """
     made = torch.empty(shape, dtype=torch.float32, device=device)
     return made.normal_(0.0, std, generator=_generator(key, device))
 
@@ -187,8 +190,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             "block-keep-attention:0.5" or "block-keep-attention+offload"; "block-keep-attention+first-20" recomputes
             only the first 20 layers. "auto" is not allowed, because it depends on the whole training step.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
-        seed: Seed of the initial weights, which do not depend on the number of ranks. None leaves them
-            uninitialized, for a caller that loads them.
+        seed: Seed of the initial weights, which do not depend on the number of ranks; GPUs draw others than CPUs. None
+            leaves them uninitialized, for a caller that loads them.
         loss_chunk: Number of tokens whose logits `loss` computes at once.
         mlp_chunk: Number of a rank's tokens that an MLP computes at once. None: 16384 if blocks are recomputed, else
             all; 0: all.

@@ -207,7 +207,8 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
             decoder's self-attention, whose layout must allow it; the results of other attention are saved completely.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
-        seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
+        seed: Seed of the initial weights, which do not depend on the number of ranks; GPUs draw others than CPUs. None
+            leaves them uninitialized.
 
     Raises:
         UserError: An option has an unknown value, options exclude each other, or BMTrain was started with tensor

@@ -46,6 +46,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._slot: Slot | None = None
         self._is_in_backward = False
         self._views = _ShardViews(self)
+        self._aside: dict[str, Tensor] = {}
 
     _ready: bool  # BMTrain's: whether the parameters are the gathered weights
 
@@ -124,6 +125,14 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         if self._is_first_layer:
             self._memory.end()
 
+    def put_gradient_aside(self) -> None:
+        """Clear the gradient, and keep its memory for the next one, which is then written there and not added."""
+        for name, storage in self._storage_params.items():
+            if storage.grad is not None:
+                self._aside[name], storage.grad = storage.grad, None
+        for parameter in self._ordered:
+            parameter.grad = None
+
     def prepare(self, neighbour: "ShardedBlock | None") -> None:
         """Begin to gather the weights of the block that comes next."""
         if neighbour is not None and neighbour._slot is None and not neighbour._ready:
@@ -192,7 +201,8 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         for name, storage in trained.items():
             info = self._storage_info[name]
             if storage.grad is None:
-                storage.grad = torch.empty_like(storage.data)
+                memory = self._aside.pop(name, None)
+                storage.grad = torch.empty_like(storage.data) if memory is None else memory
             else:
                 gradients.memory[name][info["begin"] : info["end"]].add_(storage.grad)
         load = bmt.config["load_stream"]

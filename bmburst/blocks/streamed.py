@@ -64,6 +64,9 @@ class StreamedBlock(ShardedBlock):
         if not self._is_first_layer:
             self._pre_module.prefetch()
 
+    def put_gradient_aside(self) -> None:
+        """Leave the gradient to the optimizer, which drops it: its place in host memory is the shard's."""
+
     def begin_scatter(self) -> None:
         """Copy the gradient of micro-batches before to the GPU."""
         self._copies.bring_gradients(self._shards)

@@ -79,11 +79,12 @@ def run_data(args: argparse.Namespace) -> int:
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.records import hold_records
     from bmburst.data.report import LengthReport, notes_of, notes_on_ends
-    from bmburst.data.sources import find_sources, left_out
+    from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
 
-    tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input)
+    skipped: list[str] = []
+    tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input, skipped.append)
     form = build_config(RecordFormat, read_layer(RecordFormat, given_options(args, RecordFormat), ""))
     has_records = hold_records(files, form)
     encoder = RecordEncoder(tokenizer, args.chat_template, form.learned_roles) if has_records else None
@@ -102,9 +103,6 @@ def run_data(args: argparse.Namespace) -> int:
         if args.output is None:
             return 0
     require_own("--output", args.output, "a token file", is_token_file)
-    for line in left_out(args.input):
-        print(f"left out: {line}", file=sys.stderr)
-    skipped: list[str] = []
     try:
         file = tokenize(
             text,
@@ -116,8 +114,9 @@ def run_data(args: argparse.Namespace) -> int:
     except UserError:
         lengths.require()
         raise
-    for line in skipped:
-        print(f"left out: {line}", file=sys.stderr)
+    finally:
+        for line in skipped:
+            print(f"left out: {line}", file=sys.stderr)
     print(
         f"{file.path}: {file.document_count:,} documents, {file.token_count:,} tokens of '{file.tokenizer_name}' "
         f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of {'text' if file.loss_mask is None else 'answers'}"

@@ -18,7 +18,7 @@ from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import read_documents
 from bmburst.data.record import Reading
 from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
-from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, left_out
+from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
@@ -46,6 +46,7 @@ def find_corpus(
     *,
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
+    on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile | Text:
     """Return the token file of a source, or its text or records if it still must be tokenized.
 
@@ -58,7 +59,7 @@ def find_corpus(
         if (file := find_token_file(source, tokenizer)) is not None:
             return file
         source = [source]
-    files = find_sources(source)
+    files = find_sources(source, on_skip)
     found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
     form = form.record_format
     encoder = RecordEncoder(found, chat_template, form.learned_roles) if hold_records(files, form) else None
@@ -115,7 +116,7 @@ def open_corpus(
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
     progress: bool = False,
-    on_skip: Callable[[str], object] | None = None,
+    on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile:
     """Return the corpus as a token file; tokenize it first unless the cache contains it.
 
@@ -132,7 +133,7 @@ def open_corpus(
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
         on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
-            tokenizing with a line about each file that is not text. None: these are left out without a line.
+            tokenizing with a line about each file that is not text.
 
     Returns:
         The token file. Its tokenizer name is the one given here, because the tokenizer's path may have changed since
@@ -141,17 +142,13 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
     """
-    found = find_corpus(source, tokenizer, form=form, chat_template=chat_template)
+    found = find_corpus(source, tokenizer, form=form, chat_template=chat_template, on_skip=on_skip)
     if isinstance(found, TokenFile):
         return found
-    if on_skip is not None:  # listing a large folder again takes time, on every rank
-        for line in left_out(source):
-            on_skip(line)
     cached = _cached(cache_dir, found)
     if cached.exists():
         return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
-    heard = on_skip or (lambda _: None)
-    return tokenize(found, cached, progress=progress, on_skip=heard)
+    return tokenize(found, cached, progress=progress, on_skip=on_skip)
 
 
 def require_cache(option: str, cache_dir: Path, text: Text) -> None:

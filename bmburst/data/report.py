@@ -87,8 +87,8 @@ def notes_of(file: TokenFile) -> Iterator[str]:
 
 def notes_on_ends(file: TokenFile, tokenizer: PromptTokenizer) -> Iterator[str]:
     """Yield a line if answers of a token file end with text, so that a model does not learn to end them."""
-    if answer_ends(file, tokenizer) is None:
-        yield "answers end without a special token: the model does not learn where to stop (docs/data.md)"
+    if answer_ends(file, tokenizer).open:
+        yield "some answers end without a special token: of them the model does not learn where to stop (docs/data.md)"
 
 
 def described(

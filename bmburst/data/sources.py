@@ -57,12 +57,13 @@ class SourceFile:
     named: bool
 
 
-def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
+def find_sources(inputs: Sequence[str | Path], on_skip: Callable[[str], object] = lambda _: None) -> list[SourceFile]:
     """Return all files of `inputs`, in an order that depends only on names.
 
     Args:
         inputs: Files, directories (searched recursively for `TEXT_SUFFIXES`, `JSONL_SUFFIXES`, also compressed, and
             Parquet files, without hidden files), or "stdlib" for the sources of the running Python.
+        on_skip: Called with a line about each kind of files in a directory that are not read.
 
     Raises:
         UserError: A path does not exist or is not readable, or a directory contains no text.
@@ -71,28 +72,10 @@ def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
     for item in inputs:
         try:
             # Only the string "stdlib" is special; Path("stdlib") and "./stdlib" are paths.
-            found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item))
+            found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item), on_skip)
         except OSError as error:
             raise unreadable(str(item), error) from error
     return found
-
-
-def left_out(source: str | Path | Sequence[str | Path]) -> Iterator[str]:
-    """Yield a line for each folder of `source` that has files which are not read; hidden files are not counted.
-
-    Args:
-        source: One source, or several, as in `find_sources`.
-    """
-    for each in [source] if isinstance(source, str | Path) else source:
-        root = Path(each)
-        if each == STANDARD_LIBRARY or not root.is_dir() or _is_dataset(root):
-            continue
-        for why, names in _no_data(root, _readable(root)).items():
-            shown = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-            yield f"{_files(len(names))} of folder {root}, {why}: {shown}"
-        if kinds := _kinds(root):
-            count = _files(sum(kinds.values()))
-            yield f"{count} of folder {root}, by suffix: {_listed(kinds)}; to read such a file, give its own path"
 
 
 def _files(count: int) -> str:
@@ -105,11 +88,11 @@ def unreadable(name: str, error: OSError) -> UserError:
     return UserError(f"cannot read '{name}': {error.strerror or error}\nfix: {fix}")
 
 
-def _named(path: Path) -> list[SourceFile]:
+def _named(path: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
     if _is_dataset(path):
         return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
     if path.is_dir():
-        return _directory(path)
+        return _directory(path, on_skip)
     if path.exists() and not path.is_file():  # files are read twice, and a pipe may never end
         raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
     if path.exists():
@@ -160,23 +143,32 @@ def _is_dataset(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _directory(root: Path) -> list[SourceFile]:
-    found = _readable(root)
-    left = {name for names in _no_data(root, found).values() for name in names}
+def _directory(root: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
+    others, refused = Counter[str](), list[OSError]()
+    found = []
+    for path in _walk(root, on_error=refused.append):
+        if _is_read(path):
+            found.append(SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False))
+        else:
+            others[_kind_of(path)] += 1
+    if refused:
+        others["folders that cannot be listed"] = len(refused)
+    no_data = _no_data(root, found)
+    left = {name for names in no_data.values() for name in names}
     found = [file for file in found if file.path.relative_to(root).as_posix() not in left]
     if not found:
         raise UserError(
-            f"no text files in directory '{root}', it has {_found_instead(root)}\n"
+            f"no text files in directory '{root}', it has {_listed(others) or 'no files'}\n"
             f"allowed: {' '.join(_READ_SUFFIXES)}, also with {' '.join(PACKED_SUFFIXES)}\n"
             "fix: give the path of the file itself where its suffix is another"
         )
+    for why, names in no_data.items():
+        shown = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+        on_skip(f"{_files(len(names))} of folder {root}, {why}: {shown}")
+    if others:
+        count = _files(others.total())
+        on_skip(f"{count} of folder {root}, by suffix: {_listed(others)}; to read such a file, give its own path")
     return found
-
-
-def _readable(root: Path) -> list[SourceFile]:
-    """Return the files of a folder whose suffixes are read."""
-    paths = filter(_is_read, _walk(root))
-    return [SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False) for path in paths]
 
 
 def _no_data(root: Path, files: Sequence[SourceFile]) -> dict[str, list[str]]:
@@ -235,11 +227,6 @@ def _is_read(path: Path) -> bool:
     return plain_suffix(path) in _READ_SUFFIXES and path.is_file()
 
 
-def _found_instead(root: Path) -> str:
-    """Return what a folder without text has: "1 .json, 3 .png", or "no files"."""
-    return _listed(_kinds(root)) or "no files"
-
-
 def _listed(kinds: Counter[str]) -> str:
     """Return the counts of kinds as text, the most frequent first."""
     ordered = sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
@@ -247,12 +234,6 @@ def _listed(kinds: Counter[str]) -> str:
     if rest := sum(count for _, count in ordered[_MOST_KINDS:]):
         words.append(f"{rest:,} of other kinds")
     return ", ".join(words)
-
-
-def _kinds(root: Path) -> Counter[str]:
-    refused: list[OSError] = []
-    kinds = Counter(_kind_of(path) for path in _walk(root, on_error=refused.append) if not _is_read(path))
-    return kinds + Counter({"folders that cannot be listed": len(refused)})
 
 
 def _kind_of(path: Path) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from bmburst.amounts import require_flag
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import describe_tensors
 from bmburst.errors import UserError
@@ -146,7 +147,8 @@ class Part:
             require_next_token_loss(model)
             if routed := asks_router_loss(model, inputs):
                 require_router_loss(model, is_tree=self.tree is not None)
-            return (checked_count(valid), routed), f"Part.loss\nrouter's loss {routed}"
+            counted, told = checked_count(valid)
+            return (counted, routed), f"Part.loss\nrouter's loss {routed}\nvalid {told}"
 
         counted, routed = self.mesh.world.decided(decide)
         with router_shares(model if routed else None, self.real, self.mesh.sequence) as shares:
@@ -224,6 +226,7 @@ class Part:
             is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
             if not is_number or not 0 < temperature < math.inf:
                 raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
+            require_flag("entropy", entropy)
             return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
 
         return self._logps(model, inputs, self.mesh.world.decided(decide), entropy)
@@ -325,7 +328,8 @@ class Part:
             require_splittable(model, self.ends, of_rows=self.tree is not None, routed=True)  # see above
             require_layout(model, self.cut.layout.name, is_tree=self.tree is not None)
             require_rows(model, self.largest)
-            return None, f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
+            told = f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
+            return None, f"{told}\n{'with' if torch.is_grad_enabled() else 'without'} gradient"
 
         def compare() -> tuple[None, str]:
             self.weights.compare(model, self.mesh.sequence)

@@ -456,14 +456,16 @@ def signature_of(whole: WholeBatch) -> str:
     return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])
 
 
-def checked_count(valid: Tensor | int | None) -> Tensor | int | None:
-    """Return the number of labels, checked."""
+def checked_count(valid: Tensor | int | None) -> tuple[Tensor | int | None, str]:
+    """Return the number of labels, checked, and as a text for the ranks to compare; the host does not wait for it."""
     is_count = isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
-    is_tensor = isinstance(valid, Tensor) and valid.numel() == 1 and not valid.is_floating_point()
+    is_tensor = _are_integers(valid) and isinstance(valid, Tensor) and valid.numel() == 1
     if valid is not None and not is_count and not is_tensor:
         got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
         raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
-    return valid
+    if isinstance(valid, Tensor):
+        return valid, "on the device" if valid.is_cuda else str(valid.item())
+    return valid, str(valid)
 
 
 def nan_of_none(labels: Tensor | int) -> Tensor | float:

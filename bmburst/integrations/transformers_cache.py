@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, __version__
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
@@ -30,7 +30,7 @@ from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recurrent import number_layers
+from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_steps import (
     Streamer,
     Together,
@@ -133,7 +133,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         whole = "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
         if length >= input_ids.shape[1]:
             raise UserError(f"the cache holds {length} tokens, but input_ids has {input_ids.shape[1]}\n{whole}")
-        first = next(iter(self.split_layers), None)
+        first = next((layer for layer in self.split_layers if layer.is_initialized), None)
         batch = len(input_ids) if not length else len(self._states[0] if first is None else first.keys)
         if batch != len(input_ids):
             raise UserError(f"the cache holds {batch} texts, but input_ids has {len(input_ids)}\n{whole}")
@@ -270,6 +270,11 @@ def generate(
         cache = SplitCache(model.config, mesh) if past_key_values is None else past_key_values
         if not isinstance(cache, SplitCache):
             raise UserError(f"past_key_values is a {type(cache).__name__}\nfix: SplitCache(model.config, mesh)")
+        if mixers(model) and not cache.has_split_states:
+            raise UserError(
+                f"the cache of transformers {__version__} has no states for the recurrent layers of "
+                f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
+            )
         cache.require_behind(input_ids)
         if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
             shape = list(input_ids.shape)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from bmburst.amounts import require_flag
 from bmburst.errors import UserError
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
 from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
@@ -32,7 +33,7 @@ from bmburst.integrations.trainer_arguments import is_library, require_understoo
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import require_layout
-from bmburst.integrations.transformers_trainer import require_known_engine, still_to_be_prepared
+from bmburst.integrations.transformers_trainer import require_known_engine, require_split, still_to_be_prepared
 from bmburst.recompute import checkpoint
 
 __all__ = ["SplitRows"]
@@ -60,7 +61,7 @@ class SplitRows:
 
     Raises:
         UserError: TRL is of another version, the trainer is none of the two, the model is not exact on split sequences,
-            or an argument is set that is not exact on them or not known.
+            an argument is set that is not exact on them or not known, or one of these arguments has another type.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class SplitRows:
         **options: Any,
     ) -> None:
         require_read(type(self))
+        require_split(split)
+        require_flag("share_prompts", share_prompts)
         super().__init__(*arguments, **options)
         self.split, self._generate_with, self._share_prompts = split, generate_with, share_prompts
         self._trainer: Any = self  # untyped access to the trainer's attributes
@@ -288,6 +291,11 @@ def _set_attention(trainer: Any, name: str) -> None:
     Raises:
         UserError: A model does not have this attention.
     """
+    if not isinstance(name, str) or name == NAME:
+        raise UserError(
+            f"generate_with is {name!r}, but each rank generates its own completions, alone\n"
+            'allowed: an attn_implementation of transformers\nfix: generate_with="sdpa"'
+        )
     with _attention(trainer.model, name):
         pass
     for model in trainer.reward_funcs:

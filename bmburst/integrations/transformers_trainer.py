@@ -89,6 +89,7 @@ class SplitBatches:
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
         require_loss(type(self), SplitBatches)
+        require_split(split)
         super().__init__(*arguments, **options)
         self.split = split
         self._trainer: Any = self  # untyped access to the Trainer's attributes
@@ -146,6 +147,13 @@ class SplitBatches:
         part = inputs.get(_PART)
         loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
+
+    def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
+        """End the training. Trainer would add the losses of steps that no log has as those of this rank alone."""
+        world = self.split.mesh.world
+        (total,) = world.all_reduce(self._trainer._tr_loss).wait()
+        self._trainer._tr_loss = total / world.size
+        return super()._finalize_training(*arguments, **options)  # type: ignore[misc]
 
     def evaluation_loop(
         self,
@@ -215,6 +223,16 @@ class SplitBatches:
         state = self._trainer.accelerator.gradient_state
         kept = self._last if state.end_of_dataloader and self._last else gathered.numel()
         return gathered.flatten()[: kept if any(labels) else 0]
+
+
+def require_split(split: object) -> None:
+    """Check what splits the sequences of a trainer, before it reads the data.
+
+    Raises:
+        UserError: It is another value.
+    """
+    if not isinstance(split, SplitSequences):
+        raise UserError(f"split must be a SplitSequences, got {type(split).__name__}\nfix: SplitSequences(mesh)")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bmburst.amounts import require_flag
+from bmburst.amounts import require_flag, short_text
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import MaskOption, require_scale
 from bmburst.comm.transports import device_name
@@ -76,8 +76,7 @@ def burst_linear_attention(
         final_state: Whether to return the state after the last token too. Every rank gets it, and its gradient is the
             sum of the ranks' gradients.
         kernel: "auto", the first of these that supports the inputs on this machine: "fla" (package fla-core) or
-            "reference" (plain torch, a loop over tokens). By name also "fla-split" (fla-core's kernels on fragments of
-            long runs at the same time, for "gated_delta").
+            "reference" (plain torch, a loop over tokens).
 
     Returns:
         The output, shaped and typed as v; with `final_state` also `[batch, value_heads, key_dim, value_dim]` in fp32 or
@@ -152,6 +151,7 @@ def burst_ssd(
 
     Returns:
         The output, shaped and typed as x; with `final_state` also the state, `[batch, heads, head_dim, state_size]`.
+        Padding gives `D x`, without D zero.
 
     Raises:
         UserError: As `burst_linear_attention`.
@@ -238,7 +238,7 @@ def burst_scan(
         found = isinstance(b, Tensor) and b.dim() >= 3
         shape: tuple[int | None, ...] = tuple(b.shape) if found else (None,) * 3
         words = "[batch, local_tokens, channels, ...]"
-        tensors, shapes = dict(named), {"a": shape, "b": shape}
+        tensors, shapes = {"b": b, "a": a}, {"b": shape, "a": shape}
         if initial_state is not None:
             tensors["initial_state"], shapes["initial_state"] = initial_state, (shape[0], *shape[2:])
         require_shapes(tensors, shapes, dict.fromkeys(shapes, words) | {"initial_state": "[batch, channels, ...]"})
@@ -328,7 +328,7 @@ def _scanned(
         return found
     comm = resolve_group(group)
     device_name(comm)  # collective the first time for a group: no rank may raise alone before it
-    call = comm.decided(lambda: scan_call(comm, recurrence(), named, options))
+    call = comm.decided(lambda: scan_call(comm, recurrence(), named, initial_state, options))
     out, final = SequenceScan.apply(call, initial_state, *named.values())  # type: ignore[no-untyped-call]
     return (out, final) if options.has_final else out
 
@@ -366,12 +366,8 @@ def _require_attention(named: dict[str, Tensor], kind: str, initial_state: Tenso
     }
     given = {} if initial_state is None else {"initial_state": initial_state}
     require_shapes({**named, **given}, shapes, words)
-    q, k, v = (named[name] for name in "qkv")
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(
-            f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}\n"
-            "fix: convert them before the call"
-        )
+    _require_one_dtype({name: named[name] for name in "qkv"})
+    q, v = named["q"], named["v"]
     if v.shape[2] % q.shape[2]:
         raise UserError(
             f"{v.shape[2]} value heads cannot share {q.shape[2]} heads of queries and keys\n"
@@ -400,8 +396,13 @@ def _require_ssd(named: dict[str, Tensor], shared: dict[str, Tensor], dt_limit: 
         "initial_state": "[batch, heads, head_dim, state_size]",
     }
     require_shapes({**named, **shared}, shapes, words)
-    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise UserError(f"dt_limit must be two ascending numbers from 0, got {dt_limit}\nfix: (0.0, float('inf'))")
+    _require_one_dtype({name: named[name] for name in "xBC"})
+    limits = dt_limit if isinstance(dt_limit, tuple | list) else ()
+    are_numbers = len(limits) == 2 and all(isinstance(limit, int | float) for limit in limits)
+    if not are_numbers or not 0 <= limits[0] <= limits[1]:
+        raise UserError(
+            f"dt_limit must be two ascending numbers from 0, got {short_text(dt_limit)}\nfix: (0.0, float('inf'))"
+        )
 
 
 def _require_conv(named: dict[str, Tensor]) -> None:
@@ -421,6 +422,15 @@ def _require_conv(named: dict[str, Tensor]) -> None:
         "initial_state": (batch, None if width is None else width - 1, channels),
     }
     require_shapes(named, shapes, words)
+    _require_one_dtype({name: named[name] for name in ("weight", "bias") if name in named})
+
+
+def _require_one_dtype(tensors: dict[str, Tensor]) -> None:
+    """Check that tensors share one dtype."""
+    dtypes = [str(tensor.dtype) for tensor in tensors.values()]
+    if len({*dtypes}) > 1:
+        names, got = (f"{', '.join(each[:-1])} and {each[-1]}" for each in ([*tensors], dtypes))
+        raise UserError(f"{names} must share one dtype, got {got}\nfix: convert them before the call")
 
 
 def _sizes(tensor: object, dims: int) -> tuple[int | None, ...]:

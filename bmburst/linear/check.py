@@ -76,7 +76,7 @@ class SequenceOptions:
     def _masks(self, batch: int) -> tuple[Mask, ...]:
         """Return the mask of each sample."""
         given = self.mask if isinstance(self.mask, tuple) else (self.mask,) * batch
-        if isinstance(given, list) or len(given) != batch:
+        if len(given) != batch:
             raise UserError(f"got {len(given)} masks for a batch of {batch}\nfix: one mask, or one for each sample")
         masks = tuple(map(make_mask, given))
         for mask in masks:
@@ -156,7 +156,11 @@ def require_device(comm: CheckedCommunicator, name: str, tensor: Tensor) -> None
 
 
 def scan_call(
-    comm: CheckedCommunicator, recurrence: Recurrence, inputs: Mapping[str, Tensor], options: SequenceOptions
+    comm: CheckedCommunicator,
+    recurrence: Recurrence,
+    inputs: Mapping[str, Tensor],
+    initial: Tensor | None,
+    options: SequenceOptions,
 ) -> tuple[ScanCall, str]:
     """Return the call of a recurrence, and its signature for `CheckedCommunicator.decided`.
 
@@ -164,6 +168,7 @@ def scan_call(
         comm: The group.
         recurrence: The recurrence.
         inputs: Its inputs by name, checked, `[batch, local_tokens, ...]`.
+        initial: The state before the first token, checked, or None.
         options: The sequence.
 
     Raises:
@@ -179,7 +184,8 @@ def scan_call(
         raise UserError(str(error)) from None
     hops = choose_hops(comm, chain, recurrence, tensors)
     call = _scan_call(comm, chain, recurrence, kernel, hops, options.has_initial)
-    return call, _signature(f"recurrence {recurrence.kind}", comm, inputs, f"{recurrence}\n{options}")
+    described = {**inputs, **({} if initial is None else {"initial_state": initial})}
+    return call, _signature(f"recurrence {recurrence.kind}", comm, described, f"{recurrence}\n{options}")
 
 
 def conv_call(

@@ -31,9 +31,10 @@ class SequenceScan(torch.autograd.Function):
     def forward(ctx: Any, call: ScanCall, initial: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scan; when a checkpoint recomputes, return the results that it kept."""
         with no_autocast(inputs[0].device.type), traced("recurrence forward"):
-            out, starts, transitions, *final = keep(partial(_forward, call, initial, inputs))
-        ctx.save_for_backward(*inputs, starts, transitions)
-        ctx.call, ctx.initial_dtype = call, None if initial is None else initial.dtype
+            out, starts, transitions, *others = keep(partial(_forward, call, initial, inputs))
+        final, kept = (others[:1], others[1:]) if call.chain.has_final else ([], others)
+        ctx.save_for_backward(*inputs, starts, transitions, *kept)
+        ctx.call, ctx.inputs, ctx.initial_dtype = call, len(inputs), None if initial is None else initial.dtype
         ctx.set_materialize_grads(False)
         return out, final[0] if final else None
 
@@ -41,11 +42,12 @@ class SequenceScan(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the initial state and of the inputs."""
-        *inputs, starts, transitions = ctx.saved_tensors
         call: ScanCall = ctx.call
+        saved = ctx.saved_tensors
+        inputs, (starts, transitions, *kept) = saved[: ctx.inputs], saved[ctx.inputs :]
         with no_autocast(inputs[0].device.type), traced("recurrence backward"):
             flat = _flat(inputs)
-            scan = call.kernel.prepare(call.recurrence, flat, call.pieces)
+            scan = call.kernel.prepare(call.recurrence, flat, call.pieces, tuple(kept))
             grad = _values(call, inputs).new_zeros(1) if grad_out is None else grad_out
             grad = grad.expand(_values(call, inputs).shape).flatten(0, 1).contiguous()
             if grad_final is not None:
@@ -57,12 +59,13 @@ class SequenceScan(torch.autograd.Function):
 
 
 def _forward(call: ScanCall, initial: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return outputs, states before the waiting pieces, M of the links, and the final state if it is used."""
+    """Return outputs, states before the waiting pieces, M of the links, the final state if there is one, and `kept`."""
     scan = call.kernel.prepare(call.recurrence, _flat(inputs), call.pieces)
     transitions, ends = scan.summary()
     folded = fold_forward(call, transitions, ends, None if initial is None else initial.to(ends.dtype))
     out = scan.forward(folded.starts).view(_values(call, inputs).shape)
-    return out, folded.starts, folded.transitions, *(() if folded.final is None else (folded.final,))
+    final = () if folded.final is None else (folded.final,)
+    return out, folded.starts, folded.transitions, *final, *scan.kept()
 
 
 def _values(call: ScanCall, inputs: Any) -> Tensor:

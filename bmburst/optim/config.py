@@ -101,6 +101,20 @@ class OptimizerConfig:
                 f"allowed: 1, 2, 4 and so on\nfix: --optimizer.loss_scale {2 ** math.floor(math.log2(self.loss_scale))}"
             )
 
+    def require_decay(self) -> None:
+        """Check that kinds of parameters with weight decay are named only if there is any; adapters' default is 0.
+
+        Raises:
+            UserError: There is none.
+        """
+        if not self.weight_decay and set(self.weight_decay_on) != set(MATRICES):
+            kinds = ",".join(self.weight_decay_on)
+            raise UserError(
+                f"optimizer.weight_decay_on {kinds} has no effect: optimizer.weight_decay is 0\n"
+                f"allowed: optimizer.weight_decay above 0, or optimizer.weight_decay_on {','.join(MATRICES)}\n"
+                "fix: --optimizer.weight_decay 0.1, or leave optimizer.weight_decay_on out"
+            )
+
     def require_dtype(self, dtype: str) -> None:
         """Check that the fields apply to weights of a dtype.
 

@@ -27,15 +27,15 @@ class GradientSums:
     def __init__(self, model: torch.nn.Module, groups: ZeroGroups) -> None:
         self._between = groups.between
         self._is_last = self._is_complete = False
+        self._blocks = [each for each in model.modules() if isinstance(each, ShardedBlock)]
         if self._between is None:
             return
         trained = (each for each in named_shards(model) if each.storage.requires_grad)
         self._storages = {id(each.storage): each for each in trained}  # with one of the parameters in each
         self._stream: Any = torch.cuda.Stream(priority=-1)
         self._summed: set[int] = set()
-        for block in model.modules():
-            if isinstance(block, ShardedBlock):
-                block.after_scatter = self._after_scatter
+        for block in self._blocks:
+            block.after_scatter = self._after_scatter
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Iterator[None]:
@@ -59,8 +59,10 @@ class GradientSums:
         self._is_last, self._is_complete = False, is_last
 
     def clear(self) -> None:
-        """Tell that the gradients were cleared."""
+        """Clear the gradients of the blocks. The caller clears those of other parameters."""
         self._is_complete = False
+        for block in self._blocks:
+            block.put_gradient_aside()
 
     def _keep_one(self) -> None:
         """Clear complete gradients, to which further ones will be added, in all groups but the first."""

@@ -58,7 +58,8 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--checkpoint-every", "never"] if task.init_from is None else []  # needed without a base model
     if task.pairs:
         words += ["--dpo.beta", "0.1"]  # a usual value; it has no effect on time and memory
-        words += ["--dpo.reference", "DIR"] if task.second_model and task.init_from is None else []
+        is_named = task.init_from is None or (task.lora is not None and task.lora.is_4bit)
+        words += ["--dpo.reference", "DIR"] if task.second_model and is_named else []
     if task.pack is not None:
         words += ["--pack", task.pack]
     if candidate.is_balanced:

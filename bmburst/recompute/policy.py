@@ -119,6 +119,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         require_known("offload", self.offload, ("nothing", *_OFFLOADS.values()))
+        self._require_numbers()
         for problem, fix in self._problems():
             raise UserError(f"recompute policy '{self.name}' {problem}\nfix: {fix}")
 
@@ -281,14 +282,24 @@ class Policy:
         """
         return self.layers == i and self.of_layer(i - 1, layers).offloads and layers - i > 2
 
+    def _require_numbers(self) -> None:
+        """Check that fields from Python are numbers, without which the policy has no name."""
+        for name in (*_COUNTS.values(), "attention"):
+            value: object = getattr(self, name)
+            kinds, allowed = (int | float, "a number") if name == "attention" else (int, "a whole number of layers")
+            if (isinstance(value, bool) or not isinstance(value, kinds)) and not (name == "layers" and value is None):
+                raise UserError(
+                    f"recompute policy with {name} {value!r}\nallowed: {allowed}\nfix: Policy({name}=1), for example"
+                )
+
     def _problems(self) -> Iterator[tuple[str, str]]:
         """Yield what contradicts itself, with the fix."""
         if not self.recomputes and (self.attention or self._suffix):
             yield "keeps everything", f"block{self._suffix}, or none"
         first = 1 if self.layers is None else self.layers
         counts = self.keeps_last, self.offloads_first, self.offloads_attention, self.offloads_mlp
-        if not all(isinstance(each, int) and each >= 0 for each in (*counts, self.every - 1, first - 1)):
-            yield "has a number of layers that is no whole number, or too small", "1 layer and more"
+        if min(*counts, self.every - 1, first - 1) < 0:
+            yield "has a number of layers that is too small", "1 layer and more"
         if not 0 <= self.attention <= 1:
             yield f"keeps attention of {self.attention:g} of a sequence", "a fraction from 0 to 1"
         if self.offload == "all" and not self.attention:

@@ -1,6 +1,6 @@
 """Rows of tokens packed as prefix trees, so that a prefix of several rows is stored and computed once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -81,7 +81,18 @@ class PackedTree:
 
         Returns:
             For each row `[..., tokens of the row - 1, ...]`.
+
+        Raises:
+            UserError: The values are not those of all tokens.
         """
+        is_dim = isinstance(values, Tensor) and -values.dim() <= dim < values.dim()
+        if not is_dim or values.shape[dim] != self.length:
+            got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise UserError(
+                f"values of a packed tree of {self.length} tokens have {got}\n"
+                f"allowed: a tensor with {self.length} values in dimension {dim}\n"
+                "fix: one value for each token of the tree; Part.whole or bmburst.unshard joins those of all ranks"
+            )
         return [values.index_select(dim, path.to(values.device)) for path in self.paths]
 
     def counted_rows(self, values: Tensor) -> list[Tensor]:
@@ -145,7 +156,7 @@ def pack_tree(
             or an option is below its minimum.
     """
     least, depth = whole_number("least_saved", least_saved, 1), whole_number("max_depth", max_depth, 1)
-    read = [_tokens_of(i, row) for i, row in enumerate(rows)]
+    read = [_tokens_of(i, row) for i, row in enumerate(_listed("rows", rows))]
     if not read:
         raise UserError("pack_tree got no rows\nfix: give the tokens of at least one row")
     counted = _counted(read, labels)
@@ -210,6 +221,17 @@ class _Node(NamedTuple):
     is_leaf: bool
 
 
+def _listed(name: str, values: object) -> list[Any]:
+    """Return what an argument has for each row.
+
+    Raises:
+        UserError: It is no sequence.
+    """
+    if not isinstance(values, Iterable):
+        raise UserError(f"{name} must be a list with an entry for each row, got {type(values).__name__}\nfix: pass one")
+    return list(values)
+
+
 def _tokens_of(number: int, row: Any) -> IntArray:
     """Return the tokens of a row.
 
@@ -234,6 +256,7 @@ def _counted(rows: Sequence[IntArray], labels: Sequence[Any] | None) -> list[NDA
     """
     if labels is None:
         return [np.ones(len(row) - 1, bool) for row in rows]
+    labels = _listed("labels", labels)
     if len(labels) != len(rows):
         raise UserError(f"got labels of {len(labels)} rows for {len(rows)} rows\nfix: labels of each row")
     found = []

@@ -209,6 +209,7 @@ class TrainConfig:
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "schedule", schedule)
         optimizer.require_dtype(self.dtype)
+        optimizer.require_decay()
         if self.optimizer.offload_weights and self.parallel.zero_level == 2:
             raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:
@@ -224,6 +225,11 @@ class TrainConfig:
                 f"lora.rank {self.lora.rank} trains adapters of a model, but init_from names none\n"
                 "allowed: without one only checkpoint_every never, to try speed and memory with random weights\n"
                 "fix: --init-from DIR"
+            )
+        if self.dpo.is_on and self.context_report:
+            raise UserError(
+                f"context_report true with dpo.beta {self.dpo.beta:g}: pairs have no loss by position\n"
+                "allowed: context_report false\nfix: leave context_report out, or --context-report false"
             )
         if self.dpo.is_on and self.pack == "stream":
             raise UserError(
@@ -293,6 +299,13 @@ class TrainConfig:
                 f"lora.init_from {lora.init_from} with dpo.beta {self.dpo.beta:g}: the model without adapters is not "
                 "the model that training starts from\nallowed: dpo.reference\n"
                 "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
+            )
+        if self.dpo.is_on and lora.is_4bit and lora.modules_to_save and self.dpo.reference is None:
+            raise UserError(
+                f"lora.modules_to_save {','.join(lora.modules_to_save)} with lora.base 4bit and dpo.beta "
+                f"{self.dpo.beta:g}: the reference would be init_from, which is not in 4 bits as the model is that "
+                "training starts from\nallowed: no modules_to_save, whose reference is the base in 4 bits, or "
+                "dpo.reference\nfix: leave lora.modules_to_save out, or --dpo.reference DIR"
             )
 
     def mesh_shape(self, world_size: int) -> MeshShape:

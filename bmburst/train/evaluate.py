@@ -158,7 +158,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     given = verified_together(config.checkpoint)
     tuned = find_adapter(config, given, verified_together)
     directory, tokenizer, shape = read_model(config, given, tuned)
-    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else None)
+    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
     for file in corpus.files:
         on_every_rank(file.verify if runtime.rank == 0 else lambda: None)
     corpus.require_vocab(shape.vocab_size)
@@ -225,7 +225,7 @@ def check_inputs(config: EvalConfig) -> Path:
 
 
 def _open_one(
-    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] | None = None
+    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
 ) -> TokenFile:
     file = open_corpus(
         source.path,
@@ -248,13 +248,13 @@ def _require_text(source: Source, file: TokenFile) -> TokenFile:
     return file
 
 
-def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object] | None) -> MixedFiles:
+def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object]) -> MixedFiles:
     """Return the token files of all sources; tokenize those that are not cached.
 
     Args:
         config: The evaluation.
         tokenizer: Name of the text's tokenizer.
-        say: Called with a line about each file, or kinds of files, of a folder that is left out; None on other ranks.
+        say: Called with a line about each file, or kinds of files, of a folder that is left out.
 
     Raises:
         UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.

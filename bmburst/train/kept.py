@@ -76,7 +76,7 @@ def _learned_ends(text: data.TokenFile | MixedFiles, files: Mapping[str, bytes])
         return frozenset()
     tokenizer = data.load_tokenizer(text.tokenizer_name)
     parts = (text,) if isinstance(text, data.TokenFile) else text.files
-    return frozenset().union(*(answer_ends(file, tokenizer) or () for file in parts))
+    return frozenset().union(*(answer_ends(file, tokenizer).tokens for file in parts))
 
 
 def kept_by_rank_0(text: data.TokenFile | MixedFiles, config: TrainConfig, runtime: Runtime) -> dict[str, bytes]:

@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
+from types import MappingProxyType
 from typing import Literal
 
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
 Decay = Literal["linear", "cosine", "sqrt", "exponential"]
+_KINDS = MappingProxyType(
+    {"decay": ("wsd",), "decay_fraction": ("wsd",), "final_lr_fraction": ("cosine", "linear", "wsd")}
+)
+"""Kinds of schedules that read a field; of the other fields, all do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,14 @@ class ScheduleConfig:
                 f"schedule.warmup_steps {self.warmup_steps} and schedule.warmup_fraction {self.warmup_fraction:g} both "
                 "give the length of the warm-up\nfix: leave one of them out"
             )
-        if self.decay != "linear" and self.kind != "wsd":
-            raise UserError(
-                f"schedule.decay {self.decay} has no effect with schedule.kind {self.kind}\n"
-                f"allowed: schedule.kind wsd\nfix: leave schedule.decay out, or --schedule.kind wsd"
-            )
+        for leaf in dataclasses.fields(self):
+            value, kinds = getattr(self, leaf.name), _KINDS.get(leaf.name, (self.kind,))
+            if value != leaf.default and self.kind not in kinds:
+                raise UserError(
+                    f"schedule.{leaf.name} {value} has no effect with schedule.kind {self.kind}\n"
+                    f"allowed: schedule.kind {', '.join(kinds)}, or schedule.{leaf.name} {leaf.default}, the default\n"
+                    f"fix: leave schedule.{leaf.name} out, or --schedule.kind {kinds[0]}"
+                )
         if self.decay == "exponential" and not self.final_lr_fraction:
             raise UserError(
                 "schedule.decay exponential never reaches schedule.final_lr_fraction 0\n"

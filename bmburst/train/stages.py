@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from bmburst.config import option_name
 from bmburst.errors import UserError
 from bmburst.recompute.policy import AUTO, Policy
 from bmburst.schedule.pipeline import require_stages
@@ -23,18 +24,18 @@ def require_pipeline(config: "TrainConfig") -> None:
     config.lora.require_stages(stages, config.parallel.zero_level)
     if config.recompute != AUTO:
         Policy.parse(config.recompute).require_stages(stages)
-    is_other = {
-        f"dpo.beta {config.dpo.beta}, whose reference needs the whole model": config.dpo.is_on,
-        f"parallel.zero_group {config.parallel.zero_group}: ZeRO shards over the ranks of a stage": (
-            config.parallel.zero_group not in ("world", "auto")
-        ),
-        "optimizer.offload_weights, which streams the blocks of a whole model": config.optimizer.offload_weights,
-        f"sample_tokens {config.sample_tokens}: a stage cannot generate text": bool(config.sample_tokens),
-        "context_report true: a stage cannot generate the answers of pass keys": bool(config.context_report),
-    }
-    for what, is_given in is_other.items():
-        if is_given:
+    zero, sampled = config.parallel.zero_group, config.sample_tokens
+    others = (
+        (config.dpo.is_on, "dpo.beta", config.dpo.beta, "none", "the reference needs the whole model"),
+        (zero not in ("world", "auto"), "parallel.zero_group", zero, "world", "ZeRO shards over the ranks of a stage"),
+        (config.optimizer.offload_weights, "optimizer.offload_weights", "true", "false", "it streams all blocks"),
+        (sampled, "sample_tokens", sampled, "0", "a stage cannot generate text"),
+        (config.context_report, "context_report", "true", "false", "a stage cannot answer questions"),
+    )
+    for is_given, name, value, allowed, why in others:
+        if is_given:  # by an option, or by the file of a resumed run
             raise UserError(
-                f"pipeline_parallel {stages} with {what}\nallowed: pipeline_parallel 1\n"
-                f"fix: leave {what.split()[0].rstrip(',:')} out, or leave --pipeline-parallel out"
+                f"pipeline_parallel {stages} with {name} {value}: {why}\n"
+                f"allowed: {name} {allowed}, or pipeline_parallel 1\n"
+                f"fix: {option_name(name, {})} {allowed}, or --pipeline-parallel 1"
             )

@@ -259,7 +259,7 @@ class SkippedSteps:
         self._hosts, self._most = tuple(hosts), most
         self._in_row = 0
         self._first = ""
-        self._is_scaled = self._has_taken = False
+        self._has_taken, self._scale = False, LossScale()
         self.total = 0
         self.message = ""
 
@@ -276,8 +276,8 @@ class SkippedSteps:
         self.total += 1
         self._in_row += 1
         self.message = f"step {facts.step} is skipped: {self._cause(facts)}"
-        self._is_scaled = scale.is_dynamic
-        if self._is_scaled:
+        self._scale = scale
+        if scale.is_dynamic:
             self.message += f"; the loss scale is {scale.value:.0f} now"
         if self._in_row == 1:
             self._first = self.message
@@ -292,20 +292,30 @@ class SkippedSteps:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
-            saved = has_checkpoint()
-            fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
-            if not self._has_taken and not self._is_scaled:
-                fix = "fix: no step was taken: check the weights that the run began with, for NaN"
-            elif saved:
-                fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
-            if self._is_scaled:
-                rest = "the last checkpoint in --init-from" if saved else "the same options"
-                fix += f"; numbers beyond float16's 65504 need a new run with --dtype bfloat16 or float32 and {rest}"
-            last = f"; the last: {self.message}" if self._is_scaled and self._in_row > 1 else ""
+            last = f"; the last: {self.message}" if self._scale.is_dynamic and self._in_row > 1 else ""
             raise RunError(
                 f"the run ended because {self._in_row} steps in a row were skipped\n"
-                f"the first of them: {self._first}{last}; skipped steps did not change the weights\n{fix}"
+                f"the first of them: {self._first}{last}; skipped steps did not change the weights\n"
+                f"{self._fix(has_checkpoint())}"
             )
+
+    def _fix(self, has_checkpoint: bool) -> str:
+        fix = ""
+        if has_checkpoint and (self._has_taken or self._scale.is_dynamic):
+            fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
+        elif self._has_taken:
+            fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
+        elif not self._scale.is_dynamic:
+            fix = "fix: no step was taken: check the weights that the run began with, for NaN"
+        elif self._scale.value > _LEAST:
+            fix = f"fix: no step was taken: start again with --optimizer.loss_scale {self._scale.value:.0f}"
+        if not self._scale.is_dynamic:
+            return fix
+        rest = "the same options"
+        if has_checkpoint:
+            rest = "the last checkpoint in --init-from, or of adapters in --lora.init_from"
+        begin = f"{fix}; " if fix else "fix: "
+        return f"{begin}numbers beyond float16's 65504 need a new run with --dtype bfloat16 or float32 and {rest}"
 
     def _cause(self, facts: StepFacts) -> str:
         """Return what is not finite, and on which ranks. Losses are checked first: gradients are sums over ranks."""

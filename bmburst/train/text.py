@@ -17,7 +17,6 @@ from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
 from bmburst.data.records import PAIRS
 from bmburst.data.report import described
-from bmburst.data.sources import left_out
 from bmburst.data.tokenizer import tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
@@ -36,14 +35,16 @@ def token_cache(config: TrainConfig, folder: Path) -> Path:
     return config.data.cache or folder.parent / "tokens"
 
 
-def find_text(config: TrainConfig) -> data.TokenFile | Text:
-    """Return the token file or the text of a configuration.
+def find_text(config: TrainConfig, on_skip: Callable[[str], object] = lambda _: None) -> data.TokenFile | Text:
+    """Return the token file or the text of a configuration; `on_skip` as in `find_sources`.
 
     Raises:
         UserError: There is none, or its tokenizer cannot be loaded.
     """
     wanted = config.data
-    return find_corpus(wanted.source, wanted.tokenizer, form=wanted, chat_template=wanted.chat_template)
+    return find_corpus(
+        wanted.source, wanted.tokenizer, form=wanted, chat_template=wanted.chat_template, on_skip=on_skip
+    )
 
 
 def parts_of(config: TrainConfig) -> list[TrainConfig]:
@@ -101,7 +102,8 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
         for part in parts:
             _check_source(part, cache)
         return find_text(parts[0])
-    text = find_text(config)
+    not_read: list[str] = []
+    text = find_text(config, not_read.append)
     is_text = isinstance(text, data.TokenFile) or text.encoder is None
     if is_text and not config.data.is_default and not config.data.validation:  # else they are of the validation files
         what = "a token file" if isinstance(text, data.TokenFile) else "text, or its columns have other names"
@@ -129,15 +131,14 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
         if cache is None or not has_tokens(cache, text):
             check_arrays(text.files)
         return text
-    not_text: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", on_skip=not_text.append)
+            corpus = tokenize(text, Path(folder) / "text.tokens", on_skip=not_read.append)
             corpus = replace(corpus, path=Path(source))  # for messages: the temporary folder will be deleted
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
-            for line in (*left_out(source), *not_text):  # without an error, the ranks report them
+            for line in not_read:  # without an error, the ranks report them
                 say_left_out(line)
             raise
     return text
@@ -174,7 +175,7 @@ def _of_sources(config: TrainConfig, open_one: Callable[[TrainConfig], data.Toke
 
 
 def _open_corpus(
-    config: TrainConfig, cache: Path, *, progress: bool, on_skip: Callable[[str], object] | None = None
+    config: TrainConfig, cache: Path, *, progress: bool, on_skip: Callable[[str], object] = lambda _: None
 ) -> data.TokenFile:
     """Return the token file of a configuration's one source; see `data.open_corpus`."""
     wanted = config.data
@@ -322,7 +323,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         if runtime.local_rank != 0:
             return
         began = time.time()
-        corpus = opened(on_skip=say_left_out if is_main else None)
+        corpus = opened(on_skip=say_left_out) if is_main else opened()
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)

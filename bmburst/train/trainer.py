@@ -301,8 +301,8 @@ class Trainer:
             if facts.is_finite:
                 self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
-            self._manager.zero_grad()
             self._sums.clear()
+            self._manager.zero_grad()
         self._monitor.clock.settle()
         beat()
         return rate
@@ -409,11 +409,12 @@ class Trainer:
 
         if self.is_main:
             memory = expected_memory(self.config, self.runtime.world_size, bmt.config["local_size"])
-            counts = len(self.batches.sequences), len(self._evaluated.get(HELD_OUT, ()))
+            totals = {name: len(each.evaluated()) for name, each in self._evaluated.items()}
+            counts = len(self.batches.sequences), totals.get(HELD_OUT, 0)
             for text in reports_of(self.config, self.corpus, self._validation):
                 report.note(text)
-            for name, each in self._evaluated.items():
-                if (total := len(each.evaluated())) > self.config.eval_sequences:
+            for name, total in totals.items():
+                if total > self.config.eval_sequences:
                     most, what = self.config.eval_sequences, name.replace("_", "-")
                     report.note(f"evaluations take {most:,} of {total:,} sequences of {what}: --eval-sequences")
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)

@@ -110,7 +110,7 @@ def select_kernel(
     if value_dim is not None and value_dim != q.shape[-1]:
         widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
         kernel = select_kernel(name, widest, widest, deterministic, needs, kernels=kernels)
-        is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, value_dim, needs)
+        is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, k, value_dim, needs)
         return kernel if is_able else _padded(kernel)  # type: ignore[arg-type]  # kernels are hashed by identity
     if name == "auto":
         return next(_able(q, k, deterministic, needs, kernels))

@@ -112,10 +112,14 @@ class FlashAttention4Kernel:
             return f"has no deterministic backward for {self._machine.gpu(q.device)}"
         return None
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one."""
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one.
+
+        Its backward takes two widths only if each query head has a KV head of its own.
+        """
         is_hopper = self._machine.capability(q.device)[0] == 9
-        return is_hopper and "blocks" not in needs and (q.shape[-1], value_dim) in LATENT_WIDTHS
+        is_shared = q.shape[2] != k.shape[2]
+        return is_hopper and not is_shared and "blocks" not in needs and (q.shape[-1], value_dim) in LATENT_WIDTHS
 
     def forward(
         self,

@@ -127,8 +127,8 @@ class Kernel(Protocol):
 class TwoWidths(Protocol):
     """A kernel whose values may have another head dim than its keys. Others get padded tensors: `PaddedKernel`."""
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """Return whether the kernel takes values of this head dim beside queries and keys of q's, on q's device."""
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """Return whether the kernel takes values of this head dim beside such queries and keys, on q's device."""
         ...
 
 
@@ -207,9 +207,9 @@ class ReferenceKernel:
         del q, k, needs
         return None
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
         """See `TwoWidths`."""
-        del q, value_dim, needs
+        del q, k, value_dim, needs
         return True
 
     def forward(

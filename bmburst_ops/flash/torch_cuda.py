@@ -165,9 +165,9 @@ class CudnnKernel:
         del q, needs
         return "has no deterministic backward in torch"
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
         """See `TwoWidths`."""
-        del needs
+        del k, needs
         return (q.shape[-1], value_dim) in LATENT_WIDTHS
 
     def forward(

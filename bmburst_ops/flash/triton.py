@@ -32,6 +32,8 @@ from bmburst_ops.pattern import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NARROWEST_OF_TWO = 64
+"""Padded head dims, below which two are wrong: 24 beside 16 and 16 beside 64 were, 64 beside 16 was not."""
 _MAX_HEAD_DIM = 256
 _MAX_ROW_STRIDE = 2**31 // 256  # offsets inside a block of up to 256 rows are 32 bits wide
 _CHUNK = 2**22  # tiles classified at once
@@ -310,10 +312,11 @@ class TritonKernel:
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
-    def takes_widths(self, q: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`."""
-        del q, value_dim, needs
-        return True
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """See `TwoWidths`. On GPUs, narrow ones are padded: Triton 3.6 compiles them to wrong results on H200s."""
+        del k, needs
+        narrowest = padded_head_dim(min(q.shape[-1], value_dim))
+        return narrowest >= _NARROWEST_OF_TWO or is_interpreted(_kernels().forward)
 
     def forward(
         self,

@@ -3,21 +3,19 @@
 - `kernel.py`: the kinds of recurrences, and the interface of kernels
 - `reference.py`: their definition in plain torch, for any device and dtype
 - `fla.py`: kernels of the package fla-core, for GPUs
-- `fla_split.py`: the same kernels on fragments that run at the same time, for the gated delta rule
+- `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
 - `fold.py`, `triton_fold.py`: the states between fragments
 - `conv.py`: the causal convolution
 """
 
 from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.linear.fla import FlaKernel
-from bmburst_ops.linear.fla_split import FlaSplitKernel
 from bmburst_ops.linear.kernel import Inputs, LinearKernel, Pieces, PreparedScan, Recurrence
 from bmburst_ops.linear.reference import ReferenceKernel
 
 __all__ = [
     "KERNELS",
     "FlaKernel",
-    "FlaSplitKernel",
     "Inputs",
     "LinearKernel",
     "Pieces",
@@ -27,8 +25,8 @@ __all__ = [
     "select_kernel",
 ]
 
-KERNELS: tuple[LinearKernel, ...] = (FlaKernel(), ReferenceKernel(), FlaSplitKernel())
-"""All kernels; "auto" takes the first that can run. The last one runs by name only: it has not been measured."""
+KERNELS: tuple[LinearKernel, ...] = (FlaKernel(), ReferenceKernel())
+"""All kernels; "auto" takes the first that can run."""
 
 
 def select_kernel(name: str, recurrence: Recurrence, inputs: Inputs) -> LinearKernel:
@@ -37,8 +35,9 @@ def select_kernel(name: str, recurrence: Recurrence, inputs: Inputs) -> LinearKe
     Raises:
         KernelError: The name is unknown, or the kernel cannot compute this.
     """
-    if name != "auto" and name not in {kernel.name for kernel in KERNELS}:
-        raise unknown_kernel(name, ["auto", *(kernel.name for kernel in KERNELS)])
+    known = ["auto", *(kernel.name for kernel in KERNELS)]
+    if name not in known:
+        raise unknown_kernel(name, known)
     reason: str | None = None
     for kernel in KERNELS:
         if name in ("auto", kernel.name):

@@ -7,6 +7,8 @@ from torch.nn import functional
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.linear.kernel import multiply
 
+_MOST_KEY_DIM = 128  # of the Triton kernel, whose programs hold M
+
 
 def fold_fragments(
     transitions: Tensor, ends: Tensor, firsts: Tensor, edges: tuple[int, ...], *, backward: bool = False
@@ -15,7 +17,7 @@ def fold_fragments(
 
     Forward, `S = M S + U` from the first to the last fragment of a piece. Backward, for gradients, `S = M^T S + U` from
     the last to the first: the results are those after each fragment, and before each piece. On NVIDIA GPUs one Triton
-    kernel computes all of it.
+    kernel computes all of it, if a program can hold M.
 
     Args:
         transitions: M, `[fragments, heads, key_dim, key_dim]`, fp32 or wider, any strides.
@@ -24,7 +26,7 @@ def fold_fragments(
         edges: First fragment of each piece, and the number of fragments.
         backward: See above.
     """
-    if fused := triton_twin("linear.triton_fold", firsts, transitions, ends):
+    if firsts.shape[2] <= _MOST_KEY_DIM and (fused := triton_twin("linear.triton_fold", firsts, transitions, ends)):
         found: tuple[Tensor, Tensor] = fused.fold_fragments(transitions, ends, firsts, edges, backward=backward)
         return found
     missing = firsts.shape[-1] - ends.shape[-1]

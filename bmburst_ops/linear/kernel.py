@@ -107,6 +107,10 @@ class PreparedScan(Protocol):
         """Return the outputs of all tokens, given the states before the waiting pieces, `[waiting, *state]`."""
         ...
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """Return what `forward` computed and `backward` would compute again, for `LinearKernel.prepare`; or nothing."""
+        ...
+
     def start_gradients(self, grad_out: Tensor) -> Tensor:
         """Return the gradients of the waiting pieces' states through the outputs of these pieces."""
         ...
@@ -130,8 +134,17 @@ class LinearKernel(Protocol):
         """
         ...
 
-    def prepare(self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces) -> PreparedScan:
-        """Return the recurrence over inputs `[tokens, ...]` of a flat batch."""
+    def prepare(
+        self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces, kept: tuple[Tensor, ...] = ()
+    ) -> PreparedScan:
+        """Return the recurrence over inputs `[tokens, ...]` of a flat batch.
+
+        Args:
+            recurrence: The recurrence.
+            inputs: Its inputs.
+            pieces: The pieces of the flat batch.
+            kept: In backward, what `PreparedScan.kept` returned after the forward pass.
+        """
         ...
 
 

@@ -23,8 +23,11 @@ class ReferenceKernel:
         del recurrence, inputs
         return None
 
-    def prepare(self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces) -> "ReferenceScan":
+    def prepare(
+        self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces, kept: tuple[Tensor, ...] = ()
+    ) -> "ReferenceScan":
         """See `LinearKernel.prepare`."""
+        del kept
         return ReferenceScan(recurrence, inputs, pieces)
 
 
@@ -55,6 +58,10 @@ class ReferenceScan:
         for number in self._real():
             out[self._pieces.span(number)] = run(self._recurrence, self._cut(number), self._start(starts, number))[0]
         return out
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """See `PreparedScan.kept`: nothing, the states inside of pieces are not kept."""
+        return ()
 
     def start_gradients(self, grad_out: Tensor) -> Tensor:
         """See `PreparedScan.start_gradients`."""

@@ -85,12 +85,17 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
         packed.sum_rows([1.0])
     with refused("row 1", "3 labels", "[4]"):
         packed.sum_rows([1.0, torch.ones(4)])
+    for values, got in ((torch.ones(1, 6), "[1, 6]"), (torch.ones(()), "[]"), ([1.0] * 4, "list")):
+        for pick in (packed.rows, packed.counted_rows):  # of padded tokens too, or of a rank's part
+            with refused("packed tree of 4 tokens", got, "dimension -1", "fix: "):
+                pick(values)
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
         ([], {}, ["no rows"]),
+        (None, {}, ["rows must be a list", "NoneType"]),
         ([[1, 2], [3]], {}, ["row 1", "[1]", "at least 2"]),
         ([[1, -2]], {}, ["row 0", "from 0 on"]),
         ([[1.0, 2.0]], {}, ["row 0", "float64"]),
@@ -98,6 +103,7 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
         ([[1, 2]], {"least_saved": 0}, ["least_saved", "at least 1"]),
         ([[1, 2]], {"max_depth": 0}, ["max_depth", "at least 1"]),
         ([[1, 2]], {"labels": []}, ["labels of 0 rows", "1 rows"]),
+        ([[1, 2]], {"labels": 2}, ["labels must be a list", "int"]),
         ([[1, 2], [1, 3, 4]], {"labels": [[1, 2], [1, 3]]}, ["row 1", "3 tokens", "[2]", "-100"]),
         ([[1, 2], [1, 3, 4]], {"labels": [[1, 2], [3, 4, -100]]}, ["label 1 of row 1", "is 4", "3", "not shifted"]),
     ],

@@ -45,6 +45,19 @@ def _blocks_are_those_of_bmtrain():
                 assert calls == {"allGather": gathers, "reduceScatter": BATCHES * 5}, (level, is_step)
                 assert made.counts == {}, (level, is_step)
     _weights_are_never_old()
+    _gradients_are_put_aside()
+
+
+def _gradients_are_put_aside():
+    """The next gradient is written to the same memory, and nothing of the one before is in it."""
+    wanted, model = _gradients(_blocks(ALIKE, None)), _blocks(ALIKE, 3)
+    _gradients(model)
+    before = [each.grad.fill_(7) for each in model.parameters()]
+    for block in model:
+        block.put_gradient_aside()
+    assert all(each.grad is None for each in (*model.parameters(), *model["0"]._module._parameters.values()))
+    assert all(map(torch.equal, _gradients(model), wanted))
+    assert [each.grad.data_ptr() for each in model.parameters()] == [each.data_ptr() for each in before]
 
 
 def _weights_are_never_old():

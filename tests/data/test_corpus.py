@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -91,16 +92,18 @@ def test_what_is_left_out_of_a_directory_is_told(tmp_path, folder):
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_kinds_of_files_that_a_directory_leaves_out_are_counted(tmp_path, folder, is_cached):
+def test_kinds_of_files_that_a_directory_leaves_out_are_counted_in_one_walk(tmp_path, folder, is_cached):
     names = "b.JSON c.jsonl.lz4 sub/d.gz e.arrow sub/f.json README .hidden.json"
     for name in (*names.split(), "g." + "x" * 30):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
     (folder / "link.txt").symlink_to("nowhere")
     told = []
-    open_corpus(folder, "bytes", tmp_path / "cache", on_skip=(lambda _: None) if is_cached else told.append)
     if is_cached:
+        open_corpus(folder, "bytes", tmp_path / "cache")
+    with patch("os.walk", wraps=os.walk) as walk:
         open_corpus([folder, folder / "a.txt"], "bytes", tmp_path / "cache", on_skip=told.append)
+    assert walk.call_count == 1
     (line,) = told
     says(line, folder, 8, "2 .json", "1 .jsonl.lz4", "1 .gz", "1 .arrow", "1 without suffix", "1 broken link", lines=1)
     assert "hidden" not in line

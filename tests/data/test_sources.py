@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 from bmburst.data.documents import read_documents, with_others
-from bmburst.data.sources import PIECE_BYTES, find_sources, left_out
+from bmburst.data.sources import PIECE_BYTES, find_sources
 from bmburst.errors import UserError
 from tests.refusals import refused, says
 
@@ -47,8 +47,10 @@ def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
         path.write_text(json.dumps({"text": name}) + "\n")
     kept = [names[0], "test/train.jsonl", names[3]]
     assert [text for _, text in texts(tmp_path / "set")] == kept
-    said = "\n".join(left_out(tmp_path / "set"))
-    says(said, "1 file | README.md | 2 files | other splits than train | --data.validation", names[1], names[2])
+    said = []
+    find_sources([tmp_path / "set"], said.append)
+    words = "1 file | README.md | 2 files | other splits than train | --data.validation"
+    says("\n".join(said), words, names[1], names[2])
     for name in kept:
         (tmp_path / "set" / name).unlink()
     assert sorted(text for _, text in texts(tmp_path / "set")) == sorted(names[1:3])  # nothing else is there

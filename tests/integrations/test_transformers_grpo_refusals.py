@@ -60,7 +60,7 @@ def _trainer(folder: Path, **options: Any) -> Any:
         "train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         "processing_class": tokenizer(),
     }
-    return options.pop("kind", SplitGRPO)(split=_split(), **(made | options))
+    return options.pop("kind", SplitGRPO)(**({"split": _split()} | made | options))
 
 
 def test_the_methods_of_trl_are_those_that_were_read() -> None:
@@ -126,6 +126,17 @@ def test_models(tmp_path: Path) -> None:
         _trainer(tmp_path, share_prompts=True, model=recurrent, args={"router_aux_loss_coef": 0.0})
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
+    for name in ("bmburst", 3):
+        with refused(f"generate_with is {name!r} | attn_implementation"):
+            _trainer(tmp_path, generate_with=name)
+
+
+def test_arguments_of_the_mixin(tmp_path: Path) -> None:
+    """They are refused before the trainer reads the data."""
+    with refused("split must be a SplitSequences, got Mesh | fix: SplitSequences(mesh)"):
+        _trainer(tmp_path, split=_split().mesh, model="folder that does not exist")
+    with refused("share_prompts must be a bool | 'yes'"):
+        _trainer(tmp_path, share_prompts="yes", model="folder that does not exist")
 
 
 def test_rows_that_are_not_known(tmp_path: Path) -> None:

@@ -138,6 +138,11 @@ def test_temperatures(temperature: Any) -> None:
         SplitSequences(ALONE).part(IDS).logps(_model("llama"), temperature=temperature)
 
 
+def test_whether_to_compute_entropies() -> None:
+    with refused("entropy must be a bool | 2"):
+        SplitSequences(ALONE).part(IDS).logps(_model("llama"), entropy=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", [_softer, _forbidding])
 def test_logits_changed_in_place_are_noticed(change: Any, without_gradients: Any) -> None:

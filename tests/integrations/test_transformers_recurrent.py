@@ -179,6 +179,14 @@ def test_limits_of_dt() -> None:
     torch.testing.assert_close(logits["bmburst"], logits["eager"], rtol=1e-5, atol=1e-5)
 
 
+def test_a_cache_without_states_is_refused_before_work(model: Any) -> None:
+    """Older releases of transformers have none for some types."""
+    cache = SplitCache(model.config, ALONE)
+    cache.has_split_states = False
+    with refused("cache of transformers | no states | fix: "):
+        generate(model, IDS, mesh=ALONE, max_new_tokens=1, past_key_values=cache)
+
+
 def test_synced_gpus_is_refused_before_work(model: Any) -> None:
     """A group whose text has ended would go on, and fail while the others wait for it: a state cannot go back."""
     with refused("synced_gpus | recurrent | fix: "):

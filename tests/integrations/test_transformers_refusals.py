@@ -326,7 +326,14 @@ def test_no_model_no_part_and_no_number() -> None:
     for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]")):
         with refused(f"a loss | tensor of one number | {got} | fix: what part.loss"):
             split.mean(wrong)
-    for wrong, got in (("x", "'x'"), (-3, "-3"), (1.5, "1.5"), (True, "True"), (torch.ones(()), "float32[]")):
+    for wrong, got in (
+        ("x", "'x'"),
+        (-3, "-3"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (torch.ones(()), "float32[]"),
+        (torch.ones(()) > 0, "bool[]"),
+    ):
         with refused(f"valid | number of labels | {got} | fix: what split.valid"):
             part.loss(model, valid=wrong)
 
@@ -343,6 +350,10 @@ def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
             split.mean(1.5 if first else torch.ones(()))  # type: ignore[arg-type]
         with refused("valid | number of labels | -1"):
             part.loss(_model("llama"), valid=-1 if first else 20)
+        with refused("disagree | valid 19 | valid 20"):
+            part.loss(_model("llama"), valid=19 if first else torch.tensor(20))
+        with refused("grad mode | without gradient | with gradient"), torch.set_grad_enabled(first):
+            part.loss(_model("llama"))
 
     run_ranks(2, body)
 

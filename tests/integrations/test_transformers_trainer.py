@@ -133,7 +133,10 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
 
 
 def test_models(tmp_path: Path) -> None:
-    """They are refused when the trainer is made."""
+    """They are refused when the trainer is made, as is what does not split."""
+    unsplit: Any = None
+    with refused("split must be a SplitSequences, got NoneType | fix: SplitSequences(mesh)"):
+        SplitTrainer(split=unsplit, model="folder that does not exist")
     for wrong, words in (
         (tiny.transformers_model(), "attention is 'eager' | attn_implementation"),
         (tiny.transformers_model("qwen3_moe", attention="bmburst", output_router_logits=True), "router | SFTConfig"),

@@ -101,5 +101,10 @@ def test_ranks_that_disagree():
         given = inputs("decay", 4)
         with refused("disagree | scale"):
             bmburst.burst_linear_attention(**given, kind="decay", scale=1.0 + comm.rank, group=comm)
+        # A backward on one rank alone would wait for the other.
+        frozen = {name: t.detach() for name, t in given.items()}
+        state = torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=comm.rank == 1)
+        with refused("disagree | without gradient | with gradient"):
+            bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
 
     run_ranks(2, body)

@@ -27,6 +27,7 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"kind": "kda"}, "g must be [batch, local_tokens, value_heads, key_dim] | [2, 6, 4]"),
         (LINEAR, {"scale": 0}, "scale | positive | 0"),
         (LINEAR, {"kernel": "fast"}, "unknown kernel 'fast' | reference"),
+        (LINEAR, {"kernel": ["fla"]}, "unknown kernel '['fla']' | reference"),
         (LINEAR, {"final_state": 1}, "final_state must be a bool | 1"),
         (
             LINEAR,
@@ -38,6 +39,9 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"v": [1.0]}, "v must be a torch tensor | list"),
         (LINEAR, {"g": torch.zeros(2, 6, 4, dtype=torch.int64)}, "g must be a floating-point tensor | torch.int64"),
         ("ssd", {"dt_limit": (1.0, 0.5)}, "dt_limit | ascending | (1.0, 0.5)"),
+        ("ssd", {"dt_limit": 0.1}, "dt_limit | two ascending numbers | 0.1"),
+        ("ssd", {"dt_limit": (None, 1.0)}, "dt_limit | two ascending numbers | (None, 1.0)"),
+        ("ssd", {"x": torch.zeros(2, 6, 4, 3)}, "x, B and C must share one dtype | torch.float32"),
         (
             "ssd",
             {"initial_state": torch.zeros(2, 4, 4, 3)},
@@ -47,6 +51,8 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"normalize": "yes"}, "normalize must be a bool | 'yes'"),
         ("ssd", {"A": torch.zeros(3)}, "A must be [heads] | [3] | allowed: [4]"),
         ("scan", {"a": torch.zeros(2, 6, 4, 2)}, "a must be | [2, 6, 4, 2] | allowed: [2, 6, 4, 3]"),
+        ("scan", {"b": torch.zeros(2, 6)}, "b must be [batch, local_tokens, channels, ...] | [2, 6]"),
+        (CONV, {"bias": torch.zeros(5)}, "weight and bias must share one dtype | torch.float32"),
         (CONV, {"activation": "relu"}, "unknown activation 'relu' | silu"),
         (CONV, {"weight": torch.zeros(3, 4)}, "weight must be [channels, width] | [3, 4] | allowed: [5, any]"),
         (CONV, {"initial_state": torch.zeros(2, 4, 5)}, "initial_state must be [batch, width - 1, channels]"),

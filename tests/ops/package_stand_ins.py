@@ -117,6 +117,7 @@ def fa4(seen, written=None):
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, deterministic=False, dq, dk, dv, dlse
     ):
         assert softcap is not None
+        assert q.shape[2] == k.shape[2] or q.shape[3] == v.shape[3]  # "GQA backward requires head_dim == head_dim_v"
         assert out.shape == dout.shape and out.dtype is q.dtype and out.untyped_storage().nbytes() <= 2 * q.shape[-1]
         assert dlse.dtype is torch.float32
         seen.append((deterministic, dq, dk, dv))

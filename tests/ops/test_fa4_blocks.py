@@ -281,8 +281,8 @@ def on_gpu(monkeypatch):
 
 
 # The stand-in shows on CPUs that these tests can hold; a Hopper GPU with the package adds the package itself.
-MADE = [("stand-in", stand_in, 16, 2 * BLOCK + 57)]
-MADE += [("fa4", on_gpu, head_dim, 7 * BLOCK + 57) for head_dim in sorted(BLOCK_HEAD_DIMS) if is_here()]
+MADE = [("stand-in", stand_in, 16, 2 * BLOCK + 57, "cpu")]
+MADE += [("fa4", on_gpu, head_dim, 7 * BLOCK + 57, DEVICE) for head_dim in sorted(BLOCK_HEAD_DIMS) if is_here()]
 named = {"ids": lambda made: f"{made[0]}-{made[2]}"}
 
 
@@ -291,21 +291,22 @@ named = {"ids": lambda made: f"{made[0]}-{made[2]}"}
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 1.0])
 def test_equals_the_definition(monkeypatch, made, band, kv_heads, density):
     """Output, log-sum-exp and gradients, against fp64; rows and columns that are all off are among the blocks."""
-    _, make, head_dim, tokens = made
+    _, make, head_dim, tokens, device = made
     kernel, _ = make(monkeypatch)
     pattern = sparse(7, tokens, tokens, BLOCK, density, BANDS[band])
-    hold(kernel, Masked(pattern, tokens, tokens, 4, kv_heads, head_dim, BF16))
+    hold(kernel, Masked(pattern, tokens, tokens, 4, kv_heads, head_dim, BF16, device=device))
 
 
 @pytest.mark.parametrize("made", MADE, **named)
 @pytest.mark.parametrize(("queries", "keys"), [(128, 128), (130, 513), (700, 129), (1, 300)])
 def test_few_blocks_and_other_lengths(monkeypatch, made, queries, keys):
     """More keys than queries and fewer, blocks of 384 tokens, one block or one token alone."""
-    kernel, _ = made[1](monkeypatch)
+    _, make, head_dim, _, device = made
+    kernel, _ = make(monkeypatch)
     for size, band in ((BLOCK, FULL), (3 * BLOCK, CAUSAL)):
         pattern = blocks(random.Random(2), queries, keys, size, 0.9)
         pattern = pattern if band == FULL else banded(pattern, band)
-        hold(kernel, Masked(pattern, queries, keys, 4, 2, made[2], torch.float16))
+        hold(kernel, Masked(pattern, queries, keys, 4, 2, head_dim, torch.float16, device=device))
 
 
 class OnCpu(FlashAttention4Kernel):

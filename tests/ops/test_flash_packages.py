@@ -174,9 +174,9 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
         FlashAttention3Kernel().forward(q, q, q, pattern=CAUSAL, scale=1.0)
 
 
-def query(head_dim=128, dtype=torch.bfloat16, **_):
+def query(head_dim=128, dtype=torch.bfloat16, heads=2, **_):
     """Return what a kernel looks at of a query on a GPU."""
-    return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
+    return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, heads, head_dim))
 
 
 def kernels(capability, installed, cudnn=91900, **_):
@@ -298,6 +298,13 @@ def test_who_takes_two_widths(capability, installed, name, widths, needs, pads):
     head_dim, value_dim = widths
     q, able, name_asked = query(head_dim), kernels(capability, installed), "fa4" if "blocks" in needs else "auto"
     kernel = select_kernel(name_asked, q, q, False, frozenset(needs), value_dim, able)
+    assert kernel.name == name and isinstance(kernel, PaddedKernel) == pads
+
+
+@pytest.mark.parametrize(("installed", "name", "pads"), [(ALL, "fa4", True), ({}, "cudnn", False)])
+def test_who_takes_two_widths_of_shared_kv_heads(installed, name, pads):
+    q, k = query(192, heads=4), query(192)
+    kernel = select_kernel("auto", q, k, False, frozenset(), 128, kernels(HOPPER, installed))
     assert kernel.name == name and isinstance(kernel, PaddedKernel) == pads
 
 

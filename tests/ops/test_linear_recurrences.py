@@ -3,13 +3,15 @@
 On a machine with a GPU and the package fla-core, its kernels too; on a CPU the definition against dense matrices.
 """
 
+import re
+
 import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
-from bmburst_ops.linear.fla import unusable
-from bmburst_ops.linear.fla_split import FlaSplitKernel, FlaSplitScan, fragment_tokens, fragments
+from bmburst_ops.linear.fla import FlaKernel, unusable
+from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens, fragments
 from tests.linear.oracle import problem, whole
 from tests.ops.another_machine import AnotherMachine
 
@@ -36,19 +38,20 @@ def inputs(kind, decay, dim=32):
 
 def computed(kernel, recurrence, given, starts, grad_out, grad_ends):
     scan = kernel.prepare(recurrence, given, PIECES)
-    return {
-        **dict(zip("MU", scan.summary(), strict=True)),
-        "out": scan.forward(starts),
-        "starts": scan.start_gradients(grad_out),
-        **{f"gradient {i}": grad for i, grad in enumerate(scan.backward(starts, grad_out, grad_ends))},
-    }
+    found = dict(zip("MU", scan.summary(), strict=True)) | {"out": scan.forward(starts)}
+    for kept in ((), scan.kept()):
+        scan = kernel.prepare(recurrence, given, PIECES, kept)
+        found[f"starts, {len(kept)} kept"] = scan.start_gradients(grad_out)
+        for i, grad in enumerate(scan.backward(starts, grad_out, grad_ends)):
+            found[f"gradient {i}, {len(kept)} kept"] = grad
+    return found
 
 
-class Fragments(FlaSplitKernel):
+class Fragments(FlaKernel):
     """Cuts pieces that are much too short to be cut otherwise."""
 
-    def prepare(self, *given):
-        return FlaSplitScan(*given, 64)
+    def prepare(self, recurrence, given, pieces, kept=()):
+        return FlaScan(recurrence, given, pieces, 64, kept)
 
 
 def low(recurrence, given, device):
@@ -67,12 +70,13 @@ def test_kernels_in_half_precision(kind, decay):
     tried = low(recurrence, given, DEVICE)
     able = [kernel for kernel in KERNELS if kernel.refusal(recurrence, tried) is None]
     assert "reference" in [kernel.name for kernel in able]
-    if "fla-split" in [kernel.name for kernel in able]:
+    if "fla" in [kernel.name for kernel in able]:
         able.append(Fragments())
     for kernel in able:
         found = computed(kernel, recurrence, tried, *(t.float().to(DEVICE) for t in rest))
-        for name, wanted in exact.items():
-            error = float((found[name].cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
+        for name, ours in found.items():
+            wanted = exact[re.sub("[1-9] kept", "0 kept", name)]
+            error = float((ours.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
             assert error < 2e-2, f"{kernel.name} {name}: {error}"
         for number in PIECES.padding:
             span = PIECES.span(number)

@@ -307,13 +307,17 @@ def test_ranks_that_do_not_match_are_refused(options, world, words):
         ({"recompute": "block+offload"}, "'block+offload' | 2 stages | --recompute block"),
         ({"recompute": "block+every-2"}, "'block+every-2' | 2 stages | --recompute block"),
         ({"recompute": "block-keep-attention+offload-mlp-first-2"}, "2 stages | without offload"),
-        ({"optimizer.offload_weights": "true", "optimizer.offload": "true"}, "optimizer.offload_weights | fix: leave"),
+        (
+            {"optimizer.offload_weights": "true", "optimizer.offload": "true"},
+            "optimizer.offload_weights true | fix: --optimizer.offload_weights false",
+        ),
+        ({"parallel.zero_group": 1}, "parallel.zero_group 1 | fix: --parallel.zero_group world"),
         (
             {"lora.base": "4bit", "lora.rank": 2, "checkpoint_every": "never", "parallel.zero_level": 2},
             "lora.base 4bit | pipeline_parallel 2 | zero_level 2 | fix: --parallel.zero_level 3",
         ),
-        ({"sample_tokens": 5}, "sample_tokens 5 | cannot generate | leave sample_tokens out"),
-        ({"context_report": "true"}, "context_report true | pass keys"),
+        ({"sample_tokens": 5}, "sample_tokens 5 | cannot generate | fix: --sample-tokens 0"),
+        ({"context_report": "true"}, "context_report true | questions | fix: --context-report false"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(options, words):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from bmburst.checkpoint.files import own_tokenizer
 from bmburst.cli import main
 from bmburst.data import load_tokenizer, open_corpus
-from bmburst.data.answer_ends import answer_ends
+from bmburst.data.answer_ends import AnswerEnds, answer_ends
 from bmburst.data.report import described
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
@@ -142,25 +142,39 @@ def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
     assert generation_options(Source.open(folder / "run").defaults).eos_ids == (2, IM_END)
 
 
-@pytest.mark.parametrize(
-    ("template", "texts", "ends"),
-    [
-        (chat.PLAIN, "ab", {IM_END}),
-        (chat.MARKED.replace("{% endgeneration %}{{ '\n' }}", "{{ '\n' }}{% endgeneration %}"), "ab", {IM_END}),
-        (chat.MARKED.replace("'<|im_end|>' }}{% endg", "'' }}{% endg"), "ab", None),  # it marks the text alone
-    ],
-    ids=["plain", "line break", "no end"],
+SOME_END = chat.MARKED.replace(
+    "m.content + '<|im_end|>' }}{% endg", "m.content + ('<|im_end|>' if m.end else '') }}{% endg"
 )
-def test_the_ends_of_answers_are_found(template, texts, ends, tmp_path, capsys):
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "ends", "is_open"),
+    [
+        (chat.PLAIN, [("a", 0), ("b", 0)], {IM_END}, False),
+        (
+            chat.MARKED.replace("{% endgeneration %}{{ '\n' }}", "{{ '\n' }}{% endgeneration %}"),
+            [("a", 0), (" ", 0)],
+            {IM_END},
+            False,
+        ),
+        (chat.MARKED.replace("'<|im_end|>' }}{% endg", "'' }}{% endg"), [("a", 0), ("b", 0)], set(), True),
+        (SOME_END, [("a", 1), ("b", 0), (" ", 0)], {IM_END}, True),  # white space alone is not an end
+        (SOME_END, [("a", 1), ("b", 0), ("c", 0)], set(), True),  # a special token in a text, rather than its end
+    ],
+    ids=["plain", "line break", "no end", "half", "few"],
+)
+def test_the_ends_of_answers_are_found(template, said, ends, is_open, tmp_path, capsys):
     words = chat.directory(tmp_path / "words", template)
-    chat.write(tmp_path / "x.jsonl", *({"messages": chat.conversation("hi", text)} for text in texts))
+    asked = {"role": "user", "content": "hi"}
+    answers = [{"role": "assistant", "content": text} | ({"end": True} if end else {}) for text, end in said]
+    chat.write(tmp_path / "x.jsonl", *({"messages": [asked, answer]} for answer in answers))
     file = open_corpus(tmp_path / "x.jsonl", str(words), tmp_path)
     tokenizer = load_tokenizer(str(words))
-    assert answer_ends(file, tokenizer) == ends
-    assert ("where to stop" in described("data", file, 64, tokenizer=tokenizer)) == (ends is None)
+    assert answer_ends(file, tokenizer) == AnswerEnds(frozenset(ends), is_open)
+    assert ("where to stop" in described("data", file, 64, tokenizer=tokenizer)) == is_open
     given = ["--input", str(tmp_path / "x.jsonl"), "--tokenizer", str(words), "--output", str(tmp_path / "x.tokens")]
     assert main(["data", *given]) == 0
-    assert ("where to stop" in capsys.readouterr().out) == (ends is None)
+    assert ("where to stop" in capsys.readouterr().out) == is_open
 
 
 def test_text_is_read_with_the_models_own_tokenizer(folder):

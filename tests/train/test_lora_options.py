@@ -221,6 +221,12 @@ def test_settings_that_preference_training_does_not_take(tmp_path: Path) -> None
     assert TrainConfig(**values, sequence_length=48, init_from=tmp_path / "base").reference == tmp_path / "base"
     with refused("dpo.beta 0.1 without a reference"):
         TrainConfig(**values, sequence_length=48, checkpoint_every=None)
+    # Those of a base in 4 bits are not those of init_from, which is not.
+    values |= {"lora": replace(lora, base="4bit"), "sequence_length": 48, "init_from": tmp_path / "base"}
+    with refused("lora.modules_to_save norm | lora.base 4bit | allowed: no modules_to_save | --dpo.reference DIR"):
+        TrainConfig(**values)
+    TrainConfig(**values | {"dpo": DPOConfig(beta=0.1, reference=tmp_path / "other")})
+    TrainConfig(**values | {"lora": LoRAConfig(rank=2, base="4bit")})
 
 
 def test_settings_come_from_the_adapter(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bmburst.train.config import ScheduleConfig, TrainConfig
+from bmburst.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.schedule import learning_rate
 from tests.refusals import refused
@@ -154,6 +154,11 @@ def test_bad_schedules_are_refused(values):
     [
         ({"warmup_steps": 3, "warmup_fraction": 0.1}, "warmup_steps 3 | warmup_fraction 0.1 | leave one"),
         ({"decay": "sqrt", "kind": "linear"}, "decay sqrt has no effect | kind linear | wsd"),
+        ({"decay_fraction": 0.5}, "decay_fraction 0.5 has no effect | kind cosine | wsd | 0.2, the default"),
+        (
+            {"final_lr_fraction": 0.5, "kind": "constant"},
+            "final_lr_fraction 0.5 has no effect | kind constant | linear",
+        ),
         (
             {"decay": "exponential", "kind": "wsd", "final_lr_fraction": 0.0},
             "exponential | final_lr_fraction 0 | above 0",
@@ -163,6 +168,12 @@ def test_bad_schedules_are_refused(values):
 def test_settings_without_effect_are_refused(values: dict[str, Any], words: str) -> None:
     with refused(words):
         ScheduleConfig(**values)
+
+
+def test_kinds_that_have_no_weight_decay_are_refused() -> None:
+    TrainConfig(optimizer=OptimizerConfig(weight_decay_on=("mlp",)))
+    with refused("weight_decay_on mlp has no effect | weight_decay is 0 | fix: --optimizer.weight_decay 0.1"):
+        TrainConfig(optimizer=OptimizerConfig(weight_decay_on=("mlp",), weight_decay=0))
 
 
 def test_files_and_options_agree_with_python() -> None:

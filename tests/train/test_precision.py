@@ -197,8 +197,8 @@ def test_too_many_skipped_steps_end_the_run(folder):
 
 def _too_many(folder):
     trainer = make(folder, "skipping", max_skipped_steps=3)
-    words = "3 steps", "step 1", "512", "step 3", "128", "--optimizer.lr", "65504", "fix: ", "--dtype bfloat16"
-    with overflowing(trainer, range(9)), refused(*words, error=RunError):
+    words = "3 steps | step 1 | 512 | step 3 | 128 | fix: | --optimizer.loss_scale 128 | 65504 | --dtype bfloat16"
+    with overflowing(trainer, range(9)), refused(words, error=RunError):
         trainer.train()
 
 

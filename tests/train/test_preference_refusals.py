@@ -75,6 +75,7 @@ def test_beta_is_positive(folder, beta):
     [
         ({"dpo.beta": None, "dpo.reference": "x"}, "dpo.reference x | no effect | --dpo.beta"),
         ({"pack": "stream"}, "pack stream | pack trees | documents | fix: "),
+        ({"context_report": "true"}, "context_report true | no loss by position | --context-report false"),
         ({"init_from": None}, "without a reference | lora.rank | --init-from"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import math
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,6 +48,11 @@ def _equal_transformers(folder):
 
     measured = trainer.evaluate()
     held_out = PackedSequences(trainer.corpus, split="held_out", sequence_length=48, held_out_fraction=0.2)
+    counts = []
+    report = Mock(begin=lambda _shape, found, *_: counts.extend(found))
+    trainer._introduce(report)
+    if trainer.is_main:
+        assert counts == [len(trainer.batches.sequences), len(held_out) + 1]  # the last has fewer tokens
     samples = torch.stack([torch.from_numpy(held_out[index]) for index in range(3)])
     labels = samples[:, 1:]
     logits = reference(samples[:, :-1]).logits

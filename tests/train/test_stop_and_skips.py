@@ -105,6 +105,18 @@ def test_what_is_not_finite_is_said_with_its_rank():
     with refused("3 steps", "skipped", "step 5", "rank 0", "fix: --resume", "--optimizer.lr", error=RunError):
         skips.require(lambda: True)
     assert skips.total == 5
+    first, scale = SkippedSteps(["a"], most=2), LossScale(2.0**20, 9)
+    for step, value in ((1, 2.0**20), (2, 2.0**19), (3, 1.0)):
+        scale.value = value
+        first.add(facts(step, squares=(math.inf,)), scale)
+    said = "fix: numbers beyond float16's 65504"
+    with refused("3 steps", said, "--dtype bfloat16", "the same options", error=RunError):
+        first.require(lambda: False)
+    scale.value = 2.0**18
+    with refused("no step was taken | --optimizer.loss_scale 262144 | 65504", error=RunError):
+        first.require(lambda: False)
+    with refused("--resume | 65504 | --init-from | of adapters in --lora.init_from", error=RunError):
+        first.require(lambda: True)
     endless = SkippedSteps(["a"], most=0)
     for step in range(50):
         endless.add(facts(step, shares=(math.nan,), squares=(math.nan,)), LossScale())
