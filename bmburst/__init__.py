@@ -4,7 +4,7 @@ Names are imported on first use: the help of the command line needs no torch, an
 the runtime is set up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -68,54 +68,44 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BlockSparse": "schedule.mask",
-    "BurstAttention": "attention.module",
-    "Causal": "schedule.mask",
-    "Documents": "schedule.documents",
-    "Full": "schedule.mask",
-    "Generator": "inference.generator",
-    "Mask": "schedule.mask",
-    "Mesh": "mesh",
-    "MeshShape": "schedule.parallelism",
-    "OpBurstAttn": "attention.api",
-    "PrefixLM": "schedule.documents",
-    "OpBurstAttnStrip": "attention.api",
-    "SequenceShard": "sequence",
-    "ShardedBatch": "sequence",
-    "SlidingWindow": "schedule.mask",
-    "Tree": "schedule.tree",
-    "UserError": "errors",
-    "burst_attention": "attention.api",
-    "burst_attn_func": "attention.api",
-    "burst_attn_func_striped": "attention.api",
-    "burst_causal_conv": "linear.api",
-    "burst_linear_attention": "linear.api",
-    "burst_scan": "linear.api",
-    "burst_ssd": "linear.api",
-    "communicator": "comm.groups",
-    "PackedTree": "sequence.packed_tree",
-    "empty_cache": "attention.api",
-    "pack_tree": "sequence.packed_tree",
-    "shard": "sequence",
-    "start": "launch.start",
-    "unshard": "sequence",
+    "attention.api": (
+        "OpBurstAttn",
+        "OpBurstAttnStrip",
+        "burst_attention",
+        "burst_attn_func",
+        "burst_attn_func_striped",
+        "empty_cache",
+    ),
+    "attention.module": ("BurstAttention",),
+    "comm.groups": ("communicator",),
+    "errors": ("UserError",),
+    "inference.generator": ("Generator",),
+    "launch.start": ("start",),
+    "linear.api": ("burst_causal_conv", "burst_linear_attention", "burst_scan", "burst_ssd"),
+    "mesh": ("Mesh",),
+    "schedule.documents": ("Documents", "PrefixLM"),
+    "schedule.mask": ("BlockSparse", "Causal", "Full", "Mask", "SlidingWindow"),
+    "schedule.parallelism": ("MeshShape",),
+    "schedule.tree": ("Tree",),
+    "sequence": ("SequenceShard", "ShardedBatch", "shard", "unshard"),
+    "sequence.packed_tree": ("PackedTree", "pack_tree"),
 }
 
 
-def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
+def public_name(package: str, name: str, homes: Mapping[str, Sequence[str]], *, over_bmtrain: str | None = None) -> Any:
     """Return the object of a public name, for the package's `__getattr__`.
 
     Args:
         package: The package's name.
         name: The name.
-        homes: The module of the package that defines each public name.
+        homes: Public names by the module of the package that defines them.
         over_bmtrain: The module that imports BMTrain at its top, if there is one.
 
     Raises:
         AttributeError: The package has no such name.
         UserError: `over_bmtrain` defines the name and cannot be imported.
     """
-    home = homes.get(name)
+    home = next((module for module, names in homes.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module '{package}' has no attribute {name!r}")
     try:

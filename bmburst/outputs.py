@@ -109,11 +109,7 @@ def is_picture(path: Path) -> bool:
 def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
     """Check that a file can be written and replaces only a file of its kind. No file is left behind.
 
-    Args:
-        option: See `require_own`.
-        path: See `require_own`.
-        what: See `require_own`.
-        is_own: See `require_own`.
+    The arguments are those of `require_own`.
 
     Raises:
         UserError: The file cannot be written, or exists and bmburst did not write it.
@@ -146,12 +142,19 @@ def write_text(option: str, path: Path, text: str) -> None:
     Raises:
         UserError: It cannot be written.
     """
-    try:
+    with explained_write(option, path):
         if path.exists() and not path.is_file():  # a pipe or a device, which must not be replaced by a file
             path.write_text(text, encoding="utf-8")
             return
         with replacing(path) as partial:
             partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def explained_write(option: str, path: Path) -> Iterator[None]:
+    """Turn an OSError of writing a file, which an option names, into a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{option} {path}: cannot be written: {error.strerror}\nfix: give another file") from None
 

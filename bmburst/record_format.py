@@ -1,4 +1,4 @@
-"""Names of the columns, fields and roles of a user's records, and conversion of a row to the names that are read.
+"""Names of the fields, columns and roles of a user's data, and conversion of a row to the names that are read.
 
 RecordFormat(messages_field="dialog", role_field="speaker", content_field="text", roles=("bot=assistant",))
 RecordFormat(columns=("prompt=question", "completion=answer"))
@@ -13,19 +13,8 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
 COLUMNS = (
-    *(
-        "messages",
-        "conversations",
-        "prompt",
-        "completion",
-        "completions",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "system",
-    ),
-    *("chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
+    *("messages", "conversations", "prompt", "completion", "completions", "instruction", "input", "output", "history"),
+    *("system", "chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
 )
 """Columns of a record that have a meaning."""
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
@@ -34,12 +23,13 @@ _DEFAULT_ROLES = ("assistant",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordFormat:
-    """How records name their columns, fields and roles, and which roles are learned.
+    """How lines of text name their field, and records their columns, fields and roles, and which roles are learned.
 
     Raises:
         UserError: A mapping has no "=", an unknown column, or two entries for one name.
     """
 
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     messages_field: str | None = field(
         "Column of the messages of a record.", default=None, default_text="messages or conversations"
     )
@@ -87,12 +77,12 @@ class RecordFormat:
 
     @property
     def renames(self) -> bool:
-        """Whether rows are converted at all."""
+        """Whether rows of records are converted at all."""
         return bool(self.messages_field or self.role_field or self.content_field or self.roles or self.columns)
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is set."""
+        """Whether nothing is set that is for records."""
         return not self.renames and self.learned_roles == _DEFAULT_ROLES
 
     @cached_property

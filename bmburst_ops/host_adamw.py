@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +34,20 @@ PIECE = 1 << 20
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off")
 
 
-class Rates(Protocol):
-    """The rates of a step."""
+class Rates(NamedTuple):
+    """The rates of a step.
 
-    @property
-    def lr(self) -> float:
-        """Learning rate."""
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Per unit of `lr`; decoupled.
+    """
 
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Decay of the moments."""
-
-    @property
-    def eps(self) -> float:
-        """Added to the root of the second moment."""
-
-    @property
-    def weight_decay(self) -> float:
-        """Per unit of `lr`; decoupled."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 def adamw_(

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataLoader", "Llama", "LlamaConfig", "LlamaOutput", "config_files"]
 
 _HOMES = {
-    "DistributedDataLoader": "config",
-    "Llama": "llama",
-    "LlamaConfig": "config",
-    "LlamaOutput": "llama",
-    "config_files": "config",
+    "config": ("DistributedDataLoader", "LlamaConfig", "config_files"),
+    "llama": ("Llama", "LlamaOutput"),
 }
 
 

@@ -32,6 +32,7 @@ from benchmarks.training.report import (
 from bmburst.amounts import numbers, short
 from bmburst.errors import UserError
 from bmburst.recompute.policy import Policy
+from bmburst.record_format import RecordFormat
 from bmburst.schedule.hardware import machine_of
 from bmburst.train.sources import check_data_path
 
@@ -88,7 +89,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
         raise UserError(f"--text {args.text} does not exist\nfix: name a text file or folder, or leave it out")
-    check_data_path(args.text, "text")
+    check_data_path(args.text, RecordFormat())
     if args.dtype not in (None, "bfloat16", "float32"):
         raise UserError(
             f"--dtype {args.dtype} is not a dtype of the trainer\nallowed: bfloat16, float32\nfix: --dtype bfloat16"

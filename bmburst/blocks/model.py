@@ -379,15 +379,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         """Return the result of `loss` on the last stage of a pipeline.
 
-        Args:
-            stream: The result of `advance` on the stage before.
-            tokens: As the other arguments, see `loss`.
-            positions: See `loss`.
-            labels: See `loss`.
-            length: See `loss`.
-            mask: See `loss`.
-            per_token: See `loss`.
-            keys: See `loss`.
+        `stream` is the result of `advance` on the stage before. The other arguments are those of `loss`.
         """
         first = not self._checked_on_device
         hidden = self._hidden(tokens, positions, length, None, mask, keys, stream)
@@ -410,13 +402,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         """Return the residual stream after this stage, `[batch, own tokens, hidden_size]`, for the next stage.
 
-        Args:
-            tokens: See `forward`; every stage gets the same batch.
-            positions: See `forward`.
-            length: See `forward`.
-            mask: See `forward`.
-            keys: See `loss`.
-            stream: The result of the stage before; None on the first stage.
+        `stream` is the result of the stage before; None on the first stage. The other arguments are those of `loss`,
+        and the same on every stage.
         """
         embedding = self.model.embed_tokens.whole() if self.stage.is_first else None
         return self._hidden(tokens, positions, length, embedding, mask, keys, stream)

@@ -18,7 +18,22 @@ _MINICPM: Mapping[str, Any] = MappingProxyType(
         "dim_model_base": 256,
     }
 )
+_LLAMA_2: Mapping[str, Any] = MappingProxyType({"vocab_size": 32000, "max_position_embeddings": 4096})
+_LLAMA_3: Mapping[str, Any] = MappingProxyType(
+    {"vocab_size": 128256, "num_kv_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192}
+)
+_MISTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "max_position_embeddings": 32768,
+    }
+)
 _QWEN2: Mapping[str, Any] = MappingProxyType({"rope_theta": 1e6, "qkv_bias": True, "norm_eps": 1e-6})
+_QWEN2_LONG: Mapping[str, Any] = MappingProxyType({**_QWEN2, "vocab_size": 152064, "max_position_embeddings": 131072})
 _QWEN3: Mapping[str, Any] = MappingProxyType(
     {
         "vocab_size": 151936,
@@ -34,13 +49,7 @@ _QWEN3: Mapping[str, Any] = MappingProxyType(
 
 def _llama_3(factor: float) -> dict[str, Any]:
     scaling = RopeScaling(kind="llama3", factor=factor, original_max_position_embeddings=8192)
-    return {
-        "vocab_size": 128256,
-        "num_kv_heads": 8,
-        "rope_theta": 500000.0,
-        "rope_scaling": scaling,
-        "max_position_embeddings": 131072,
-    }
+    return {**_LLAMA_3, "rope_scaling": scaling, "max_position_embeddings": 131072}
 
 
 PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
@@ -58,53 +67,17 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         ),
         # arXiv:2307.09288, table 1.
         "llama-2-7b": LlamaConfig(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=32,
-            max_position_embeddings=4096,
+            hidden_size=4096, intermediate_size=11008, num_layers=32, num_heads=32, num_kv_heads=32, **_LLAMA_2
         ),
         "llama-2-13b": LlamaConfig(
-            vocab_size=32000,
-            hidden_size=5120,
-            intermediate_size=13824,
-            num_layers=40,
-            num_heads=40,
-            num_kv_heads=40,
-            max_position_embeddings=4096,
+            hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40, **_LLAMA_2
         ),
         "llama-2-70b": LlamaConfig(
-            vocab_size=32000,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_layers=80,
-            num_heads=64,
-            num_kv_heads=8,
-            max_position_embeddings=4096,
+            hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, **_LLAMA_2
         ),
         # arXiv:2407.21783, table 3.
-        "llama-3-8b": LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            rope_theta=500000.0,
-            max_position_embeddings=8192,
-        ),
-        "llama-3-70b": LlamaConfig(
-            vocab_size=128256,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_layers=80,
-            num_heads=64,
-            num_kv_heads=8,
-            rope_theta=500000.0,
-            max_position_embeddings=8192,
-        ),
+        "llama-3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **_LLAMA_3),
+        "llama-3-70b": LlamaConfig(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, **_LLAMA_3),
         # config.json of huggingface.co/meta-llama/Llama-3.1-8B and -70B; arXiv:2407.21783, table 3.
         "llama-3.1-8b": LlamaConfig(
             hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **_llama_3(8.0)
@@ -114,62 +87,25 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
         ),
         # config.json of huggingface.co/meta-llama/Llama-3.2-1B and -3B.
         "llama-3.2-1b": LlamaConfig(
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_layers=16,
-            num_heads=32,
-            tie_embeddings=True,
-            **_llama_3(32.0),
+            hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, tie_embeddings=True, **_llama_3(32.0)
         ),
         "llama-3.2-3b": LlamaConfig(
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_layers=28,
-            num_heads=24,
-            tie_embeddings=True,
-            **_llama_3(32.0),
+            hidden_size=3072, intermediate_size=8192, num_layers=28, num_heads=24, tie_embeddings=True, **_llama_3(32.0)
         ),
         # config.json of huggingface.co/mistralai/Mistral-7B-v0.1 and -v0.3.
-        "mistral-7b-v0.1": LlamaConfig(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            sliding_window=4096,
-            max_position_embeddings=32768,
-        ),
-        "mistral-7b-v0.3": LlamaConfig(
-            vocab_size=32768,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            rope_theta=1e6,
-            max_position_embeddings=32768,
-        ),
+        "mistral-7b-v0.1": LlamaConfig(vocab_size=32000, sliding_window=4096, **_MISTRAL),
+        "mistral-7b-v0.3": LlamaConfig(vocab_size=32768, rope_theta=1e6, **_MISTRAL),
         # config.json of huggingface.co/Qwen/Qwen2-7B, Qwen2-72B, Qwen2.5-3B, Qwen2.5-7B and Qwen2.5-14B.
         "qwen2-7b": LlamaConfig(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_layers=28,
-            num_heads=28,
-            num_kv_heads=4,
-            max_position_embeddings=131072,
-            **_QWEN2,
+            hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, **_QWEN2_LONG
         ),
         "qwen2-72b": LlamaConfig(
-            vocab_size=152064,
             hidden_size=8192,
             intermediate_size=29568,
             num_layers=80,
             num_heads=64,
             num_kv_heads=8,
-            max_position_embeddings=131072,
-            **{**_QWEN2, "norm_eps": 1e-5},
+            **{**_QWEN2_LONG, "norm_eps": 1e-5},
         ),
         "qwen2.5-3b": LlamaConfig(
             vocab_size=151936,
@@ -183,24 +119,15 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             **_QWEN2,
         ),
         "qwen2.5-7b": LlamaConfig(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_layers=28,
-            num_heads=28,
-            num_kv_heads=4,
-            max_position_embeddings=131072,
-            **_QWEN2,
+            hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, **_QWEN2_LONG
         ),
         "qwen2.5-14b": LlamaConfig(
-            vocab_size=152064,
             hidden_size=5120,
             intermediate_size=13824,
             num_layers=48,
             num_heads=40,
             num_kv_heads=8,
-            max_position_embeddings=131072,
-            **{**_QWEN2, "norm_eps": 1e-5},
+            **{**_QWEN2_LONG, "norm_eps": 1e-5},
         ),
         # config.json of huggingface.co/Qwen/Qwen3-0.6B, -4B, -8B, -14B and -32B; arXiv:2505.09388, table 1.
         "qwen3-0.6b": LlamaConfig(

@@ -7,7 +7,7 @@ block takes its codes and its scale as they are. Blocks that its own cut divides
 are converted through fp32, rounded to nearest. Masters are always fp32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup, open_parts
-from bmburst.checkpoint.tensor_files import TensorFile
+from bmburst.checkpoint.sharded_files import ShardedTensor, TensorGroup, index_name, part_names, parts_of
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors
 from bmburst.errors import UserError
 from bmburst.optim.states import DTYPES, MASTER, MEAN, SCALES
 from bmburst.zero import NamedShard, named_shards
@@ -47,10 +47,10 @@ def load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) 
     """
     from bmburst.optim.adamw import state_names
 
-    file, shards = open_parts(folder, OPTIMIZER, with_codes=True), _trained(model)
+    files, shards = _open(folder), _trained(model)
     expected = {f"{shard.name}.{name}": shard.shape for shard in shards for name in state_names(shard)}
     of_codes = {f"{shard.name}.{name}" for shard in shards for name in (*SCALES.values(), _BLOCKS)}
-    found = {key: shape for key, shape in file.shapes.items() if key not in of_codes}
+    found = {key: file.shapes[key] for key, file in files.items() if key not in of_codes}
     different = sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key))
     if different:
         there, here = (_said(shapes.get(different[0])) for shapes in (found, expected))
@@ -61,17 +61,27 @@ def load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) 
     for shard in shards:
         if not shard.is_here:
             continue
-        blocks = _SavedBlocks.read(file, shard) if f"{shard.name}.{_BLOCKS}" in file.shapes else None
+        blocks = _SavedBlocks.read(files, shard)
         for name in state_names(shard):
-            codes = shard.read(partial(file.read, f"{shard.name}.{name}"))
+            key = f"{shard.name}.{name}"
+            codes = shard.read(partial(files[key].read, key))
             if name == MASTER or blocks is None:
                 optimizer.load_state_of(shard, name, codes.float(), step)
                 continue
-            scales = file.read(f"{shard.name}.{SCALES[name]}", 0, blocks.count)
+            key = f"{shard.name}.{SCALES[name]}"
+            scales = files[key].read(key, 0, blocks.count)
             numbers = table(codes.device, signed=name == MEAN)
             optimizer.load_state_of(shard, name, blocks.decoded(shard, codes, scales, numbers), step)
             if optimizer.kind == "8bit":
                 blocks.keep_whole(shard, (codes, scales), optimizer.stored_of(shard, name))
+
+
+def _open(folder: Path) -> dict[str, TensorFile]:
+    """Return the file of each tensor of a state, which is in one file or in parts."""
+    index = folder / index_name(OPTIMIZER)
+    parts = sorted(parts_of(index)) if index.exists() else part_names(OPTIMIZER, 1)
+    opened = [open_tensors(folder / part, with_codes=True) for part in parts]
+    return {name: file for file in opened for name in file.shapes}
 
 
 def _trained(model: "Llama") -> list[NamedShard]:
@@ -152,8 +162,11 @@ class _SavedBlocks:
     ends: Tensor
 
     @classmethod
-    def read(cls, file: TensorFile, shard: NamedShard) -> "_SavedBlocks":
+    def read(cls, files: Mapping[str, TensorFile], shard: NamedShard) -> "_SavedBlocks | None":
+        """Return those of a parameter; None if its state is not of codes."""
         name = f"{shard.name}.{_BLOCKS}"
+        if (file := files.get(name)) is None:
+            return None
         split, parts, *cuts = file.read(name, 0, prod(file.shapes[name])).tolist()
         return cls(split, parts, _ends(0, prod(shard.shape) // parts, cuts))
 

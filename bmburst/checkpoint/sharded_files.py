@@ -6,10 +6,10 @@ written. `bmburst.checkpoint.staging` has the source that lets training go on.
 """
 
 import contextlib
-import queue
-import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_json
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_json
 from bmburst.config import read_json
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, replacing
@@ -155,11 +155,16 @@ class GatheredTensors:
         pending = zip(tensors, owners, strict=True)
         try:
             if file is not None:
-                with file, _Writing(file) as writing:
+                writes: deque[Future[None]] = deque()  # one that runs, and one that waits
+                with file, ThreadPoolExecutor(1, thread_name_prefix="bmburst-weights") as thread:
                     for tensor, owner in pending:
                         full = tensor.gather(root=owner)
                         if full is not None:
-                            writing.put(full.cpu())
+                            if len(writes) == 2:
+                                writes.popleft().result()
+                            writes.append(thread.submit(file.write, full.cpu()))
+                    for write in writes:
+                        write.result()
         finally:
             for tensor, owner in pending:  # gather the rest for the other ranks, also after an error
                 tensor.gather(root=owner)
@@ -248,23 +253,6 @@ def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict
     }
 
 
-def open_parts(folder: Path, stem: str, *, with_codes: bool = False) -> TensorFile:
-    """Open the file or the parts that `save_parts` wrote.
-
-    Args:
-        folder: The folder.
-        stem: Beginning of the names of the files.
-        with_codes: See `open_tensors`.
-
-    Raises:
-        UserError: A file is missing or damaged.
-    """
-    index = folder / index_name(stem)
-    if not index.exists():
-        return open_tensors(folder / f"{stem}.safetensors", with_codes=with_codes)
-    return JoinedFiles([open_tensors(folder / part, with_codes=with_codes) for part in sorted(parts_of(index))])
-
-
 def parts_of(index: Path) -> set[str]:
     """Return the names of the files that an index lists. They must be in its directory and of its type.
 
@@ -284,18 +272,6 @@ def parts_of(index: Path) -> set[str]:
                 "fix: copy the files beside it, and their names without directories into it"
             )
     return set(where.values())
-
-
-class JoinedFiles:
-    """Several files as one `TensorFile`."""
-
-    def __init__(self, files: Sequence[TensorFile]) -> None:
-        self._files = {name: file for file in files for name in file.shapes}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: file.shapes[name] for name, file in self._files.items()}
-
-    def read(self, name: str, begin: int, end: int) -> Tensor:
-        """See `TensorFile.read`."""
-        return self._files[name].read(name, begin, end)
 
 
 def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list[Any]] | None = None) -> list[Result]:
@@ -334,42 +310,3 @@ def os_error_as_user_error(folder: Path) -> Iterator[None]:
     except OSError as error:
         fix = "make room" if error.errno in FULL else "name a writable directory"
         raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: {fix}") from error
-
-
-class _Writing:
-    """A thread that writes tensors in the order of `put`. One tensor may wait while another is written."""
-
-    def __init__(self, file: SafetensorsWriter) -> None:
-        self._file = file
-        self._waiting: queue.Queue[Tensor | None] = queue.Queue(maxsize=1)
-        self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._write, name="bmburst-weights", daemon=True)
-
-    def __enter__(self) -> "_Writing":
-        self._thread.start()
-        return self
-
-    def put(self, tensor: Tensor) -> None:
-        """Queue a tensor for writing. It must not be changed afterwards.
-
-        Raises:
-            OSError: An earlier tensor could not be written.
-        """
-        if self._problem is not None:
-            raise self._problem
-        self._waiting.put(tensor)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-        if kind is None and self._problem is not None:
-            raise self._problem
-
-    def _write(self) -> None:
-        while (tensor := self._waiting.get()) is not None:
-            if self._problem is None:
-                try:
-                    self._file.write(tensor)
-                except Exception as error:  # the next `put` or `__exit__` raises it
-                    self._problem = error
-            del tensor

@@ -27,7 +27,6 @@ from bmburst.checkpoint.files import (
     problem_of,
     read_progress,
     step_of,
-    verified_together,
 )
 from bmburst.checksum import text_of, with_checksum
 from bmburst.errors import UserError
@@ -38,17 +37,6 @@ if TYPE_CHECKING:
     from bmburst.checkpoint.base_model import Base
     from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorSource
     from bmburst.optim.adamw import AdamW
-
-__all__ = [
-    "STATE_FILE",
-    "Draft",
-    "RunProgress",
-    "load",
-    "newest_complete",
-    "read_progress",
-    "save",
-    "verified_together",
-]
 
 RANDOM_FILE = "random.safetensors"
 
@@ -164,30 +152,6 @@ class Draft:
         """Return the fix for a full disk, with numbers."""
         free = free_bytes(self.run_folder)
         return f"make room: a checkpoint needs {bytes_text(self.contents.nbytes)}, and {bytes_text(free)} are free"
-
-
-def save(
-    run_folder: Path,
-    model: "Llama",
-    optimizer: "AdamW",
-    progress: RunProgress,
-    *,
-    keep: int,
-    part_bytes: int | None = None,
-    base: "Base | None" = None,
-    tokenizer: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write a checkpoint while training waits. Every rank must call it; see `Draft.of` and `Draft.write`.
-
-    Raises:
-        UserError: On all ranks, if a rank cannot write.
-    """
-    from bmburst.checkpoint.sharded_files import GatheredTensors
-
-    draft = Draft.of(
-        run_folder, model, optimizer, progress, keep=keep, part_bytes=part_bytes, base=base, tokenizer=tokenizer
-    )
-    return draft.write(GatheredTensors())
 
 
 def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | None" = None) -> RunProgress:

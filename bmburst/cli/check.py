@@ -17,7 +17,7 @@ from bmburst.amounts import bytes_text, finite
 from bmburst.cli import training
 from bmburst.config import build_config, read_json, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 from bmburst.train.config import TrainConfig
@@ -76,11 +76,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: The configuration cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
     try:
-        with settle(args) as (request, spec):
-            return run_on_ranks(__name__, request, spec)
+        return run_command(__name__, partial(settle, args))
     except SystemExit as stop:  # a run on one rank failed
         return int(stop.code or 0)
 
@@ -88,13 +85,6 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Check the runs, and run those on one rank.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them; this is rank 0 then.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: The configuration cannot work.

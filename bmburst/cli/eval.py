@@ -4,34 +4,23 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bmburst.amounts import short, tokens
+from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import ranks_to_start
-from bmburst.cli.eval_tasks import measure, no_tokenizer, require_outputs, tasks_request, write_evaluation
-from bmburst.cli.progress import note_length, progress_bar
-from bmburst.config import (
-    add_options,
-    build_config,
-    given_options,
-    option_name,
-    read_layer,
-    to_dict,
-)
+from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
+from bmburst.cli.program import ranks_to_start
+from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.sources import check_sources, hold_records
 
 if TYPE_CHECKING:
-    from bmburst.inference.generator import Source
-    from bmburst.inference.passkey import PasskeyCell, PasskeyPrompts, PasskeyTest
     from bmburst.train.evaluate import PositionBin
     from bmburst.train.objective import Measurement
 
@@ -39,12 +28,10 @@ HELP = (
     "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity, also by position; or on whether it "
     "finds a pass key in a long text, or solves tasks over it."
 )
-_SHORT: Mapping[str, str] = {}
 _WITH_PASSKEY = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", "start_timeout", "output", "nproc")
 _SHARED_OPTIONS = ("lengths", "samples", "seed", "cache", "chunk_tokens")
 _PASSKEY_OPTIONS = (*_SHARED_OPTIONS, "depths", "digits", "without_key")
 _TASKS_OPTIONS = (*_SHARED_OPTIONS, "compare")
-_COLUMNS = 9  # columns of a table, which is then 8 + 9 * 8 characters wide
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "       bmburst eval --checkpoint DIR --passkey --lengths 4K,...,1M [--depths 0,.25,.5,.75,1] [--samples N]\n"
         "       bmburst eval --checkpoint DIR [--compare DIR ...] --tasks all --lengths 4K,...,128K [--samples N]"
     )
-    add_options(parser, EvalConfig, short=_SHORT, titles={"": "evaluation"})
+    add_options(parser, EvalConfig, short={}, titles={"": "evaluation"})
     _add_passkey_options(parser)
 
 
@@ -64,24 +51,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if "work" in request and spec.nproc == 1:  # needs neither BMTrain nor a group
-            return run_here(_WORK[request["work"]], request)
-        return run_on_ranks(__name__, request, spec)
+    has_test = args.passkey or args.tasks is not None  # on one rank it needs neither BMTrain nor a group
+    return run_command(__name__, partial(settle, args), measure if has_test else None)
 
 
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Decide and check the whole evaluation, once.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option cannot work.
@@ -89,8 +65,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     generates = args.passkey or args.tasks is not None
     if generates:
         config, values = _shared(args)
-        make = _passkey_request if args.passkey else tasks_request
-        request = make(args, config, values, world_size or ranks_to_start(config.nproc))
+        request = request_of(args, config, values, world_size or ranks_to_start(config.nproc))
     else:
         _refuse_passkey_options(args)
         config = resolve_options(args, world_size)
@@ -113,10 +88,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
 def run_rank(request: Request) -> int:
     """Evaluate in one rank, as `settle` has decided, and return the exit status."""
     os.environ[VERIFIED] = request["verified"]
-    if "work" in request:
+    if "test" in request:
         from bmburst.comm.groups import in_group
 
-        return in_group(partial(_WORK[request["work"]], request))
+        return in_group(partial(measure, request))
     from bmburst.train.evaluate import evaluate_checkpoint
 
     config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
@@ -165,8 +140,8 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
             "allowed: a checkpoint, a run folder, or the directory of a Hugging Face model\n"
             "fix: correct the path of --checkpoint"
         )
-    check_sources(config.data, config.text_field, config)
-    if hold_records(config.data, config.text_field, config):
+    check_sources(config.data, config)
+    if hold_records(config.data, config):
         values = {"pack": "documents", **values}
     if config.by_position:
         _outputs(config)
@@ -240,119 +215,3 @@ def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
             raise UserError(f"{option} has no effect with {kind}, which makes its own text\nfix: leave {option} out")
     values = read_layer(EvalConfig, given, "")
     return build_config(EvalConfig, {"data": "none", **values}), values
-
-
-def _passkey_request(args: argparse.Namespace, config: EvalConfig, values: Mapping[str, Any], ranks: int) -> Request:
-    """Read and check the model directory and the options of --passkey. No weights are read yet.
-
-    Raises:
-        UserError: An option cannot work.
-    """
-    from bmburst.inference.passkey import PasskeyTest, read_depths, read_lengths
-    from bmburst.plan.inference import chunk_of
-
-    if args.lengths is None:
-        raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
-    choices: dict[str, Any] = {"lengths": read_lengths(args.lengths)}
-    if args.depths is not None:
-        choices["depths"] = read_depths(args.depths)
-    choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
-    test = PasskeyTest(**choices, with_key=not args.without_key)
-    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-    output, _ = require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
-
-    from bmburst.schedule.cache_split import CacheSplit
-
-    source, _ = _open_passkeys(config, test)
-    model = source.weights.config
-    cache = args.cache or "auto"
-    CacheSplit.choose(cache, ranks, 0, model.num_heads, model.num_kv_heads)
-    return {
-        "work": "passkey",
-        "config": to_dict(config),
-        "verified": str(source.directory),
-        "test": dataclasses.asdict(test),
-        "dtype": config.dtype if "dtype" in values else "auto",
-        "cache": cache,
-        "chunk_tokens": args.chunk_tokens,
-        "output": str(output),
-    }
-
-
-def _open_passkeys(config: EvalConfig, test: "PasskeyTest") -> "tuple[Source, PasskeyPrompts]":
-    """Open the model, and return it with the prompts of the test.
-
-    Raises:
-        UserError: There is no model or no tokenizer.
-    """
-    from bmburst.inference.generator import Source
-    from bmburst.inference.passkey import PasskeyPrompts
-    from bmburst.inference.prompts import PromptEncoder
-
-    source = Source.open(config.checkpoint, config.adapter, config.tokenizer)
-    if source.tokenizer is None:
-        raise no_tokenizer(config.checkpoint, "--passkey")
-    encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size)
-    return source, PasskeyPrompts(source.tokenizer, test, encoder)
-
-
-def _measure_passkeys(request: Request) -> int:
-    from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator
-    from bmburst.inference.passkey import PasskeyTest, draw_passkeys, measure_passkeys, to_json
-
-    comm = communicator(None)
-    is_main = comm.rank == 0
-    config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
-    choices: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in request["test"].items()
-    }
-    test = PasskeyTest(**choices)
-    source, prompts = _open_passkeys(config, test)
-    dtype, cache, output = request["dtype"], request["cache"], Path(request["output"])
-    if is_main:
-        note_length(max(test.lengths), source.weights.config.max_position_embeddings)
-    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
-        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=request["chunk_tokens"], on_bytes=read)
-    name = "" if source.tokenizer is None else source.tokenizer.name
-    settings = {"ranks": comm.size, "dtype": dtype, "cache": cache, "tokenizer": name}
-    cells: list[PasskeyCell] = []
-
-    def measured(found: "Sequence[PasskeyCell]") -> None:
-        """Write the results so far, because the longest lengths take hours."""
-        cells.extend(found)
-        if is_main:
-            write_evaluation(output, to_json(str(config.checkpoint), settings, test, cells))
-
-    total = sum(test.lengths) * len(test.depths) * test.samples
-    with progress_bar("passkey", total, " tokens", is_main=is_main) as computed:
-        measure_passkeys(generator, prompts, test, on_tokens=computed, on_length=measured)
-    if is_main:
-        picture = output.with_suffix(".png")
-        draw_passkeys(cells, str(config.checkpoint), picture)
-        print(_passkey_table(cells))
-        reasons = {cell.length: cell.refused for cell in cells if cell.refused is not None}
-        for length, reason in reasons.items():
-            print(f"{short(length)} refused: {reason}", file=sys.stderr)
-        print(f"{output}, {picture}", file=sys.stderr)
-    return 2 if any(cell.refused is not None for cell in cells) else 0
-
-
-def _passkey_table(cells: "Sequence[PasskeyCell]") -> str:
-    """Return a table of right answers out of all, one line per length, in blocks of at most 80 columns."""
-    from bmburst.inference.passkey import words_of
-
-    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-    found = {(cell.length, cell.depth): cell for cell in cells}
-    blocks = []
-    for first in range(0, len(depths), _COLUMNS):
-        some = depths[first : first + _COLUMNS]
-        lines = ["  tokens" + "".join(f"{f'@{depth:.4g}':>8}" for depth in some)]
-        for length in lengths:
-            words = "".join(f"{words_of(found[length, depth]):>8}" for depth in some)
-            lines.append(f"{short(length):>8}{words}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-_WORK: Mapping[str, Callable[[Request], int]] = {"passkey": _measure_passkeys, "tasks": measure}

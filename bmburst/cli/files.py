@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, tokens
-from bmburst.cli import Command, CommandParser
+from bmburst.cli.program import Command, CommandParser
 from bmburst.config import add_options, build_config, given_options, read_layer
 from bmburst.errors import UserError
 from bmburst.outputs import require_file, require_own, write_text
@@ -62,12 +62,6 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
         "(default: bytes)",
     )
     parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="FIELD",
-        help="field of a JSONL line that holds the text (default: text)",
-    )
-    parser.add_argument(
         "--chat-template",
         type=Path,
         metavar="NAME|FILE",
@@ -76,7 +70,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=tokens, metavar="N", help="leave out records of more tokens (default: keep all)"
     )
-    add_options(parser, RecordFormat(), short={}, titles={"": "names in records"})
+    add_options(parser, RecordFormat(), short={}, titles={"": "names in lines and records"})
 
 
 def run_data(args: argparse.Namespace) -> int:
@@ -92,9 +86,9 @@ def run_data(args: argparse.Namespace) -> int:
     skipped: list[str] = []
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input, skipped.append)
     form = build_config(RecordFormat, read_layer(RecordFormat, given_options(args, RecordFormat), ""))
-    has_records = hold_records(files, args.text_field, form)
+    has_records = hold_records(files, form)
     encoder = RecordEncoder(tokenizer, args.chat_template, form.learned_roles) if has_records else None
-    text, lengths = Text(tokenizer, files, encoder, args.text_field, form), LengthReport(args.max_tokens)
+    text, lengths = Text(tokenizer, files, encoder, form), LengthReport(args.max_tokens)
     if encoder is None and (args.max_tokens is not None or args.chat_template is not None or not form.is_default):
         raise UserError(
             f"{args.input[0]} holds text, and --max-tokens, --chat-template and names of columns are for records\n"

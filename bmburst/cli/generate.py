@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, TextIO
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import any_text
-from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
-from bmburst.cli.progress import note_length, progress_bar
+from bmburst.cli.model import (
+    add_model_options,
+    load_generator,
+    model_request,
+    note_ignored,
+    note_length,
+    open_source,
+    progress_bar,
+    reopen_source,
+    settle_ranks,
+)
+from bmburst.cli.program import any_text
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_file
 
@@ -90,12 +99,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option or a prompt cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if spec.nproc == 1:  # needs no group
-            return run_here(partial(_answer, beginning=Beginning.of_process("checks and imports")), request)
-        return run_on_ranks(__name__, request, spec)
+    return run_command(
+        __name__,
+        partial(settle, args),
+        lambda request: _answer(request, Beginning.of_process("checks and imports")),
+    )
 
 
 def run_rank(request: Request) -> int:
@@ -110,13 +118,6 @@ def run_rank(request: Request) -> int:
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Read and check model, prompts and options, once. No weights are read yet.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option or a prompt cannot work.
@@ -153,20 +154,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
             "allowed: one prompt and one answer\nfix: --output FILE instead of --stream"
         )
-    names = (
-        "checkpoint",
-        "adapter",
-        "tokenizer",
-        "dtype",
-        "cache",
-        "chunk_tokens",
-        "output",
-        "stream",
-        "max_new_tokens",
-    )
     request = {
-        **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
-        "verified": str(source.directory),
+        **model_request(args, source, "output", "stream", "max_new_tokens"),
         "prompts": [{"tokens": prompt.tokens.tolist(), "source": prompt.source} for prompt in prompts],
         "are_lines": args.prompts is not None,
         "options": dataclasses.asdict(options),
@@ -188,27 +177,26 @@ def _answer(request: Request, beginning: Beginning) -> int:
     import numpy as np
 
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator, Source, require_room
+    from bmburst.inference.generator import memory_beside_weights, too_long
     from bmburst.inference.prompts import Prompt
     from bmburst.inference.sampling import GenerationOptions
 
     beginning.end("ranks")
     comm = communicator(None)
     is_main = comm.rank == 0
-    adapter = None if request["adapter"] is None else Path(request["adapter"])
-    source = Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
+    source = reopen_source(request)
     prompts = [Prompt(np.array(prompt["tokens"], dtype=np.int64), prompt["source"]) for prompt in request["prompts"]]
     options = GenerationOptions(**request["options"])
-    cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
+    length = max(map(len, prompts)) + options.max_new_tokens
     if len(prompts) == 1:
-        require_room(source, comm, cache, dtype, chunk_tokens, len(prompts[0]), options)
+        room = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
+        if problem := too_long(*room, length, len(prompts[0])):
+            raise UserError(problem)
     screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
-        length = max(map(len, prompts)) + options.max_new_tokens
         note_length(length, source.weights.config.max_position_embeddings)
         note_ignored(source.defaults, request["max_new_tokens"])
-    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
-        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
+    generator = load_generator(source, request, is_main=is_main)
     beginning.end("weights")
     if is_main:
         print(beginning.until("the model"), file=sys.stderr, flush=True)

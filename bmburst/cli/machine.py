@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bmburst import __version__
-from bmburst.cli import Command, ranks_to_start
+from bmburst.cli.program import Command, ranks_to_start
 from bmburst.config import write_json
 from bmburst.errors import UserError
-from bmburst.outputs import require_file
+from bmburst.outputs import explained_write, require_file
 
 if TYPE_CHECKING:
     from bmburst.setup.doctor import Check
@@ -96,12 +96,8 @@ def run_doctor(args: argparse.Namespace, checks: "Sequence[Check] | None" = None
         from bmburst.cli import report
 
         values = report.report(checks, findings, args.run)
-        try:
+        with explained_write("--report", args.report):
             write_json(args.report, values)
-        except OSError as error:
-            raise UserError(
-                f"--report {args.report}: cannot be written: {error.strerror}\nfix: give another file"
-            ) from None
         print(f"{args.report}: no paths, names or data; read it before you send it")
         return 0
     print(to_json(checks, findings) if args.json else to_text(checks, findings))

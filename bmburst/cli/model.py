@@ -1,17 +1,20 @@
-"""Options of commands that answer with a model: which model, on which ranks, and a note about what is not applied."""
+"""What commands that answer with a model share: options for it and its ranks, its loading, progress bars and notes."""
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import tokens
-from bmburst.cli import ranks_to_start
+from bmburst.cli.program import ranks_to_start
 from bmburst.errors import UserError
+from bmburst.launch.handover import Request
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT, LaunchSpec
 
 if TYPE_CHECKING:
-    from bmburst.inference.generator import Source
+    from bmburst.inference.generator import Generator, Source
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +86,72 @@ def open_source(args: argparse.Namespace, ranks: int) -> "Source":
         UserError: There is no such model, or it cannot run on these ranks with these options.
     """
     from bmburst.inference.generator import Source
+
+    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
+    source.dtype(args.dtype)
+    require_split(source, args.cache, args.chunk_tokens, ranks)
+    return source
+
+
+def require_split(source: "Source", cache: str, chunk_tokens: int | None, ranks: int) -> None:
+    """Check that ranks can share the KV cache of a model, and a chunk of a prompt.
+
+    Raises:
+        UserError: They cannot.
+    """
     from bmburst.plan.inference import chunk_of
     from bmburst.schedule.cache_split import CacheSplit
 
-    source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
     config = source.weights.config
-    source.dtype(args.dtype)
-    CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
-    chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
-    return source
+    CacheSplit.choose(cache, ranks, 0, config.num_heads, config.num_kv_heads)
+    chunk_of(chunk_tokens, ranks, "--chunk-tokens")
+
+
+def model_request(args: argparse.Namespace, source: "Source", *names: str) -> dict[str, Any]:
+    """Return what a rank needs to reopen and load the model of the options, and the options `names`."""
+    of_model = ("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens")
+    values = {name: getattr(args, name) for name in (*of_model, *names)}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {**plain, "verified": str(source.directory)}
+
+
+def reopen_source(request: Request) -> "Source":
+    """Return the model of a request, in a rank, which `open_source` has checked."""
+    from bmburst.inference.generator import Source
+
+    adapter = None if request["adapter"] is None else Path(request["adapter"])
+    return Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
+
+
+def load_generator(source: "Source", request: Request, *, is_main: bool) -> "Generator":
+    """Read the weights of a model, split as a request asks, with a progress bar on rank 0."""
+    from bmburst.inference.generator import Generator
+
+    dtype = request["dtype"]
+    options = {"cache": request["cache"], "dtype": dtype, "chunk_tokens": request["chunk_tokens"]}
+    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=is_main) as read:
+        return Generator(source, on_bytes=read, **options)
+
+
+@contextmanager
+def progress_bar(title: str, total: int, unit: str, *, is_main: bool) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar on rank 0's terminal while the block runs, and yield the function that advances it."""
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=title, total=total, unit=unit, unit_scale=True, disable=None if is_main else True, leave=False
+    ) as bar:
+        yield bar.update
+
+
+def note_length(length: int, most: int) -> None:
+    """Print a note on standard error if a text of `length` tokens is longer than the model's limit `most`."""
+    if length > most:
+        print(
+            f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
+            "answers beyond that may be useless",
+            file=sys.stderr,
+        )
 
 
 def note_ignored(directory: Path, max_new_tokens: int | None) -> None:

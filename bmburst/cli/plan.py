@@ -4,14 +4,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
-from bmburst.config import add_options, given_options, option_name, read_layer
+from bmburst.config import add_options, flat, given_options, option_name, read_layer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: An option cannot work.
     """
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
-    settings = dict(_flat(read_layer(TrainConfig, given, "")))
+    settings = dict(flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
         _refuse(
             args,
@@ -202,14 +202,6 @@ def run(args: argparse.Namespace) -> int:
         return _hybrid(args, settings)
     _require_question(args, settings)
     return _generate(args, settings) if args.generate else _plan(args, settings)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _refuse(

@@ -105,26 +105,18 @@ def _machine() -> dict[str, Any]:
 
 
 def _settings_of(run: Path) -> dict[str, Any]:
-    from bmburst.config import leaves
+    from bmburst.config import flat, leaves
     from bmburst.train.config import TrainConfig
 
     try:
         stored = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        flat = dict(_flat(stored))
+        settings = dict(flat(stored))
     except (OSError, ValueError, AttributeError, RecursionError):
         raise UserError(
             f"--run {run}: no config.json that can be read\nallowed: a run folder\nfix: give the --output of the run"
         ) from None
     known = {leaf.name for leaf in leaves(TrainConfig)}
-    return {name: _shown(value) for name, value in flat.items() if name in known}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return {name: _shown(value) for name, value in settings.items() if name in known}
 
 
 def shown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:

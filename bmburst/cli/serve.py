@@ -10,16 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import INTERRUPTED, any_text
-from bmburst.cli.model import add_model_options, note_ignored, open_source, settle_ranks
-from bmburst.cli.progress import progress_bar
+from bmburst.cli.model import (
+    add_model_options,
+    load_generator,
+    model_request,
+    note_ignored,
+    open_source,
+    reopen_source,
+    settle_ranks,
+)
+from bmburst.cli.program import INTERRUPTED, any_text
 from bmburst.errors import UserError
-from bmburst.launch.handover import Request, is_rank, run_here, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.launch.watchdog import handle_signals
 
@@ -78,12 +84,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: An option cannot work.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        if spec.nproc == 1:  # needs no group
-            return INTERRUPTED if run_here(_serve, request) == signal.SIGINT else 0
-        return run_on_ranks(__name__, request, spec)
+    return run_command(
+        __name__, partial(settle, args), lambda request: INTERRUPTED if _serve(request) == signal.SIGINT else 0
+    )
 
 
 def run_rank(request: Request) -> int:
@@ -97,13 +100,6 @@ def run_rank(request: Request) -> int:
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
     """Read and check model and options, once. No weights are read yet.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them.
-
-    Yields:
-        The request to the ranks, and how they are started and watched.
 
     Raises:
         UserError: An option cannot work.
@@ -136,18 +132,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         )
     read_key(args.api_key_file)
     listen(args.host, args.port).close()
-    names = (
-        *("checkpoint", "adapter", "tokenizer", "dtype", "cache", "chunk_tokens"),
-        *("host", "port", "api_key_file", "max_tokens", "sessions", "queue", "timeout"),
-    )
-    yield (
-        {
-            **{name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names},
-            "name": args.name or args.checkpoint.resolve().name,
-            "verified": str(source.directory),
-        },
-        spec,
-    )
+    names = ("host", "port", "api_key_file", "max_tokens", "sessions", "queue", "timeout")
+    yield model_request(args, source, *names) | {"name": args.name or args.checkpoint.resolve().name}, spec
 
 
 def _require_libraries() -> None:
@@ -233,49 +219,42 @@ def read_key(path: Path | None) -> str | None:
     return key
 
 
-class _Stop:
-    """The signal that ends the server."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-
-    def note(self, signum: int, _frame: FrameType | None) -> None:
-        self.signum = signum
-
-
 def _serve(request: Request) -> int:
-    """Serve in this rank until rank 0 gets a signal; return its number."""
+    """Serve in this rank until rank 0 gets a signal; return its number, 0 on a rank without one."""
     from bmburst.comm.groups import communicator
-    from bmburst.inference.generator import Generator, Source, room
+    from bmburst.inference.generator import memory_beside_weights
     from bmburst.serve.worker import Worker
 
     comm = communicator(None)
     listener = listen(request["host"], request["port"]) if comm.rank == 0 else None
-    adapter = None if request["adapter"] is None else Path(request["adapter"])
-    source = Source.open(Path(request["checkpoint"]), adapter, request["tokenizer"])
-    cache, dtype, chunk_tokens = request["cache"], request["dtype"], request["chunk_tokens"]
-    fitting = room(source, comm, cache, dtype, chunk_tokens, request["sessions"])
+    source = reopen_source(request)
+    memory, available = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
+    fitting = memory.longest(available, request["sessions"])
     asked = request["max_tokens"] or min(source.weights.config.max_position_embeddings, fitting)
     if asked > fitting:
         raise UserError(
             f"--max-tokens {asked} of {request['sessions']} sessions do not fit into memory\n"
             f"allowed: at most {fitting}\nfix: fewer tokens, --sessions 1, or more ranks (--nproc)"
         )
-    with progress_bar("reading weights", source.nbytes(dtype), "B", is_main=comm.rank == 0) as read:
-        generator = Generator(source, cache=cache, dtype=dtype, chunk_tokens=chunk_tokens, on_bytes=read)
-    worker, stop = Worker(generator, _control(comm), request["sessions"], asked), _Stop()
-    with handle_signals((signal.SIGINT, signal.SIGTERM), stop.note):
+    generator = load_generator(source, request, is_main=comm.rank == 0)
+    worker, signum = Worker(generator, _control(comm), request["sessions"], asked), 0
+
+    def note(number: int, _frame: object) -> None:
+        nonlocal signum
+        signum = number
+
+    with handle_signals((signal.SIGINT, signal.SIGTERM), note):
         if listener is None:
             worker.run(None)
-            return stop.signum or 0
+            return signum
         server = _start(request, source, generator, asked, listener)
         try:
-            worker.run(server.jobs, lambda: stop.signum is not None or not server.is_alive)
+            worker.run(server.jobs, lambda: signum != 0 or not server.is_alive)
         finally:
             server.stop()
-    if stop.signum is None:
+    if not signum:
         raise RuntimeError("the HTTP server has ended")
-    return stop.signum
+    return signum
 
 
 def _start(

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from bmburst.checkpoint.files import VERIFIED, read_progress, verified, warn
-from bmburst.cli import leaves_errors_to_rank_0, training
+from bmburst.cli import training
+from bmburst.cli.program import leaves_errors_to_rank_0
 from bmburst.cli.run_folder import (
     RUN_TRACES,
     check_fresh,
@@ -24,7 +25,7 @@ from bmburst.cli.run_folder import (
 )
 from bmburst.config import build_config, read_layer, to_dict
 from bmburst.errors import RunError, UserError
-from bmburst.launch.handover import Request, is_rank, run_joined_rank, run_on_ranks
+from bmburst.launch.handover import Request, run_command
 from bmburst.launch.rank import STOPPED
 from bmburst.launch.spec import LaunchSpec
 from bmburst.outputs import require_folder
@@ -44,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: The configuration cannot work, or another run is using the run folder.
     """
-    if is_rank():
-        return run_joined_rank(__name__, partial(settle, args))
-    with settle(args) as (request, spec):
-        return 0 if request is None else run_on_ranks(__name__, request, spec)
+    return run_command(__name__, partial(settle, args))
 
 
 def run_rank(request: Request) -> int:
@@ -79,13 +77,6 @@ def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
     """Decide and check the whole run, once, and hold its folder while the block runs.
-
-    Args:
-        args: The options.
-        world_size: Number of ranks, if another launcher has started them; this is rank 0 then.
-
-    Yields:
-        The request to the ranks, or None if the run has finished, and how ranks are started and watched.
 
     Raises:
         UserError: The configuration cannot work, or another run is using the run folder.

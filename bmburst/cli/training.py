@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.checkpoint.files import newest_complete
-from bmburst.cli import ranks_to_start
+from bmburst.cli.program import ranks_to_start
 from bmburst.cli.run_folder import explaining_write_errors, require_no_file
 from bmburst.config import add_options, given_options, leaves
 from bmburst.errors import UserError

@@ -102,7 +102,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
     known = {leaf.name: leaf for leaf in leaves(cls)}
     layer: dict[str, Any] = {}
     try:
-        for name, value in _flat(cls, values):
+        for name, value in _fields_of(cls, values):
             if name not in known:
                 raise _unknown_key(name, known)
             leaf = known[name]
@@ -121,6 +121,15 @@ def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
             below = merged.get(key)
             merged[key] = overlay(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
     return merged
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of nested dictionaries."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def build_config(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
@@ -158,7 +167,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value). Dictionaries are entered only where the configuration has an object."""
     objects = {declared.name for declared in dataclasses.fields(cls)}
     hints = type_hints(cls)
@@ -170,7 +179,7 @@ def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
         elif not rest and none_allowed and is_none(value):
             yield f"{prefix}{key}", None
         elif rest or isinstance(value, Mapping):
-            yield from _flat(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
+            yield from _fields_of(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
         else:
             allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*"
             raise misfit(f"{prefix}{key}", value, allowed)

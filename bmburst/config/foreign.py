@@ -35,6 +35,11 @@ def keys(names: Iterable[str], does: str, *only: Any) -> dict[str, Key]:
     return dict.fromkeys(names, Key(does, only or None))
 
 
+def by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """Return what is done with each name, from the names, separated by spaces, by what is done with them."""
+    return {name: does for does, each in names.items() for name in each.split()}
+
+
 def require_keys(values: Mapping[str, Any], known: Mapping[str, Key], what: str, fix: str) -> None:
     """Check that every key is known and has an allowed value.
 

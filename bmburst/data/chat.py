@@ -125,10 +125,7 @@ class ChatTemplate:
     def applied(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> Any:
         """Return what `apply_chat_template` returns for messages, without marks, with "?" for unpaired surrogates.
 
-        Args:
-            name: As in `rendered`.
-            messages: As in `rendered`.
-            options: As in `rendered`.
+        The arguments are those of `rendered`.
 
         Raises:
             UserError: The template rejects the messages, or fails.

@@ -36,30 +36,21 @@ class Text(NamedTuple):
     files: Sequence[SourceFile]
     encoder: RecordEncoder | None = None
     """Encoder of records; None if the files are text."""
-    text_field: str = "text"
-    """Key of the text in a line of JSONL."""
     form: RecordFormat = DEFAULT
-    """Names of the columns, fields and roles of records."""
+    """Names of the fields, columns and roles of lines and records."""
 
 
 def find_corpus(
     source: str | Path | Sequence[str | Path],
     tokenizer: str | None,
     *,
-    text_field: str = "text",
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
     on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile | Text:
     """Return the token file of a source, or its text or records if it still must be tokenized.
 
-    Args:
-        source: As in `open_corpus`.
-        tokenizer: As in `open_corpus`.
-        text_field: As in `open_corpus`.
-        form: As in `open_corpus`.
-        chat_template: As in `open_corpus`.
-        on_skip: As in `find_sources`.
+    The arguments are those of `open_corpus`.
 
     Raises:
         UserError: There is no text or no such tokenizer, or a token file was made with another tokenizer.
@@ -71,22 +62,21 @@ def find_corpus(
     files = find_sources(source, on_skip)
     found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
     form = form.record_format
-    if not hold_records(files, text_field, form):
-        return Text(found, files, None, text_field)
-    return Text(found, files, RecordEncoder(found, chat_template, form.learned_roles), text_field, form)
+    encoder = RecordEncoder(found, chat_template, form.learned_roles) if hold_records(files, form) else None
+    return Text(found, files, encoder, form)
 
 
-def are_records(source: str | Path, text_field: str, form: RecordFormat = DEFAULT) -> bool:
+def are_records(source: str | Path, form: RecordFormat) -> bool:
     """Return whether a source contains records or is a token file of records; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
             return TokenFile.open(source).loss_mask is not None
-        return hold_records(find_sources([source]), text_field, form)
+        return hold_records(find_sources([source]), form)
     except (OSError, UserError):
         return False
 
 
-def have_groups(source: str | Path, form: RecordFormat = DEFAULT) -> bool:
+def have_groups(source: str | Path, form: RecordFormat) -> bool:
     """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
     try:
         if is_token_file(Path(source)):
@@ -99,9 +89,7 @@ def have_groups(source: str | Path, form: RecordFormat = DEFAULT) -> bool:
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
     """Open a source that is a token file, with `tokenizer` as its tokenizer's name; None if it is not a token file.
 
-    Args:
-        source: As in `open_corpus`.
-        tokenizer: As in `open_corpus`.
+    The arguments are those of `open_corpus`.
 
     Raises:
         UserError: There is no such tokenizer, or the file was made with another one.
@@ -125,7 +113,6 @@ def open_corpus(
     tokenizer: str | None,
     cache_dir: str | Path,
     *,
-    text_field: str = "text",
     form: RecordFormat = DEFAULT,
     chat_template: Path | None = None,
     progress: bool = False,
@@ -142,8 +129,7 @@ def open_corpus(
         tokenizer: Argument of `load_tokenizer`; None: that of the token file, or bytes for text.
         cache_dir: Folder of tokenized text. A cached file is used if the paths, sizes and modification times of the
             text, and the tokenizer, are the same.
-        text_field: Key of the text in a line of JSONL.
-        form: Names of the columns, fields and roles of records, and the roles that are learned.
+        form: Names of the fields, columns and roles of lines of JSONL and records, and the roles that are learned.
         chat_template: For records, a file whose chat template replaces that of the tokenizer.
         progress: Whether to show a progress bar on stderr while tokenizing.
         on_skip: Called with a line about the files of a directory that are left out because of their suffix, and while
@@ -156,9 +142,7 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file was made with another tokenizer.
     """
-    found = find_corpus(
-        source, tokenizer, text_field=text_field, form=form, chat_template=chat_template, on_skip=on_skip
-    )
+    found = find_corpus(source, tokenizer, form=form, chat_template=chat_template, on_skip=on_skip)
     if isinstance(found, TokenFile):
         return found
     cached = _cached(cache_dir, found)
@@ -212,7 +196,6 @@ def tokenize(
         if text.encoder is not None:
             encoded = read_records(
                 text.files,
-                text_field=text.text_field,
                 form=text.form,
                 on_read=on_read,
                 check=text.encoder.encode,
@@ -220,7 +203,11 @@ def tokenize(
             )
             return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
         documents = read_documents(
-            text.files, text_field=text.text_field, on_read=on_read, on_skip=on_skip, on_columns=reading.columns.update
+            text.files,
+            text_field=text.form.text_field,
+            on_read=on_read,
+            on_skip=on_skip,
+            on_columns=reading.columns.update,
         )
         return write_token_file(output, documents, text.tokenizer, reading.notes)
 
@@ -232,16 +219,11 @@ def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
         UserError: As `tokenize`.
     """
     if text.encoder is None:
-        for document in read_documents(text.files, text_field=text.text_field):
+        for document in read_documents(text.files, text_field=text.form.text_field):
             yield document.name, "".join(islice(document.pieces, 1))
         return
     encoder = text.encoder
-    yield from read_records(
-        text.files,
-        text_field=text.text_field,
-        form=text.form,
-        check=lambda record: (record.name, encoder.encode(record)),
-    )
+    yield from read_records(text.files, form=text.form, check=lambda record: (record.name, encoder.encode(record)))
 
 
 def _cached(cache_dir: str | Path, text: Text) -> Path:
@@ -252,9 +234,11 @@ def _cached(cache_dir: str | Path, text: Text) -> Path:
         for path in parts:
             status = path.stat()
             texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
-    masked = [] if text.encoder is None else [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
-    masked += [repr(text.form)] if text.form.renames else []
-    key = json.dumps([VERSION, text.tokenizer.identity, text.text_field, texts, *masked])
+    masked = []
+    if text.encoder is not None:
+        masked = [PAIRED_VERSION, ANSWERS_VERSION, text.encoder.identity]
+        masked += [repr(text.form)] if text.form.renames else []
+    key = json.dumps([VERSION, text.tokenizer.identity, text.form.text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
 

@@ -24,11 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is given; another one must stand in the template."""
 MARKS = ("weight", "train", "loss", "trainable", "loss_mask")
 """Keys of a message that say whether its answer is learned: 0 or false leaves it out of the loss."""
-_REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # transformers gives the template all three, if one is given
+# transformers gives the template all three, if one is given
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_KEYS = {
     **dict.fromkeys(("role", "content"), "rendered by the chat template"),
     **dict.fromkeys(("from", "value"), "role and content, in conversations"),

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.config import field as setting
 from bmburst.config import read_config_file, read_layer
 from bmburst.data.batches import Ids, Sequences
 from bmburst.data.token_file import TokenFile
@@ -27,14 +26,8 @@ _ALLOWED = "sources: [{path: chats.jsonl, weight: 3}, {path: books, weight: 1}]"
 _BY_SIZE = "temperature: 2, sources: [{path: chats.jsonl}, {path: books}]"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names(RecordFormat):
-    """Settings of a run that a source may have of its own."""
-
-    text_field: str = setting("Field of a JSONL line that holds the text.", default="text")
-
-
-_NAMES = frozenset(each.name for each in fields(_Names))
+_NAMES = frozenset(each.name for each in fields(RecordFormat))
+"""Settings of a run that a source may have of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +38,7 @@ class Source:
         path: A source in the form of `bmburst train --data`.
         weight: Its share of the sequences, relative to the weights of the other sources; None: by its size.
         temperature: With no weight, the share is `size ** (1 / temperature)`.
-        names: Fields of `RecordFormat` and `text_field` that this source has in place of those of the run.
+        names: Fields of `RecordFormat` that this source has in place of those of the run.
     """
 
     path: str
@@ -53,14 +46,9 @@ class Source:
     temperature: float = 1.0
     names: Mapping[str, Any] = field(default_factory=dict)
 
-    def text_field(self, of_run: str) -> str:
-        """Return the key of the text in a line."""
-        return str(self.names.get("text_field", of_run))
-
     def form(self, of_run: RecordFormat) -> RecordFormat:
-        """Return the names of columns, fields and roles."""
-        given = {key: value for key, value in self.names.items() if key != "text_field"}
-        return replace(of_run.record_format, **given)
+        """Return the names of fields, columns and roles."""
+        return replace(of_run.record_format, **self.names)
 
 
 def shares_of(sources: Sequence[Source], files: Sequence[TokenFile]) -> tuple[float, ...]:
@@ -107,7 +95,7 @@ def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
                 f"allowed: {allowed}; also {', '.join(sorted(_NAMES))}\nfix: {fix}"
             )
         path, names = str(file.parent / value["path"]), {key: value[key] for key in value if key in _NAMES}
-        names = read_layer(_Names, names, str(file))
+        names = read_layer(RecordFormat, names, str(file))
         if "temperature" in values:
             found.append(Source(path, None, temperature, names))
             continue

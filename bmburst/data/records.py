@@ -76,7 +76,7 @@ def _as_it_is(record: AnyRecord) -> Any:
     return record
 
 
-def hold_records(files: Sequence[SourceFile], text_field: str = _TEXT, form: RecordFormat = DEFAULT) -> bool:
+def hold_records(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> bool:
     """Return whether files contain records, judged by the keys of the first line of the first file that is not text.
 
     Lines with the text field are text; with "text", only if they have no keys of records, as in TRL.
@@ -86,7 +86,7 @@ def hold_records(files: Sequence[SourceFile], text_field: str = _TEXT, form: Rec
         OSError: The file cannot be read.
     """
     keys = _first_keys(files, form)
-    is_text = text_field in keys and text_field != _TEXT
+    is_text = form.text_field in keys and form.text_field != _TEXT
     return not is_text and any(known <= keys for known in _KEYS)
 
 
@@ -109,7 +109,6 @@ def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:
 def read_records(
     files: Sequence[SourceFile],
     *,
-    text_field: str = _TEXT,
     form: RecordFormat = DEFAULT,
     on_read: Callable[[int], object] = lambda _: None,
     check: Callable[[AnyRecord], T] = _as_it_is,
@@ -119,8 +118,7 @@ def read_records(
 
     Args:
         files: From `find_sources`; none is plain text.
-        text_field: Key of the text in a line.
-        form: Names of the user's columns, fields and roles.
+        form: Names of the user's fields, columns and roles.
         on_read: Called with the number of bytes of each read.
         check: Converts a record, and raises a UserError for one that cannot be used.
         reading: Gets columns without effect, and the number of records of weight 0, which are left out.
@@ -140,7 +138,7 @@ def read_records(
             replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
             reading.columns.update(key for key in replaced if value[key] is not None)
             value = _renamed(name, value, form)
-        record = _record(name, value, text_field, reading)
+        record = _record(name, value, form.text_field, reading)
         return record, check(record)
 
     for file in files:
@@ -195,37 +193,49 @@ def _record(name: str, value: Any, text_field: str, reading: Reading) -> AnyReco
     tools, options = template_variables(name, value)
     _require_supported(name, value)
     weight = _weight(name, value.get("weight"))
+
+    def completed(record: Record) -> Record:
+        talk: dict[str, Any] = {} if record.messages is None else {"tools": tools, "template_options": options}
+        return replace(record, weight=weight, **talk)
+
+    made: AnyRecord
     if {"chosen", "rejected"} & set(value):
-        pair, used = _pair(name, value, tools, options)
-        _note(reading, value, used)
-        return Pair(*(replace(each, weight=weight) for each in (pair.chosen, pair.rejected)))
-    if value.get("completions") is not None:
-        group, used = _group(name, value, tools, options, weight)
-        _note(reading, value, used)
-        return group
+        (chosen, rejected), used = _pair(name, value)
+        made = Pair(completed(chosen), completed(rejected))
+    elif value.get("completions") is not None:
+        answers, used = _group(name, value)
+        made = Group(tuple(map(completed, answers)))
+    else:
+        single, used = _single(name, value, text_field)
+        made = completed(single)
+    _note(reading, value, used)
+    return made
+
+
+def _single(name: str, value: dict[str, Any], text_field: str) -> tuple[Record, Set[str]]:
+    """Return the record of a line with one answer or text, and the keys that have an effect in it."""
     if (found := _conversation(name, value)) is not None:
         messages, kind = found
-        record = Record(name=name, messages=messages, tools=tools, template_options=options, weight=weight)
+        record = Record(name=name, messages=messages)
     elif {"prompt", "completion"} <= set(value):
-        record = _answered(name, value, "completion", tools, options, weight)
+        record = _answered(name, value, "completion")
         kind = "prompt" if record.messages is None else "lists"
     elif "segments" in value:
-        record, kind = Record(name=name, segments=_segments(name, value["segments"]), weight=weight), "segments"
+        record, kind = Record(name=name, segments=_segments(name, value["segments"])), "segments"
     elif text_field in value:
         text, kind = value[text_field], text_field
         if not isinstance(text, str):
             raise wrong(name, text_field, text, "text")
         if not text:
             raise empty(name, text_field)
-        record = Record(name=name, text=text, weight=weight)
+        record = Record(name=name, text=text)
     else:
         keys = ", ".join(map(repr, list(value)[:10])) or "none"
         raise UserError(
             f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
             "fix: rename the keys of that line, or name them: --data.columns prompt=question,completion=answer"
         )
-    _note(reading, value, _READ.get(kind, {kind}))
-    return record
+    return record, _READ.get(kind, {kind})
 
 
 def _note(reading: Reading, value: dict[str, Any], used: Set[str]) -> None:
@@ -295,28 +305,21 @@ def _instructed(name: str, value: dict[str, Any], answer: str = "output") -> tup
     )
 
 
-def _answered(
-    name: str, value: Any, key: str, tools: list[Any] | None, options: dict[str, Any], weight: float = 1.0
-) -> Record:
+def _answered(name: str, value: Any, key: str) -> Record:
     """Return a record of the line's prompt and the answer of `key`: both text, or both lists of messages."""
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, list) and isinstance(answer, list):
         before = read_messages(name, "prompt", prompt)
-        both = before + read_messages(name, key, answer)
-        return Record(
-            name=name, messages=both, answers_from=len(before), tools=tools, template_options=options, weight=weight
-        )
+        return Record(name=name, messages=before + read_messages(name, key, answer), answers_from=len(before))
     for each, text in (("prompt", prompt), (key, answer)):
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")
     if not answer:
         raise empty(name, key if key.startswith("completion") else f"{key} answer")
-    return Record(name=name, prompt=prompt, text=answer, weight=weight)
+    return Record(name=name, prompt=prompt, text=answer)
 
 
-def _group(
-    name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any], weight: float
-) -> tuple[Group, Set[str]]:
+def _group(name: str, value: dict[str, Any]) -> tuple[list[Record], Set[str]]:
     """Return the answers of `completions` to a line's prompt or conversation, and the keys that have an effect."""
     answers = value["completions"]
     if not isinstance(answers, list) or not answers:
@@ -340,27 +343,18 @@ def _group(
         if before is None:
             if value.get("prompt") is None:
                 raise wrong(name, "prompt", None, "the prompt of the completions, or messages or conversations")
-            one_text = {"prompt": value["prompt"], key: answer}
-            found.append(_answered(name, one_text, key, tools, options, weight))
+            found.append(_answered(name, {"prompt": value["prompt"], key: answer}, key))
             used = _READ["prompt"]
             continue
         one = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         turns = one if isinstance(one, list) else [one]
         messages = before + read_messages(name, key, [read_turn(name, f"{key}: from", turn) for turn in turns])
-        record = Record(
-            name=name,
-            messages=messages,
-            answers_from=len(before),
-            tools=tools,
-            template_options=options,
-            weight=weight,
-        )
-        found.append(record)
-    return Group(tuple(found)), used | {"completions"}
+        found.append(Record(name=name, messages=messages, answers_from=len(before)))
+    return found, used | {"completions"}
 
 
-def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> tuple[Pair, Set[str]]:
-    """Return the pair of a line, and the keys that have an effect in it."""
+def _pair(name: str, value: dict[str, Any]) -> tuple[tuple[Record, Record], Set[str]]:
+    """Return the chosen and the rejected answer of a line, and the keys that have an effect in it."""
     for key in ("chosen", "rejected"):
         if key not in value:
             raise UserError(f"{name}: the preference pair has no {key}\nallowed: {PAIRS}\nfix: add it to that line")
@@ -370,7 +364,7 @@ def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: di
             "allowed: two different answers\nfix: correct that line, or remove it"
         )
     if "prompt" not in value and {"instruction", "conversations", "messages"} & set(value):
-        made = Pair(*(_asked(name, value, key, tools, options) for key in ("chosen", "rejected")))
+        made = _asked(name, value, "chosen"), _asked(name, value, "rejected")
         kind = next(key for key in ("instruction", "messages", "conversations") if value.get(key) is not None)
         return made, _READ[kind] - {"output"} | {"chosen", "rejected"}
     prompt, are_lists = value.get("prompt"), all(isinstance(value[key], list) for key in ("chosen", "rejected"))
@@ -382,11 +376,11 @@ def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: di
                 f"allowed: {PAIRS}\nfix: rename the key to prompt, or write the prompt as a list of messages"
             )
         value = _split(name, value["chosen"], value["rejected"])
-    made = Pair(*(_answered(name, value, key, tools, options) for key in ("chosen", "rejected")))
-    return made, {"chosen", "rejected", "prompt"} | (_READ["lists"] if made.chosen.messages is not None else set())
+    made = _answered(name, value, "chosen"), _answered(name, value, "rejected")
+    return made, {"chosen", "rejected", "prompt"} | (_READ["lists"] if made[0].messages is not None else set())
 
 
-def _asked(name: str, value: dict[str, Any], key: str, tools: list[Any] | None, options: dict[str, Any]) -> Record:
+def _asked(name: str, value: dict[str, Any], key: str) -> Record:
     """Return a record of LLaMA-Factory's pairs: an instruction or a conversation, and the answer of `key`."""
     answer = value[key]
     if "instruction" in value:
@@ -396,7 +390,7 @@ def _asked(name: str, value: dict[str, Any], key: str, tools: list[Any] | None, 
         if before is None:
             raise wrong(name, "conversations", None, "a list of messages")
         messages = before + read_messages(name, key, [read_turn(name, f"{key}: from", answer)])
-    return Record(name=name, messages=messages, answers_from=len(messages) - 1, tools=tools, template_options=options)
+    return Record(name=name, messages=messages, answers_from=len(messages) - 1)
 
 
 def _split(name: str, chosen: Any, rejected: Any) -> dict[str, Any]:

@@ -14,4 +14,4 @@ __all__ = ["install", "is_installed", "silence_storage_warnings", "wrap_communic
 
 
 def __getattr__(name: str) -> Any:
-    return public_name(__name__, name, dict.fromkeys(__all__, "patches"))
+    return public_name(__name__, name, {"patches": __all__})

@@ -151,7 +151,7 @@ class Generator:
         weights: ModelWeights
         if isinstance(model, Source):
             self._defaults, self.tokenizer = model.defaults, model.tokenizer
-            self.memory, self._available = _with_room_for_weights(model, comm, cache, dtype, chunk_tokens)
+            self.memory, self._available = memory_beside_weights(model, comm, cache, dtype, chunk_tokens)
             weights = ResidentWeights.read(model.weights, model.dtype(dtype), device_of_rank(comm), on_bytes)
         else:
             weights = GatheredWeights(model)
@@ -334,48 +334,6 @@ def available_memory(comm: CheckedCommunicator, device: torch.device) -> float:
     return float(min(gather_objects(comm, mine)))
 
 
-def require_room(
-    source: Source,
-    comm: CheckedCommunicator,
-    cache: str,
-    dtype: str,
-    chunk_tokens: int | None,
-    prompt: int,
-    options: GenerationOptions,
-) -> None:
-    """Check, before weights are read, that a prompt and its answer fit in memory. Every rank must call it.
-
-    Args:
-        source: The model.
-        comm: The ranks that share a sequence.
-        cache, dtype, chunk_tokens: See `Generator`.
-        prompt: Tokens of the prompt.
-        options: Generation options of its answers.
-
-    Raises:
-        UserError: They do not fit.
-    """
-    memory, available = _with_room_for_weights(source, comm, cache, dtype, chunk_tokens)
-    if problem := too_long(memory, available, prompt + options.max_new_tokens, prompt):
-        raise UserError(problem)
-
-
-def room(
-    source: Source, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None, sequences: int
-) -> int:
-    """Return the most tokens of each of so many sequences that fit in memory, before weights are read.
-
-    Args:
-        source, comm, cache, dtype, chunk_tokens: See `require_room`.
-        sequences: Number of sequences whose cache is in memory at once.
-
-    Raises:
-        UserError: Not even one token fits beside the weights.
-    """
-    memory, available = _with_room_for_weights(source, comm, cache, dtype, chunk_tokens)
-    return memory.longest(available, sequences)
-
-
 def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:
     """Return why a sequence does not fit in memory, or None.
 
@@ -396,10 +354,12 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
     )
 
 
-def _with_room_for_weights(
+def memory_beside_weights(
     source: Source, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None
 ) -> tuple[InferenceMemory, float]:
-    """Return the memory requirements of a model and the available bytes of a rank; see `require_room`.
+    """Return the memory requirements of a model and the available bytes of a rank, before weights are read.
+
+    Every rank of the group must call it. The other arguments are those of `Generator`.
 
     Raises:
         UserError: Not even one token fits beside the weights, or see `inference_memory`.

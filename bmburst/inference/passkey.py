@@ -24,6 +24,7 @@ _SPARE_TOKENS = 8  # tokens of an answer beyond the digits: a space, a quotation
 _ELLIPSES = ("...", "\u2026")
 _REFUSED = "#bbbbbb"
 _INCHES = 0.75  # size of a cell in the image
+_COLUMNS = 9  # columns of a table, which is then 8 + 9 * 8 characters wide
 _FORMS = 10**6  # depths are rounded to multiples of 1 / _FORMS; equal ones have the same keys
 
 
@@ -63,6 +64,11 @@ class PasskeyTest:
         for name in ("lengths", "depths"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise UserError(f"{name} {_listed(getattr(self, name))}\nallowed: each once\nfix: leave out the second")
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self.lengths) * len(self.depths) * self.samples
 
     def key(self, length: int, depth: float, sample: int) -> str:
         """Return the digits of a prompt's key. They do not depend on the other lengths and depths of the test."""
@@ -137,34 +143,18 @@ class PasskeyPrompts:
         return np.concatenate([self._filler.start, self._filler.piece(KEY.format(key=key)), self._question])
 
 
-def measure_passkeys(
-    generator: Generator,
-    prompts: PasskeyPrompts,
-    test: PasskeyTest,
-    *,
-    on_tokens: Callable[[int], object] = lambda _: None,
-    on_length: Callable[[Sequence[PasskeyCell]], object] = lambda _: None,
+def measure(
+    generator: Generator, prompts: PasskeyPrompts, test: PasskeyTest, length: int, on_tokens: Callable[[int], object]
 ) -> list[PasskeyCell]:
-    """Run a passkey test and return a cell for each length and depth. Every rank must call it and gets the same cells.
+    """Return a cell for each depth at one length. Every rank must call it and gets the same cells.
 
     Args:
         generator: Generator of the model. Decoding is greedy for any generation_config.json.
         prompts: Prompts of the same test.
         test: Settings of the test.
+        length: One of its lengths.
         on_tokens: Called with the number of prompt tokens computed since the last call.
-        on_length: Called with the cells of each length, when it is measured or refused.
     """
-    cells = []
-    for length in test.lengths:
-        found = _measure_length(generator, prompts, test, length, on_tokens)
-        on_length(found)
-        cells += found
-    return cells
-
-
-def _measure_length(
-    generator: Generator, prompts: PasskeyPrompts, test: PasskeyTest, length: int, on_tokens: Callable[[int], object]
-) -> list[PasskeyCell]:
     asked = [(depth, sample) for depth in test.depths for sample in range(test.samples)]
     new = max(prompts.new_tokens(length, *each) for each in asked)
     if problem := generator.why_too_long(length, new):
@@ -190,8 +180,11 @@ def _judged(key: str, answer: Answer) -> dict[str, Any]:
     return {"key": key, "answer": text, "right": number is not None and number[0] == key}
 
 
-def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: Sequence[PasskeyCell]) -> dict[str, Any]:
-    """Return the contents of an evaluation's JSON file. `settings` are the settings besides those of the test."""
+def to_json(
+    results: Mapping[str, Sequence[PasskeyCell]], settings: Mapping[str, Any], test: PasskeyTest
+) -> dict[str, Any]:
+    """Return the contents of the JSON file: the cells of the one checkpoint. `settings` are those beside the test's."""
+    ((model, cells),) = results.items()
     return {
         "format": FORMAT,
         "model": model,
@@ -200,24 +193,38 @@ def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: S
     }
 
 
-def draw_passkeys(cells: Sequence[PasskeyCell], model: str, path: Path) -> None:
+def table(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest) -> str:
+    """Return a table of right answers out of all, one line per length, in blocks of at most 80 columns."""
+    (cells,) = results.values()
+    found, depths = {(cell.length, cell.depth): cell for cell in cells}, sorted(test.depths)
+    blocks = []
+    for first in range(0, len(depths), _COLUMNS):
+        some = depths[first : first + _COLUMNS]
+        lines = ["  tokens" + "".join(f"{f'@{depth:.4g}':>8}" for depth in some)]
+        for length in test.lengths:
+            words = "".join(f"{_words_of(found[length, depth]):>8}" for depth in some)
+            lines.append(f"{short(length):>8}{words}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def draw(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest, path: Path) -> None:
     """Plot the fraction of right answers over length and depth. Refused lengths are gray.
 
     Raises:
         OSError: The file cannot be written.
     """
-    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    ((model, cells),) = results.items()
+    lengths, depths = test.lengths, sorted(test.depths)
     found = {(cell.length, cell.depth): cell for cell in cells}
     figure = blank_picture(2.8 + _INCHES * max(len(lengths), 4), 1.6 + _INCHES * max(len(depths), 2))
     axes = figure.subplots()
-    shares = [[_share(found.get((length, depth))) for length in lengths] for depth in depths]
+    shares = [[_share(found[length, depth]) for length in lengths] for depth in depths]
     image = axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set_facecolor(_REFUSED)
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            cell = found.get((length, depth))
-            if cell is not None:
-                axes.text(column, row, words_of(cell), ha="center", va="center", fontsize=8)
+            axes.text(column, row, _words_of(found[length, depth]), ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(lengths)), [short(length, commas=True) for length in lengths], rotation=30)
     axes.set_yticks(range(len(depths)), [f"{depth:.4g}" for depth in depths])
     axes.set_xlabel("tokens of the prompt")
@@ -227,13 +234,13 @@ def draw_passkeys(cells: Sequence[PasskeyCell], model: str, path: Path) -> None:
     save_picture(figure, path)
 
 
-def words_of(cell: PasskeyCell) -> str:
+def _words_of(cell: PasskeyCell) -> str:
     """Return the text of a cell, for example "4/5"."""
     return "refused" if cell.refused is not None else f"{cell.right}/{cell.asked}"
 
 
-def _share(cell: PasskeyCell | None) -> float:
-    return cell.right / cell.asked if cell is not None and cell.asked else float("nan")
+def _share(cell: PasskeyCell) -> float:
+    return cell.right / cell.asked if cell.asked else float("nan")
 
 
 def read_lengths(text: str) -> tuple[int, ...]:

@@ -79,6 +79,11 @@ class TaskTest:
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name} {getattr(self, name)}\nallowed: {least} to {most}\nfix: --{name} {least + 9}")
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self.lengths) * len(self.tasks) * self.samples
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskCell:
@@ -246,29 +251,11 @@ def score_of(expected: Sequence[str], answer: str) -> float:
     return sum(word in answer for word in expected) / len(expected)
 
 
-def measure_tasks(
-    generator: Generator,
-    prompts: TaskPrompts,
-    test: TaskTest,
-    *,
-    on_tokens: Callable[[int], object] = lambda _: None,
-    on_length: Callable[[Sequence[TaskCell]], object] = lambda _: None,
+def measure(
+    generator: Generator, prompts: TaskPrompts, test: TaskTest, length: int, on_tokens: Callable[[int], object]
 ) -> list[TaskCell]:
-    """Run a test and return a cell for each length and task. Every rank must call it and gets the same cells.
-
-    Args:
-        generator: Generator of the model. Decoding is greedy for any generation_config.json.
-        prompts: Prompts of the same test.
-        test: Settings of the test.
-        on_tokens: Called with the number of prompt tokens computed since the last call.
-        on_length: Called with the cells of each length, when it is measured or refused.
-    """
-    cells = []
-    for length in test.lengths:
-        found = [_measure(generator, prompts, test, task, length, on_tokens) for task in test.tasks]
-        on_length(found)
-        cells += found
-    return cells
+    """Return a cell for each task at one length; the arguments are those of `bmburst.inference.passkey.measure`."""
+    return [_measure(generator, prompts, test, task, length, on_tokens) for task in test.tasks]
 
 
 def _measure(
@@ -303,12 +290,13 @@ def to_json(results: Mapping[str, Sequence[TaskCell]], settings: Mapping[str, An
     }
 
 
-def table(results: Mapping[str, Sequence[TaskCell]], tasks: Sequence[str]) -> str:
+def table(results: Mapping[str, Sequence[TaskCell]], test: TaskTest) -> str:
     """Return a line for each checkpoint and length: the score of each task in percent, and their mean; 80 columns."""
+    tasks = test.tasks
     width = 78 - 8 - 13 * len(tasks) - 7
     lines = [f"{'checkpoint':<{width}}{'tokens':>8}" + "".join(f"{task:>13}" for task in tasks) + f"{'mean':>7}"]
     for name, cells in results.items():
-        for length in sorted({cell.length for cell in cells}):
+        for length in test.lengths:
             scores = {cell.task: cell.score for cell in cells if cell.length == length}
             known = [score for score in scores.values() if score is not None]
             mean = f"{100 * sum(known) / len(known):.1f}" if known else ""
@@ -322,21 +310,20 @@ def _percent(score: float | None) -> str:
     return "refused" if score is None else f"{100 * score:.1f}"
 
 
-def draw(results: Mapping[str, Sequence[TaskCell]], tasks: Sequence[str], path: Path) -> None:
+def draw(results: Mapping[str, Sequence[TaskCell]], test: TaskTest, path: Path) -> None:
     """Plot the score over length: a panel for each task, a line for each checkpoint.
 
     Raises:
         OSError: The file cannot be written.
     """
-    figure = blank_picture(3.2 * len(tasks) + 1, 3.2)
-    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-    for panel, task in zip(panels, tasks, strict=True):
+    figure = blank_picture(3.2 * len(test.tasks) + 1, 3.2)
+    panels = figure.subplots(1, len(test.tasks), squeeze=False, sharey=True)[0]
+    for panel, task in zip(panels, test.tasks, strict=True):
         for name, cells in results.items():
             points = [(cell.length, 100 * cell.score) for cell in cells if cell.task == task and cell.score is not None]
             panel.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
-        lengths = sorted({cell.length for cells in results.values() for cell in cells})
         panel.set_xscale("log", base=2)
-        panel.set_xticks(lengths, [short(length) for length in lengths])
+        panel.set_xticks(test.lengths, [short(length) for length in test.lengths])
         panel.minorticks_off()
         panel.set_ylim(-3, 103)
         panel.set_title(task, fontsize=10)

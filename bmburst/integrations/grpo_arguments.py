@@ -6,7 +6,7 @@ The lists name what was read in TRL 1.16 and transformers 5.23.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bmburst.integrations.trainer_arguments import done
+from bmburst.integrations.trainer_arguments import SHARED, done
 
 _SAME = "read by TRL; the same, because every rank keeps its own rows"
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -35,35 +35,18 @@ ALLOWED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 
 _READ: Mapping[str, str] = MappingProxyType(
     {
-        _SAME: """
-            output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps
-            learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm
-            optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon
-            bf16 fp16 bf16_full_eval fp16_full_eval tf32 torch_empty_cache_steps use_cache
-            logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
-            log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
-            trackio_static_space_id
-            eval_strategy eval_steps eval_delay per_device_eval_batch_size eval_on_start prediction_loss_only
-            eval_accumulation_steps eval_do_concat_batches
-            save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
-            push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-            load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-            restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism seed data_seed use_cpu
-            dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-            dataloader_multiprocessing_context dataloader_in_order dataloader_drop_last remove_unused_columns
-            accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend
-            ddp_timeout debug skip_memory_metrics do_train do_eval do_predict local_rank
-            trust_remote_code disable_dropout num_generations num_generations_eval max_completion_length
-            ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation
-            temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
+        _SAME: f"""
+            {SHARED}
+            prediction_loss_only eval_accumulation_steps eval_do_concat_batches accelerator_config disable_dropout
+            num_generations num_generations_eval max_completion_length ds3_gather_for_generation generation_batch_size
+            steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
             cache_implementation beta num_iterations epsilon delta epsilon_high sapo_temperature_neg
             sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg reward_weights
-            multi_objective_aggregation scale_rewards mask_truncated_completions sync_ref_model
-            ref_model_mixup_alpha ref_model_sync_steps entropy_coef max_tool_calling_iterations
-            off_policy_mask_threshold use_bias_correction_kl normalize_advantages reward_clip_range
-            log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo
-            model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
-            optimizers quantization_config tools rollout_func environment_factory
+            multi_objective_aggregation scale_rewards mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+            ref_model_sync_steps entropy_coef max_tool_calling_iterations off_policy_mask_threshold
+            use_bias_correction_kl normalize_advantages reward_clip_range log_completions num_completions_to_print
+            log_unique_prompts log_completions_hub_repo reward_funcs reward_processing_classes tools rollout_func
+            environment_factory
             """,
         "read by TRL; vLLM has attention of its own": """
             use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex

@@ -9,11 +9,29 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from bmburst.config.foreign import by_name
 from bmburst.errors import UserError
 
 Allowed = Mapping[str, tuple[tuple[object, ...], str]]
 _LOSSES = ("Trainer", "SFTTrainer")
 _SAME = "read by the Trainer; the same on split sequences"
+SHARED = """
+    output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm optim_args optim_target_modules weight_decay
+    adam_beta1 adam_beta2 adam_epsilon bf16 fp16 bf16_full_eval fp16_full_eval tf32 use_cache torch_empty_cache_steps
+    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
+    log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+    eval_strategy eval_steps eval_delay per_device_eval_batch_size eval_on_start save_only_model save_strategy
+    save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism
+    seed data_seed use_cpu dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order dataloader_drop_last
+    remove_unused_columns ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend ddp_timeout
+    debug skip_memory_metrics do_train do_eval do_predict local_rank trust_remote_code shuffle_dataset
+    pad_to_multiple_of model args train_dataset eval_dataset processing_class callbacks optimizers quantization_config
+"""
+"""Arguments that were read for all of these trainers and are the same on split sequences."""
 _NO_LOGITS = "no effect, because predictions are not gathered"
 
 
@@ -40,31 +58,14 @@ _ALLOWED: Allowed = MappingProxyType(
 
 _READ: Mapping[str, str] = MappingProxyType(
     {
-        _SAME: """
-            output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps
-            learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm
-            optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon
-            bf16 fp16 bf16_full_eval fp16_full_eval tf32 torch_compile torch_compile_backend torch_compile_mode
-            activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
-            gradient_checkpointing_kwargs use_cache torch_empty_cache_steps
-            logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
-            log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
-            trackio_static_space_id
-            eval_strategy eval_steps eval_delay per_device_eval_batch_size eval_on_start
-            save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
-            push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-            load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-            restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism seed data_seed use_cpu
-            dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-            dataloader_multiprocessing_context dataloader_in_order dataloader_drop_last remove_unused_columns
-            length_column_name
-            ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
-            ddp_timeout debug skip_memory_metrics do_train do_eval do_predict local_rank
-            model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
-            eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
-            pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss activation_offloading
-            model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers
-            optimizer_cls_and_kwargs quantization_config formatting_func
+        _SAME: f"""
+            {SHARED}
+            optim torch_compile torch_compile_backend torch_compile_mode activation_checkpointing
+            activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs length_column_name
+            ddp_static_graph model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
+            eos_token pad_token max_length truncation_mode packing packing_strategy padding_free eval_packing
+            completion_only_loss assistant_only_loss activation_offloading data_collator model_init
+            optimizer_cls_and_kwargs formatting_func
             """,
         _NO_LOGITS: """
             eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
@@ -95,7 +96,7 @@ def done(read: Mapping[str, str], allowed: Allowed) -> Mapping[str, str]:
         allowed: The arguments of which some values are exact.
     """
     return MappingProxyType(
-        {name: does for does, names in read.items() for name in names.split()}
+        by_name(read)
         | {name: f"read; allowed: {_listed(values)}, because {why}" for name, (values, why) in allowed.items()}
     )
 

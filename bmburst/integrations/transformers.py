@@ -174,11 +174,7 @@ class Part:
 
         They are those of the rows one by one, and differentiable, for any loss of them. DDP and FSDP2 average gradients
         over ranks: they compute the gradient of the mean over ranks of the ranks' losses. Logits are computed for some
-        thousand tokens at a time, as in `loss`.
-
-        Args:
-            model: As in `logits`.
-            inputs: As in `logits`.
+        thousand tokens at a time, as in `loss`. The arguments are those of `logits`.
 
         Returns:
             For each row `[tokens of the row - 1]` in nats, fp32 or wider: of its tokens from the second on; 0 where a

@@ -16,6 +16,7 @@ from torch import Tensor
 from bmburst.amounts import whole_number
 from bmburst.attention.options import require_numbers
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
+from bmburst.config.foreign import by_name
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, lengths_between
 from bmburst.schedule.layout import Balanced, make_layout, padded_layout
@@ -29,21 +30,17 @@ DocumentsOption = Documents | Sequence[Documents] | None
 
 READ = "read"
 BATCH_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "input_ids": READ,
-        "labels": READ,
-        "position_ids": READ,
-        "attention_mask": READ,
-        "cu_seq_lens_q": READ,
-        "cu_seq_lens_k": READ,
-        "max_length_q": READ,
-        "max_length_k": READ,
-        "seq_idx": READ,
-        "length": "no effect, because it is for samplers",
-        "special_tokens_mask": "no effect, because it is for collators",
-        "offset_mapping": "no effect, because it describes the text",
-        "overflow_to_sample_mapping": "no effect, because it describes the text",
-    }
+    by_name(
+        {
+            READ: """
+                input_ids labels position_ids attention_mask cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k
+                seq_idx
+            """,
+            "no effect, because it is for samplers": "length",
+            "no effect, because it is for collators": "special_tokens_mask",
+            "no effect, because it describes the text": "offset_mapping overflow_to_sample_mapping",
+        }
+    )
 )
 """The keys of a batch that are understood, and what is done with each. All others are refused."""
 

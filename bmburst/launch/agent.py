@@ -127,11 +127,6 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def torchrun_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the options with which torchrun would start the same ranks."""
-    return ["--standalone", f"--nproc-per-node={spec.nproc}"]
-
-
 def rank_environment(spec: LaunchSpec, rank: int, address: StoreAddress) -> dict[str, str]:
     """Return the environment variables of a rank, with the names that torchrun uses.
 

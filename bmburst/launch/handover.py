@@ -1,8 +1,8 @@
 """Hands one request to all ranks: resolved and checked once, above, and trusted by the ranks.
 
-A command resolves its options to a request, a dictionary of JSON types. `run_on_ranks` starts ranks on this machine,
-each of which calls `run_rank(request)` of a module. If torchrun started this process as one of its ranks,
-`run_joined_rank` does the same: rank 0 resolves the request, and the other ranks get it through the ranks' store.
+A command resolves its options to a request, a dictionary of JSON types. `run_command` starts ranks on this machine,
+each of which calls `run_rank(request)` of a module. If torchrun started this process as one of its ranks, rank 0
+resolves the request, and the other ranks get it through the ranks' store.
 """
 
 import contextlib
@@ -25,14 +25,34 @@ from bmburst.launch.spec import LaunchSpec
 from bmburst.setup.kernel_caches import flash_attention_4
 
 Request = Mapping[str, Any]
+Settle = Callable[[int | None], AbstractContextManager[tuple[Request | None, LaunchSpec]]]
+"""Decides and checks all that ranks do, once. It gets the number of ranks if another launcher has started them; this is
+rank 0 then. In its context are the request to the ranks, None if there is nothing to do, and how they are watched."""
 _KEY, _READERS = "request", "ranks that have read it"
 _BAD_INPUT = 2
 _FAREWELL = 60.0  # seconds that rank 0 waits for ranks that are still starting
 
 
-def is_rank() -> bool:
-    """Return whether this process is a rank: a launcher has set RANK."""
-    return "RANK" in os.environ
+def run_command(module: str, settle: Settle, here: Callable[[Request], int] | None = None) -> int:
+    """Settle a request, let all ranks call `run_rank(request)` of a module, and return the exit status.
+
+    Args:
+        module: Name of the module. Its `run_rank` returns the exit status of a rank.
+        settle: See `Settle`.
+        here: Does the work of a single rank in this process, and returns the exit status; None: a rank is started.
+
+    Raises:
+        UserError: `settle` or the work raises it. Ranks of another launcher return 2 then, but for rank 0.
+    """
+    if "RANK" in os.environ:  # a launcher has set it
+        return _run_joined_rank(module, settle)
+    with settle(None) as (request, spec):
+        if request is None:
+            return 0
+        if here is not None and spec.nproc == 1:
+            _keep_kernels()
+            return here(request)
+        return run_on_ranks(module, request, spec)
 
 
 def run_on_ranks(module: str, request: Request, spec: LaunchSpec) -> int:
@@ -48,25 +68,8 @@ def run_on_ranks(module: str, request: Request, spec: LaunchSpec) -> int:
     return launch(spec, ["-m", "bmburst.launch.handover", module], json.dumps(request))
 
 
-def run_here(work: Callable[[Request], int], request: Request) -> int:
-    """Do the work of a single rank in this process, and return its result. Compiled kernels are kept, as in ranks."""
-    _keep_kernels()
-    return work(request)
-
-
-def run_joined_rank(
-    module: str, settle: Callable[[int], AbstractContextManager[tuple[Request | None, LaunchSpec]]]
-) -> int:
-    """Run this process, which another launcher started, as a rank. Returns its exit status.
-
-    Args:
-        module: See `run_on_ranks`.
-        settle: For rank 0: a context of the request (None: there is nothing to do) and the limits of time; gets the
-            number of ranks.
-
-    Raises:
-        UserError: On rank 0, if `settle` or the work raises it. The other ranks return 2: rank 0 prints the message.
-    """
+def _run_joined_rank(module: str, settle: Settle) -> int:
+    """Run this process, which another launcher started, as a rank. Returns its exit status."""
     from bmburst.launch.start import join
 
     store, world = join(), int(os.environ["WORLD_SIZE"])

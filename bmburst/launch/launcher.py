@@ -33,7 +33,6 @@ from bmburst.launch.agent import (
     all_handle_signals,
     rank_command,
     start_guard,
-    torchrun_arguments,
 )
 from bmburst.launch.rank import (
     FOLDER,
@@ -120,7 +119,8 @@ class CheckedLaunch:
 
     def __str__(self) -> str:
         """Return the shell command that torchrun would need for the same ranks."""
-        words = ["torchrun", *torchrun_arguments(self.spec), "--no-python", *rank_command(self.command)]
+        words = ["torchrun", "--standalone", f"--nproc-per-node={self.spec.nproc}", "--no-python"]
+        words += rank_command(self.command)
         return "\n".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(words)])
 
 

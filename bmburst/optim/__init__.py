@@ -6,7 +6,7 @@ from bmburst import public_name
 
 __all__ = ["AdamW", "OptimizerConfig", "build_optimizer"]
 
-_HOMES = {"AdamW": "adamw", "OptimizerConfig": "config", "build_optimizer": "adamw"}
+_HOMES = {"adamw": ("AdamW", "build_optimizer"), "config": ("OptimizerConfig",)}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
 from bmburst.comm.host_memory import host_shard
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known
 from bmburst.optim.config import OptimizerConfig, require_kernel
 from bmburst.optim.states import (
     DTYPES,
@@ -40,7 +40,7 @@ from bmburst.optim.updates import (
 )
 from bmburst.zero import NamedShard, named_shards, scatter_piece
 from bmburst_ops.fused import triton_twin
-from bmburst_ops.host_adamw import joined, split
+from bmburst_ops.host_adamw import Rates, joined, split
 
 _EPS = 1e-6
 KERNELS = ("auto", "bmtrain")
@@ -107,10 +107,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         state: str = "float32",
         parts: Mapping[torch.Tensor, Sequence[Part]] | None = None,
     ) -> None:
-        if kernel not in KERNELS:
-            raise unknown("optimizer kernel", kernel, KERNELS)
-        if state not in DTYPES:
-            raise unknown("optimizer state", state, tuple(DTYPES))
+        require_known("optimizer kernel", kernel, KERNELS)
+        require_known("optimizer state", state, DTYPES)
         if state != "float32":
             require_kernel(kernel, state)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -291,7 +289,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
             if _is_wide(group):
                 parameters = [p for p in group["params"] if p.grad is not None]
-                step_wide(parameters, [self.state[p] for p in parameters], group, scale)
+                step_wide(parameters, [self.state[p] for p in parameters], _rates(group), scale)
             elif fused is not None:
                 step_fused(fused, self._updates(group), of_group)
             elif self._is_half(group["params"][0]):
@@ -366,7 +364,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
         return [
-            Update(weights=p.data, gradient=p.grad, state=self._state(p), parts=self._parts_of(p), **_rates(group))
+            Update(weights=p.data, gradient=p.grad, state=self._state(p), parts=self._parts_of(p), rates=_rates(group))
             for p in group["params"]
             if p.grad is not None and p.requires_grad and host_shard(p) is None
         ]
@@ -379,7 +377,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
                 factor=None if self._is_half(p) else self._factor,
                 state=self._state(p),
                 parts=self._parts_of(p),
-                **_rates(group),
+                rates=_rates(group),
                 scale=of_halves if self._is_half(p) else scale,
             )
             for p in group["params"]
@@ -485,8 +483,8 @@ def state_names(shard: NamedShard) -> tuple[str, ...]:
     return _names(shard.dtype)
 
 
-def _rates(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+def _rates(group: dict[str, Any]) -> Rates:
+    return Rates(*(group[name] for name in Rates._fields))
 
 
 def _names(dtype: torch.dtype) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from bmburst.comm.host_memory import HostShard
 from bmburst.optim.states import MASTER, MEAN, REMAINDER, SQUARE, STEP, Part, Run, runs_of
-from bmburst_ops.host_adamw import adamw_, joined, split, widened
+from bmburst_ops.host_adamw import Rates, adamw_, joined, split, widened
 
 PIECE = 1 << 22
 """Elements of a piece."""
@@ -42,20 +42,14 @@ class Update:
             fp32 master weights `_param_fp32` or, for small moments of bf16 weights, `_param_remainder`, int16; updated
             in place. `step`: number of steps taken, incremented.
         parts: The runs of the weights that are updated.
-        lr: Learning rate.
-        betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay per unit of `lr`.
+        rates: The rates of the step.
     """
 
     weights: Tensor
     gradient: Tensor
     state: dict[str, Any]
     parts: Sequence[Part]
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    rates: Rates
 
 
 class HostAdam:
@@ -188,7 +182,7 @@ def _on_host(
         weights,
         gradient,
         (state[MEAN].view(-1)[at], state[SQUARE].view(-1)[at]),
-        update,
+        update.rates,
         step=step,
         scale=scale,
         factor=factor,
@@ -209,10 +203,7 @@ class ShardUpdate:
         state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes; `_param_remainder`, int16, for bf16
             weights; `_param_fp32` for fp16 weights; `step`: number of steps taken, incremented.
         parts: The runs of the weights that are updated.
-        lr: Learning rate.
-        betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay per unit of `lr`.
+        rates: The rates of the step.
         scale: Divisor of the gradient, applied in fp32.
     """
 
@@ -221,10 +212,7 @@ class ShardUpdate:
     factor: float | None
     state: dict[str, Any]
     parts: Sequence[Part]
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    rates: Rates
     scale: float
 
 
@@ -270,10 +258,7 @@ def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
         state[STEP] += 1
         kernel.adamw_(
             *(state[MASTER], update.weights, update.gradient, state[MEAN], state[SQUARE]),
-            lr=update.lr,
-            betas=update.betas,
-            eps=update.eps,
-            weight_decay=update.weight_decay,
+            **update.rates._asdict(),
             step=state[STEP],
             scale=scale,
         )
@@ -294,7 +279,7 @@ def step_small(kernel: Any, updates: Sequence[Update], scale: float) -> None:
             weights, gradient, mean, square, master, remainder = _of_run(update, part.at)
             kernel.adamw_(
                 *(weights, gradient, (mean, square), Run(part.at, part).rounding(state, state[STEP])),
-                **_rates(update),
+                **update.rates._asdict(),
                 step=state[STEP],
                 scale=scale,
                 master=master,
@@ -318,7 +303,7 @@ def step_plain(updates: Sequence[Update], scale: float) -> None:
             own = own if remainder is None else joined(weights, remainder)
             wide = gradient.to(torch.float32, copy=True).div_(scale)
             with widened((mean, square), run.rounding(state, state[STEP])) as moments:
-                _by_torch([own], [wide], [moments[0]], [moments[1]], [state[STEP] - 1], _rates(update), foreach=False)
+                _by_torch([own], [wide], [moments[0]], [moments[1]], [state[STEP] - 1], update.rates, foreach=False)
             if remainder is not None:
                 split(own, weights, remainder)
             elif master is not None:
@@ -333,15 +318,13 @@ def _of_run(update: Update, at: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return weights, gradient, mean, square, master, remainder
 
 
-def step_wide(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any], scale: float
-) -> None:
+def step_wide(parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], rates: Rates, scale: float) -> None:
     """Update fp32 weights with torch operations.
 
     Args:
-        parameters: Parameters of `group` that have a gradient.
+        parameters: Parameters that have a gradient.
         states: State of each parameter; an empty state is initialized.
-        group: Parameter group with the hyperparameters.
+        rates: The rates of the step.
         scale: Divisor of the gradients.
     """
     for parameter, state in zip(parameters, states, strict=True):
@@ -349,7 +332,7 @@ def step_wide(
             state.update({STEP: 0, MEAN: torch.zeros_like(parameter), SQUARE: torch.zeros_like(parameter)})
     gradients = [p.grad if scale == 1 else p.grad / scale for p in parameters if p.grad is not None]
     means, squares, steps = ([state[name] for state in states] for name in (MEAN, SQUARE, STEP))
-    _by_torch(list(parameters), gradients, means, squares, steps, group)
+    _by_torch(list(parameters), gradients, means, squares, steps, rates)
     for state in states:
         state[STEP] += 1
 
@@ -360,7 +343,7 @@ def _by_torch(
     means: list[Tensor],
     squares: list[Tensor],
     steps: Sequence[int],
-    rates: dict[str, Any],
+    rates: Rates,
     *,
     foreach: bool | None = None,
 ) -> None:
@@ -373,14 +356,10 @@ def _by_torch(
         [torch.tensor(float(step)) for step in steps],
         foreach=foreach,
         amsgrad=False,
-        beta1=rates["betas"][0],
-        beta2=rates["betas"][1],
-        lr=rates["lr"],
-        weight_decay=rates["weight_decay"],
-        eps=rates["eps"],
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        lr=rates.lr,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
         maximize=False,
     )
-
-
-def _rates(update: Update) -> dict[str, Any]:
-    return {"lr": update.lr, "betas": update.betas, "eps": update.eps, "weight_decay": update.weight_decay}

@@ -4,7 +4,7 @@ Imports no torch. The overhead of kernels was measured on H200s.
 """
 
 import shlex
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from bmburst.blocks.config import LlamaConfig
@@ -88,7 +88,7 @@ class InferenceMemory:
 
     def longest(self, available: float, sequences: int = 1) -> int:
         """Return the longest length at which `sequences` sequences fit in `available` bytes; 0 if none fits."""
-        return _largest(lambda length: self.total(sequences, length) <= available)
+        return bisect_left(range(1, 1 << 40), True, key=lambda length: self.total(sequences, length) > available)
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
@@ -131,18 +131,6 @@ def usable(free: float, device: float) -> float:
         device: All bytes of the device; a fraction of them is reserved.
     """
     return max(0.0, free - RESERVE * device)
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits; 0 if 1 does not. All numbers below one that fits must fit."""
-    step = 1
-    while fits(step) and step < 1 << 40:
-        step *= 2
-    low, high = step // 2, step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 READ_RATIO = 4.8 / 3.8

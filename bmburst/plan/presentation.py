@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.amounts import GIB, short
-from bmburst.errors import UserError
-from bmburst.outputs import blank_picture, save_picture
+from bmburst.outputs import blank_picture, explained_write, save_picture
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.inference import Generation, GenerationTask
 from bmburst.plan.search import Prediction
@@ -327,7 +326,8 @@ def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     hardware, tokens = shown[0].hardware.name, short(task.sequence, commas=True)
     where = f"{task.preset}, {tokens} tokens x {task.batch}, {task.gpus} x {hardware}"
     figure.suptitle(f"Predicted time of a step\n{where}", fontsize=10)
-    _save(figure, path)
+    with explained_write("--output", path):
+        save_picture(figure, path)
 
 
 def _draw_times(axes: Any, shown: Sequence[Prediction]) -> None:
@@ -348,10 +348,3 @@ def _draw_times(axes: Any, shown: Sequence[Prediction]) -> None:
     axes.set_xlim(0, 1.35 * max(each.seconds for each in shown))
     axes.set_xlabel("seconds; right of a bar: MFU, GiB of a GPU")
     axes.grid(axis="x", alpha=0.3)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        save_picture(figure, path)
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None

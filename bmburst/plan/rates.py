@@ -24,7 +24,7 @@ from torch import Tensor
 from bmburst.launch.launcher import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
 from bmburst_ops import ATTENTION_BACKWARD
-from bmburst_ops.host_adamw import adamw_
+from bmburst_ops.host_adamw import Rates, adamw_
 
 PrintLine = Callable[[str], None]
 _LEAST, _MOST = 3, 20  # number of timed calls
@@ -128,15 +128,6 @@ def render(name: str, facts: Mapping[str, Fact], head: str) -> str:
 def _text(value: str) -> str:
     plain = "".join(character if character.isprintable() else " " for character in value)
     return '"' + plain.replace("\\", "\\\\").replace('"', "'") + '"'
-
-
-class _AdamW(NamedTuple):
-    """Usual hyperparameters of AdamW; its time does not depend on them."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
 
 
 def call_seconds(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:
@@ -295,7 +286,7 @@ def _host_adam(scale: Scale) -> Fact:
     numbers = scale.nbytes // 16
     weights, gradient = (torch.zeros(numbers, dtype=torch.bfloat16) for _ in range(2))
     moments, remainder = (torch.zeros(numbers), torch.zeros(numbers)), torch.zeros(numbers, dtype=torch.int16)
-    step = partial(adamw_, weights, gradient, moments, _AdamW(), step=1, remainder=remainder)
+    step = partial(adamw_, weights, gradient, moments, Rates(1e-3, (0.9, 0.95), 1e-8, 0.1), step=1, remainder=remainder)
     gpus = max(1, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     rate = numbers / call_seconds(step, torch.device("cpu")) / gpus
     return measured(rate, "weights/s a GPU", f"AdamW of bf16 weights on {torch.get_num_threads()} threads, over {gpus}")

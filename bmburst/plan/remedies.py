@@ -1,38 +1,24 @@
 """What would make a task fit into memory: more host memory, or a smaller type of optimizer state."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from bmburst.amounts import GIB
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Offload, Task
+from bmburst.plan.candidates import Task
 from bmburst.plan.memory import HOST_SHARE
 from bmburst.plan.search import search
-from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 
 _PLENTY = 1 << 50
 """Bytes of host memory that are enough for any model."""
 
 
-def remedy(
-    task: Task,
-    hardware: Hardware,
-    *,
-    recompute: Sequence[str] = POLICIES,
-    zero: Sequence[int] = ZERO,
-    groups: Sequence[str] = ZERO_GROUPS,
-    tensor: Sequence[int] | None = None,
-    pipe: Sequence[int] = (1,),
-    offload: Sequence[Offload] = tuple(Offload),
-) -> str:
+def remedy(task: Task, hardware: Hardware, **tried: Any) -> str:
     """Return what a task that does not fit needs, for "it needs ...". The arguments are those of `search`."""
 
     def fitting(asked: Task, machine: Hardware) -> list[float]:
-        tried: dict[str, Any] = {"recompute": recompute, "zero": zero, "groups": groups, "tensor": tensor, "pipe": pipe}
-        found = search(asked, machine, offload=offload, **tried)
-        return [each.memory.in_host for each in found if each.memory.fits]
+        return [each.memory.in_host for each in search(asked, machine, **tried) if each.memory.fits]
 
     words = []
     if hosts := fitting(task, replace(hardware, host_memory=float(_PLENTY))):

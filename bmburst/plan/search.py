@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
@@ -17,6 +17,7 @@ from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops import ATTENTION_BACKWARD
 
+Value = TypeVar("Value")
 ALIKE = 1e-3
 """Step times that differ by a smaller fraction count as equal. The way with less memory is then better."""
 MLP_GAIN = 1e-2
@@ -183,20 +184,22 @@ def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupChoice:
-    """The ranks over which ZeRO shards.
+class Choice(Generic[Value]):
+    """What "auto" stands for in a run.
 
     Attributes:
-        ranks: Ranks of a ZeRO group; None: all ranks.
+        value: The chosen value.
         message: One line with the reason for the choice.
     """
 
-    ranks: int | None
+    value: Value
     message: str
 
 
-def choose_zero_group(over_all: Prediction, over_nodes: Prediction) -> GroupChoice:
+def choose_zero_group(over_all: Prediction, over_nodes: Prediction) -> Choice[int | None]:
     """Return the ZeRO group of `--parallel.zero_group auto`: that of nodes where it fits and saves `GROUP_GAIN`.
+
+    The value is the ranks of a group; None: all ranks.
 
     Args:
         over_all: Prediction of a way that shards over all ranks.
@@ -205,26 +208,13 @@ def choose_zero_group(over_all: Prediction, over_nodes: Prediction) -> GroupChoi
     ranks = over_nodes.candidate.shards
     times = f"predicted {over_nodes.seconds:.3g} s a step, {over_all.seconds:.3g} s over all ranks"
     if not over_nodes.memory.fits:
-        return GroupChoice(None, f"zero_group auto: world, because ZeRO over the {ranks} ranks of a node does not fit")
+        return Choice(None, f"zero_group auto: world, because ZeRO over the {ranks} ranks of a node does not fit")
     if over_nodes.seconds * (1 + GROUP_GAIN) < over_all.seconds or not over_all.memory.fits:
-        return GroupChoice(ranks, f"zero_group auto: node, ZeRO over {ranks} ranks: {times}")
-    return GroupChoice(None, f"zero_group auto: world; ZeRO over the {ranks} ranks of a node: {times}")
+        return Choice(ranks, f"zero_group auto: node, ZeRO over {ranks} ranks: {times}")
+    return Choice(None, f"zero_group auto: world; ZeRO over the {ranks} ranks of a node: {times}")
 
 
-@dataclass(frozen=True, slots=True)
-class LevelChoice:
-    """The ZeRO stage of a run.
-
-    Attributes:
-        level: 2 or 3.
-        message: One line with the reason for the choice.
-    """
-
-    level: Literal[2, 3]
-    message: str
-
-
-def choose_zero_level(kept: Prediction, gathered: Prediction) -> LevelChoice:
+def choose_zero_level(kept: Prediction, gathered: Prediction) -> Choice[Literal[2, 3]]:
     """Return the ZeRO stage of `--parallel.zero_level auto`: 2 where it fits and is not slower.
 
     Stage 2 makes fewer gathers. Where the GPU waits for the host, that saves time which the planner does not count.
@@ -235,10 +225,10 @@ def choose_zero_level(kept: Prediction, gathered: Prediction) -> LevelChoice:
     """
     times = f"predicted {kept.seconds:.3g} s a step with 2, {gathered.seconds:.3g} s with 3"
     if not kept.memory.fits:
-        return LevelChoice(3, "zero_level auto: 3, because whole weights do not fit")
+        return Choice(3, "zero_level auto: 3, because whole weights do not fit")
     if kept.seconds <= gathered.seconds * (1 + ALIKE) or not gathered.memory.fits:
-        return LevelChoice(2, f"zero_level auto: 2; {times}")
-    return LevelChoice(3, f"zero_level auto: 3; {times}")
+        return Choice(2, f"zero_level auto: 2; {times}")
+    return Choice(3, f"zero_level auto: 3; {times}")
 
 
 def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:
@@ -252,19 +242,6 @@ def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:
     return replace(hardware, memory=free * (1 - MARGIN) + reserved_memory(task, hardware))
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeChoice:
-    """The recompute policy of a run.
-
-    Attributes:
-        name: The policy.
-        message: One line with the reason for the choice.
-    """
-
-    name: str
-    message: str
-
-
 def choose_recompute(
     way: Candidate,
     hardware: Hardware,
@@ -273,7 +250,7 @@ def choose_recompute(
     layout: str,
     policies: Sequence[str] = POLICIES,
     taken: float = 0.0,
-) -> RecomputeChoice:
+) -> Choice[str]:
     """Return the fastest policy that fits; if none fits, the one with the smallest peak.
 
     Args:
@@ -293,9 +270,7 @@ def choose_recompute(
     hosted = found.memory.in_host / GIB
     more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
     more += f"; other programs have {taken / GIB:.1f} GiB of a GPU" if taken else ""
-    return RecomputeChoice(
-        name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})"
-    )
+    return Choice(name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})")
 
 
 def best(ways: Sequence[Candidate], hardware: Hardware) -> Prediction:

@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["POLICIES", "Policy", "PrefixRecompute", "checkpoint", "is_recomputing", "keep"]
 
 _HOMES = {
-    "POLICIES": "policy",
-    "PrefixRecompute": "checkpointing",
-    "Policy": "policy",
-    "checkpoint": "checkpointing",
-    "is_recomputing": "checkpointing",
-    "keep": "checkpointing",
+    "checkpointing": ("PrefixRecompute", "checkpoint", "is_recomputing", "keep"),
+    "policy": ("POLICIES", "Policy"),
 }
 
 

@@ -40,19 +40,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BlockSparse": "mask",
-    "Causal": "mask",
-    "Documents": "documents",
-    "Full": "mask",
-    "Layout": "layout",
-    "Mask": "mask",
-    "PrefixLM": "documents",
-    "Schedule": "ring_schedule",
-    "SlidingWindow": "mask",
-    "Tree": "tree",
-    "make_layout": "layout",
-    "make_mask": "mask",
-    "make_schedule": "ring_schedule",
+    "documents": ("Documents", "PrefixLM"),
+    "layout": ("Layout", "make_layout"),
+    "mask": ("BlockSparse", "Causal", "Full", "Mask", "SlidingWindow", "make_mask"),
+    "ring_schedule": ("Schedule", "make_schedule"),
+    "tree": ("Tree",),
 }
 
 

@@ -33,19 +33,6 @@ _NVCC_PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runti
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Missing:
-    """A missing tool.
-
-    Attributes:
-        what: Name of the tool.
-        command: The command that installs the tool.
-    """
-
-    what: str
-    command: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Toolchain:
     """Paths of the tools.
 
@@ -91,33 +78,30 @@ def find_toolchain(machine: Machine) -> Toolchain:
     """
     missing = list_missing(machine)
     if missing or machine.nvcc is None or machine.nccl is None:
-        commands = "; ".join(join_commands([tool.command for tool in missing]))
-        raise UserError(f"missing: {', '.join(tool.what for tool in missing)}\nfix: {commands}")
+        commands = "; ".join(join_commands(list(missing.values())))
+        raise UserError(f"missing: {', '.join(missing)}\nfix: {commands}")
     return Toolchain(nvcc=machine.nvcc, nccl=machine.nccl)
 
 
-def list_missing(machine: Machine) -> list[Missing]:
-    """Return the tools that the build needs and that a machine lacks."""
+def list_missing(machine: Machine) -> dict[str, str]:
+    """Return the tools that the build needs and that a machine lacks, each with the command that installs it."""
     nvcc, which, has_module = machine.nvcc, machine.which, machine.has_module
-    found = []
+    found = {}
     if nvcc is None:
-        found.append(Missing(what="nvcc", command=f"{_PIP} {_NVCC_PACKAGES}"))
+        found["nvcc"] = f"{_PIP} {_NVCC_PACKAGES}"
     if not _has_cmake(which("cmake")):
-        found.append(Missing(what=f"cmake {_OLDEST_CMAKE[0]}.{_OLDEST_CMAKE[1]} or later", command=f"{_PIP} cmake"))
+        found[f"cmake {_OLDEST_CMAKE[0]}.{_OLDEST_CMAKE[1]} or later"] = f"{_PIP} cmake"
     if not (which("make") or has_module("ninja")):
-        found.append(Missing(what="make or ninja", command=f"{_PIP} ninja"))
+        found["make or ninja"] = f"{_PIP} ninja"
     if not (which("c++") or which(os.environ.get("CXX", "g++"))):
-        found.append(Missing(what="a C++ compiler", command="apt-get install -y g++"))
+        found["a C++ compiler"] = "apt-get install -y g++"
     if not (machine.include / "Python.h").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        found.append(Missing(what="Python.h", command=f"apt-get install -y python{version}-dev"))
+        found["Python.h"] = f"apt-get install -y python{sys.version_info.major}.{sys.version_info.minor}-dev"
     for module in ("pip", "setuptools", "wheel", "pybind11"):
         if not has_module(module):
-            command = f"{sys.executable} -m ensurepip" if module == "pip" else f"{_PIP} {module}"
-            found.append(Missing(what=module, command=command))
+            found[module] = f"{sys.executable} -m ensurepip" if module == "pip" else f"{_PIP} {module}"
     if machine.nccl is None:
-        command = f"{_PIP} --no-deps nvidia-nccl-cu{cuda_major(nvcc) if nvcc else 13}"
-        found.append(Missing(what="nccl.h and libnccl.so.2", command=command))
+        found["nccl.h and libnccl.so.2"] = f"{_PIP} --no-deps nvidia-nccl-cu{cuda_major(nvcc) if nvcc else 13}"
     return found
 
 

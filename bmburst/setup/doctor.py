@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -162,23 +163,9 @@ def _version(distribution: str) -> str:
         return "installed"
 
 
-@dataclass(frozen=True, slots=True)
-class PackageCheck:
-    """A check for a package: `name` is filled in by the list of checks.
-
-    Attributes:
-        module: Name of the module to import.
-        distribution: Name of the package in the registry.
-        use: Purpose of the package.
-    """
-
-    module: str
-    distribution: str
-    use: str
-
-    def __call__(self, name: str) -> Finding:
-        """Look for the package and import it."""
-        return _imported(name, self.module, self.distribution, f"for {self.use}", self.distribution)
+def package(module: str, use: str, name: str) -> Finding:
+    """Look for a package, by the name of its module and of the check, and import it. `use` says what it is for."""
+    return _imported(name, module, name, f"for {use}", name)
 
 
 _FA3 = '--no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
@@ -211,16 +198,16 @@ CHECKS: tuple[Check, ...] = (
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
     Check("kernel fla", linear_attention),
     Check("kernel caches", _caches_of_gpus),
-    Check("numpy", PackageCheck("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
-    Check("PyYAML", PackageCheck("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),
-    Check("safetensors", PackageCheck("safetensors", "safetensors", "checkpoints"), needed=True, with_torch=False),
-    Check("tqdm", PackageCheck("tqdm", "tqdm", "the progress bar"), needed=True, with_torch=False),
-    Check("tensorboard", PackageCheck("tensorboard", "tensorboard", "TensorBoard events of a run"), with_torch=False),
-    Check("matplotlib", PackageCheck("matplotlib", "matplotlib", "the loss plot of a run"), with_torch=False),
-    Check("tokenizers", PackageCheck("tokenizers", "tokenizers", "tokenizers other than bytes"), with_torch=False),
+    Check("numpy", partial(package, "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
+    Check("PyYAML", partial(package, "yaml", "configuration files in YAML"), needed=True, with_torch=False),
+    Check("safetensors", partial(package, "safetensors", "checkpoints"), needed=True, with_torch=False),
+    Check("tqdm", partial(package, "tqdm", "the progress bar"), needed=True, with_torch=False),
+    Check("tensorboard", partial(package, "tensorboard", "TensorBoard events of a run"), with_torch=False),
+    Check("matplotlib", partial(package, "matplotlib", "the loss plot of a run"), with_torch=False),
+    Check("tokenizers", partial(package, "tokenizers", "tokenizers other than bytes"), with_torch=False),
     Check(
         "transformers",
-        PackageCheck("transformers", "transformers", "tokenizers by a Hugging Face name"),
+        partial(package, "transformers", "tokenizers by a Hugging Face name"),
         with_torch=False,
     ),
 )

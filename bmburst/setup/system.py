@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -196,10 +197,7 @@ def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
     Args:
         owned: Each package's files.
     """
-    owners: dict[str, int] = {}
-    for files in owned.values():
-        for path in set(files):
-            owners[path] = owners.get(path, 0) + 1
+    owners = Counter(path for files in owned.values() for path in set(files))
     return sorted(path for path, count in owners.items() if count > 1)
 
 

@@ -16,7 +16,6 @@ from bmburst.comm.waits import WaitMeter
 from bmburst.mesh import Mesh
 from bmburst.plan.counts import forward_flops, frozen_flops, hardware_flops, step_flops, table
 from bmburst.schedule.hardware import hardware_of
-from bmburst.train.config import TrainConfig
 from bmburst_ops import ATTENTION_BACKWARD
 
 PROFILE_FOLDER = "profile"
@@ -190,28 +189,6 @@ class FlopsMeter:
             mfu_kernel=None if self.peak is None else kernel / rank_seconds / self.peak,
             tflops=done / rank_seconds / 1e12,
         )
-
-
-def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[FlopsMeter, str]:
-    """Return the meter of a run, and why MFU is unknown (empty if it is known).
-
-    Args:
-        config: The run, with a recompute policy.
-        ranks: Number of ranks in total.
-        device: Name of the GPU; None on a CPU.
-    """
-    peak, no_peak = known_peak(device, config.dtype)
-    adapters = config.lora.parameters(config.model)
-    meter = FlopsMeter(
-        model=config.model,
-        recompute=config.recompute,
-        ranks=ranks,
-        peak=peak,
-        adapters=adapters,
-        trains_head=config.lora.trains_head,
-        pairs=config.dpo.is_on,
-    )
-    return meter, no_peak
 
 
 def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:

@@ -390,6 +390,10 @@ class TrainConfig:
         """Return a copy with some fields changed. The copy is checked."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def with_parallel(self, **changes: object) -> "TrainConfig":
+        """Return a copy with some fields of `parallel` changed. The copy is checked."""
+        return self.replace(parallel=dataclasses.replace(self.parallel, **changes))  # type: ignore[arg-type]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(RecordFormat):
@@ -414,7 +418,6 @@ class EvalConfig(RecordFormat):
         default=None,
         default_text="the model's, else bytes",
     )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
         "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
         default=None,

@@ -18,7 +18,7 @@ from bmburst.launch.watchdog import beat
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.sequence import SequenceShard
-from bmburst.train.evaluate import LossByPosition, PositionBin
+from bmburst.train.evaluate import LossByPosition, PositionBin, draw_bins
 from bmburst.train.loading import LocalBatch, token_losses
 from bmburst_ops import IGNORE_INDEX
 
@@ -129,7 +129,7 @@ def _lengths(cut: SequenceShard, part: LocalBatch) -> Tensor:
 
 def _passkeys(model: "Llama", mesh: Mesh, length: int, tokenizer: PromptTokenizer) -> "Sequence[PasskeyCell]":
     from bmburst.inference.generator import Generator
-    from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, measure_passkeys
+    from bmburst.inference.passkey import PasskeyPrompts, PasskeyTest, measure
     from bmburst.inference.prompts import PromptEncoder
 
     test = PasskeyTest(lengths=(length,), depths=DEPTHS, samples=1)
@@ -137,8 +137,7 @@ def _passkeys(model: "Llama", mesh: Mesh, length: int, tokenizer: PromptTokenize
         prompts = PasskeyPrompts(tokenizer, test, PromptEncoder(tokenizer, model.config.vocab_size))
     except UserError:  # the question takes more tokens than a sequence has, or ids that the model lacks
         return ()
-    generator = Generator(model, mesh=mesh)
-    return measure_passkeys(generator, prompts, test, on_tokens=lambda _: beat())
+    return measure(Generator(model, mesh=mesh), prompts, test, length, lambda _: beat())
 
 
 def _span(each: PositionBin) -> str:
@@ -151,14 +150,7 @@ def _draw(report: Context, path: Path) -> None:
         panels.append(("by document length", "tokens of the document", report.by_length))
     figure = blank_picture(4.5 * len(panels), 3.6)
     for axes, (title, label, bins) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        if bins:
-            edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
-            axes.stairs([each.loss for each in bins], edges, linewidth=2, baseline=None)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel(label)
-        axes.set_ylabel("loss, nats per token")
-        axes.set_title(f"loss {title}", fontsize=10)
-        axes.grid(alpha=0.3)
+        draw_bins(axes, bins, label, f"loss {title}")
     words: list[str] = [f"{cell.depth:g}: {'found' if cell.right else 'not found'}" for cell in report.passkeys]
     if words:
         figure.suptitle(f"pass key at depth {', '.join(words)}", fontsize=9)

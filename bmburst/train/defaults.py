@@ -130,6 +130,6 @@ def _planned(
     from bmburst.train.machine import planned  # here, because --help does not need the planner
 
     try:
-        return planned(config.replace(parallel=replace(config.parallel, zero_level=level)), ranks, nodes, hardware)
+        return planned(config.with_parallel(zero_level=level), ranks, nodes, hardware)
     except UserError:  # for example a batch that does not divide by the groups
         return None

@@ -124,15 +124,20 @@ def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
         OSError: The file cannot be written.
     """
     figure = blank_picture(7.5, 4.5)
-    axes = figure.subplots()
-    edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
-    axes.stairs([each.loss for each in bins], edges, color="#1f77b4", linewidth=2, baseline=None)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens that the model has seen")
-    axes.set_ylabel("loss, nats per token")
-    axes.set_title(f"loss by position, {Path(model).name}", fontsize=10)
-    axes.grid(alpha=0.3)
+    draw_bins(figure.subplots(), bins, "tokens that the model has seen", f"loss by position, {Path(model).name}")
     save_picture(figure, path)
+
+
+def draw_bins(axes: Any, bins: Sequence[PositionBin], label: str, title: str) -> None:
+    """Draw the mean loss of each bin into axes of matplotlib; `label` names what the bins count."""
+    if bins:
+        edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
+        axes.stairs([each.loss for each in bins], edges, color="#1f77b4", linewidth=2, baseline=None)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(label)
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
 
 
 def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionBin]]:
@@ -205,7 +210,6 @@ def check_inputs(config: EvalConfig) -> Path:
         text = find_corpus(
             source.path,
             tokenizer,
-            text_field=source.text_field(config.text_field),
             form=source.form(config),
             chat_template=config.chat_template,
         )
@@ -227,7 +231,6 @@ def _open_one(
         source.path,
         tokenizer,
         user_cache(),
-        text_field=source.text_field(config.text_field),
         form=source.form(config),
         chat_template=config.chat_template,
         on_skip=say,

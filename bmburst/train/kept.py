@@ -18,24 +18,19 @@ from bmburst.train.config import TrainConfig
 _MODEL, _EOS = "config.json", "eos_token_id"
 
 
-def kept_tokenizer(text: data.TokenFile | MixedFiles, chat_template: Path | None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files that checkpoints include, by file name.
+def read_tokenizer(name: str, identity: str | None, chat_template: Path | None) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files that checkpoints include, by file name.
 
-    Empty for the byte tokenizer, for a name on the hub that is not in the local cache, and if the files have changed
-    since the text was tokenized.
+    Empty for the byte tokenizer, for a name on the hub that is not in the local cache, and for another identity.
 
     Args:
-        text: The text of the run.
+        name: Name of the tokenizer.
+        identity: Its identity when the text was tokenized; None: any.
         chat_template: A file whose template replaces that of the tokenizer.
 
     Raises:
         UserError: A file cannot be read, or is not a tokenizer.
     """
-    return read_tokenizer(text.tokenizer_name, text.tokenizer_identity, chat_template)
-
-
-def read_tokenizer(name: str, identity: str | None, chat_template: Path | None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files; empty if it has another identity. None: do not check the identity."""
     try:
         files = tokenizer_files(name)
         if not files or (identity is not None and data.load_tokenizer(name).identity != identity):
@@ -49,14 +44,15 @@ def read_tokenizer(name: str, identity: str | None, chat_template: Path | None) 
 
 
 def kept_with_model(text: data.TokenFile | MixedFiles, config: TrainConfig) -> dict[str, bytes]:
-    """Return the tokenizer files of `kept_tokenizer`, and a generation_config.json with the tokens that end an answer.
+    """Return the tokenizer files of a run, and a generation_config.json with the tokens that end an answer.
 
     These tokens are those of the model that the run starts from, or else the end-of-document token; and the special
     tokens that end the answers of the data, without which a base model that learns to chat would never stop. A
     checkpoint of an adapter has a generation_config.json if its tokenizer has one, or if the data add a token to those
     of the base model.
     """
-    files, model = kept_tokenizer(text, config.data.chat_template), config.init_from
+    files = read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
+    model = config.init_from
     if model is not None and not (model / _MODEL).is_file():  # a run can be resumed without this directory
         return files | _kept_before(config.output)
     path = None if model is None else model / GENERATION_CONFIG

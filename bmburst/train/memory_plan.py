@@ -24,8 +24,8 @@ from bmburst.plan.memory import KEPT, Memory, memory_of
 from bmburst.plan.rates import call_seconds
 from bmburst.plan.remedies import smaller_states
 from bmburst.plan.search import (
+    Choice,
     Prediction,
-    RecomputeChoice,
     choose_recompute,
     choose_zero_group,
     choose_zero_level,
@@ -72,10 +72,11 @@ def zero_group_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[
         return group
     room, rate = _Room.of(config, mesh, local_size), _rate_between(mesh, group)
     room = replace(room, hardware=replace(room.hardware, inter_bandwidth=rate))
-    choice = choose_zero_group(*(room.predict(_sharded(config, each), size // group) for each in ("world", group)))
+    runs = (config.with_parallel(zero_group=each) for each in ("world", group))
+    choice = choose_zero_group(*(room.predict(run, size // group) for run in runs))
     if mesh.rank == 0:
         sys.stderr.write(f"{choice.message} ({bytes_text(rate)}/s a rank between nodes)\n")
-    return choice.ranks or "world"
+    return choice.value or "world"
 
 
 def zero_level_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[2, 3]:
@@ -96,14 +97,10 @@ def zero_level_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[
     if not gathers or not torch.cuda.is_available():
         return 3
     room = _Room.of(config, mesh, local_size)
-    choice = choose_zero_level(*(room.predict(_at_level(config, level), room.nodes) for level in (2, 3)))
+    choice = choose_zero_level(*(room.predict(config.with_parallel(zero_level=level), room.nodes) for level in (2, 3)))
     if mesh.rank == 0:
         sys.stderr.write(f"{choice.message}\n")
-    return choice.level
-
-
-def _at_level(config: TrainConfig, level: Literal[2, 3]) -> TrainConfig:
-    return config.replace(parallel=replace(config.parallel, zero_level=level))
+    return choice.value
 
 
 def _rate_between(mesh: Mesh, ranks: int) -> float:
@@ -118,10 +115,6 @@ def _rate_between(mesh: Mesh, ranks: int) -> float:
     seconds = call_seconds(lambda: mesh.world.ring(sent, shift=ranks).wait(), device, budget=0)
     slowest: float = max(gather_objects(mesh.world, seconds))
     return sent.nbytes / slowest
-
-
-def _sharded(config: TrainConfig, group: Literal["world"] | int) -> TrainConfig:
-    return config.replace(parallel=replace(config.parallel, zero_group=group))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +196,7 @@ class _Room:
         """Number of hosts."""
         return 1 if self.ranks % self.per_host else self.ranks // self.per_host
 
-    def recompute(self, way: Candidate, layout: str) -> RecomputeChoice:
+    def recompute(self, way: Candidate, layout: str) -> Choice[str]:
         """Return the choice of `--recompute auto`."""
         policies = POLICIES if self.on_gpu else [name for name in POLICIES if "offload" not in name]
         return choose_recompute(way, self.hardware, self.free, layout=layout, policies=policies, taken=self.taken)
@@ -212,7 +205,7 @@ class _Room:
         """Predict a step of a run on nodes of equally many ranks."""
         way = planned(config, self.ranks, nodes, self.hardware)
         if config.recompute == AUTO:
-            way = replace(way, recompute=self.recompute(way, config.parallel.layout).name)
+            way = replace(way, recompute=self.recompute(way, config.parallel.layout).value)
         return predict(way, with_usable_memory(self.hardware, self.free, way.task))
 
 
@@ -239,7 +232,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int, mine: RankMe
         choice = room.recompute(way, config.parallel.layout)
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.message}\n")
-        way = replace(way, recompute=choice.name)
+        way = replace(way, recompute=choice.value)
     if room.memory is not None:
         room.memory.require(way, room.hardware)
     return way.recompute
@@ -434,9 +427,9 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         if policy not in ("none", config.recompute) and is_possible:
             single.append((f"--recompute {policy}", config.replace(recompute=policy)))
     if config.parallel.zero_group != "world":
-        single.append(("--parallel.zero_group world", _sharded(config, "world")))
+        single.append(("--parallel.zero_group world", config.with_parallel(zero_group="world")))
     if config.parallel.zero_level == 2:
-        single.append(("--parallel.zero-level 3", _at_level(config, 3)))
+        single.append(("--parallel.zero-level 3", config.with_parallel(zero_level=3)))
     if config.loss_chunk_tokens > _SMALL_CHUNK:
         single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
     if not config.optimizer.offload:
@@ -468,8 +461,7 @@ def _offloaded(config: TrainConfig, *, weights: bool = False) -> TrainConfig:
 
 def _spread(config: TrainConfig, times: int) -> TrainConfig:
     sequence = config.parallel.sequence_parallel
-    wider = replace(config.parallel, sequence_parallel=None if sequence is None else sequence * times)
-    return config.replace(parallel=wider)
+    return config.with_parallel(sequence_parallel=None if sequence is None else sequence * times)
 
 
 def _hardware(memory: DeviceMemory, host_memory: float | None) -> Hardware:

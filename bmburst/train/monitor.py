@@ -13,7 +13,7 @@ from bmburst.data.dealing import Balance
 from bmburst.launch.start import Runtime
 from bmburst.memory import forget_peak, peak_bytes
 from bmburst.mesh import Mesh
-from bmburst.train.clock import LagWatch, StepClock, flops_meter, measure_waits
+from bmburst.train.clock import FlopsMeter, LagWatch, StepClock, known_peak, measure_waits
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch
 from bmburst.train.metrics import StepMetrics
@@ -44,7 +44,16 @@ class StepMonitor:
         self._hosts = gather_objects(mesh.world, socket.gethostname()[:200])
         self._lag = LagWatch(self._hosts)
         device = None if runtime.on_host else torch.cuda.get_device_name()
-        self._flops, self.no_peak = flops_meter(config, runtime.world_size, device)
+        peak, self.no_peak = known_peak(device, config.dtype)
+        self._flops = FlopsMeter(
+            model=config.model,
+            recompute=config.recompute,
+            ranks=runtime.world_size,
+            peak=peak,
+            adapters=config.lora.parameters(config.model),
+            trains_head=config.lora.trains_head,
+            pairs=config.dpo.is_on,
+        )
         self.clock = StepClock(on_gpu=not runtime.on_host)
         measure_waits(self.clock.meter, mesh, on_host=runtime.on_host)
         self.scale = LossScale.of(config)

@@ -1,15 +1,19 @@
-"""Builds `TrainConfig` from presets, files, options and data, and checks its files. Imports no torch at its top."""
+"""Builds `TrainConfig` from presets, files, options and data, and checks its files.
+
+Its top imports no torch and no numpy, which --help does not need: functions import what does.
+"""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import (
     build_config,
+    flat,
     leaves,
     overlay,
     read_config_file,
@@ -31,9 +35,6 @@ from bmburst.train.sources import (
     require_filled,
     sources_in,
 )
-
-if TYPE_CHECKING:
-    pass  # imports numpy, which --help does not need
 
 CONFIG_FILE = "config.json"
 _RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
@@ -99,16 +100,8 @@ def resolve(
 
 def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
     """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
-
-    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                yield from names(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key
-
     layers = [read_layer(TrainConfig, _read_file(path), str(path)) for path in files]
-    return set(names(overlay(*layers, read_layer(TrainConfig, options, ""))))
+    return {name for name, _ in flat(overlay(*layers, read_layer(TrainConfig, options, "")))}
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
@@ -122,7 +115,6 @@ def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None
     Raises:
         UserError: A check fails.
     """
-    # Imported here, because it imports the planner and numpy, which --help does not need.
     from bmburst.train.machine import require_machine
 
     config.validate(world_size)
@@ -143,7 +135,7 @@ def check_paths(config: TrainConfig) -> None:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} without --wandb\nfix: add --wandb PROJECT, or leave {option} out")
     for source in (config.data.source, *config.data.validation_files.values()):
-        check_sources(source, config.data.text_field, config.data)
+        check_sources(source, config.data)
     tokenizer = config.data.tokenizer
     require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
@@ -158,7 +150,6 @@ def check_paths(config: TrainConfig) -> None:
                 f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from reads it from config.json"
             )
-        # Imported here, because it imports torch, which --help does not need.
         from bmburst.checkpoint import adapter, base_model, hugging_face
 
         hugging_face.check_weights(config.init_from, config.model)
@@ -198,7 +189,6 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
             f"{getattr(config.model, key)}\nallowed: a reference of the same shape\n"
             "fix: give the model that the run starts from, or another version of it"
         )
-    # Imported here, because they import numpy and torch, which --help does not need.
     from bmburst.checkpoint import hugging_face
     from bmburst.checkpoint.files import own_tokenizer
     from bmburst.data import find_token_file
@@ -234,7 +224,6 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub}")
     values = read_json(path)
     if "model_type" not in values:
-        # Imported here, because it imports torch, which --help does not need.
         from bmburst.checkpoint.files import newest_complete
 
         if newest := newest_complete(folder):
@@ -245,7 +234,7 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         raise UserError(f"{path}: {error}") from None
     if not config.tie_embeddings:
         return config
-    # Imported here, because it imports torch, which --help does not need. The files may hold a head of their own.
+    # The files may hold a head of their own.
     from bmburst.checkpoint.hugging_face import read_config
 
     return read_config(folder)
@@ -277,7 +266,6 @@ def write_run_config(config: TrainConfig, folder: Path) -> Path:
 
 
 def _check_tokens(config: TrainConfig) -> None:
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import find_token_file
 
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
@@ -299,7 +287,6 @@ def _follow_adapter(given: dict[str, Any]) -> None:
     values = given.get("lora") or {}
     if values.get("init_from") is None or "rank" in values:  # a resumed run has its settings in its file
         return
-    # Imported here, because it imports torch, which --help does not need.
     from bmburst.checkpoint.adapter import open_adapter
     from bmburst.checkpoint.files import verified, warn
 
@@ -385,7 +372,6 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
         return  # the check of the fields raises
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.token_file import is_token_file
 
     try:
@@ -393,12 +379,11 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
         are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
-    text_field = str(values.get("text_field", "text"))
     try:
         form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
     except UserError:
         return  # the check of the fields raises
-    have_records = hold_records(str(source), text_field, form)
+    have_records = hold_records(str(source), form)
     if have_records and "pack" not in given:
         given["pack"] = _pack_of_prompts(given) if any(have_groups(each, form) for each in sources) else "documents"
     if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):

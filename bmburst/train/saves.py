@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB
 from bmburst.checkpoint import adapter, hugging_face
-from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.background import BackgroundSaves
 from bmburst.checkpoint.base_model import Base
-from bmburst.checkpoint.files import newest_complete
+from bmburst.checkpoint.files import RunProgress, newest_complete, verified_together
+from bmburst.checkpoint.training import Draft
+from bmburst.checkpoint.training import load as load_checkpoint
 from bmburst.errors import UserError
 from bmburst.memory import available_bytes
 from bmburst.plan.memory import memory_of
@@ -37,7 +38,7 @@ class RunSaves(BackgroundSaves):
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
         self._base: Base | None = None
 
-    def restore(self, folder: Path) -> checkpoint.RunProgress | None:
+    def restore(self, folder: Path) -> RunProgress | None:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Returns:
@@ -47,23 +48,23 @@ class RunSaves(BackgroundSaves):
             UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model.
         """
         config, base = self._config, self._config.init_from
-        newest = checkpoint.verified_together(folder) if config.resume else folder
+        newest = verified_together(folder) if config.resume else folder
         if newest == folder and config.resume is True:
             raise UserError(
                 f"{folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
             )
         if base is not None and (config.lora.is_on or newest == folder):
-            base = checkpoint.verified_together(base)
+            base = verified_together(base)
             hugging_face.load(self._model, base)
             if config.lora.is_on:
                 self._base = Base.open(base, config.model)
         if newest == folder:
             if config.lora.init_from is not None:
-                adapter.load(self._model, checkpoint.verified_together(config.lora.init_from), self._base)
+                adapter.load(self._model, verified_together(config.lora.init_from), self._base)
             return None
-        return checkpoint.load(newest, self._model, self._optimizer, base=self._base)
+        return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
 
-    def go_beside_training(self, folder: Path, progress: checkpoint.RunProgress) -> str:
+    def go_beside_training(self, folder: Path, progress: RunProgress) -> str:
         """Reserve host memory if training goes on after a save; return why there is none, or nothing.
 
         Call it after the first step, when the other memory of the run is in use.
@@ -77,7 +78,7 @@ class RunSaves(BackgroundSaves):
             return ""
         return self.prepare(self._draft(folder, progress), self._free())
 
-    def save(self, folder: Path, progress: checkpoint.RunProgress, *, wait: bool) -> Path:
+    def save(self, folder: Path, progress: RunProgress, *, wait: bool) -> Path:
         """Write a checkpoint and return its path.
 
         Args:
@@ -99,8 +100,8 @@ class RunSaves(BackgroundSaves):
         self.wait()
         return newest_complete(folder) is not None
 
-    def _draft(self, folder: Path, progress: checkpoint.RunProgress) -> checkpoint.Draft:
-        return checkpoint.Draft.of(
+    def _draft(self, folder: Path, progress: RunProgress) -> Draft:
+        return Draft.of(
             folder,
             self._model,
             self._optimizer,

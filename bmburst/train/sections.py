@@ -52,7 +52,6 @@ class DataConfig(RecordFormat):
         default=None,
         default_text="the token file's, else bytes",
     )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     chat_template: Path | None = field(  # noqa: RUF009
         "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
         default=None,

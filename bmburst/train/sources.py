@@ -1,4 +1,7 @@
-"""Checks the sources of a run's data, and says what kind of records they hold. Imports no numpy at its top."""
+"""Checks the sources of a run's data, and says what kind of records they hold.
+
+Its top imports no numpy, which --help does not need: functions import what does.
+"""
 
 import os
 import re
@@ -10,10 +13,9 @@ from bmburst.record_format import RecordFormat
 from bmburst.train.sections import STANDARD_LIBRARY
 
 if TYPE_CHECKING:
-    from bmburst.data.mixture import Source  # imports numpy, which --help does not need
+    from bmburst.data.mixture import Source
 
 
-_PLAIN = RecordFormat()
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 
 
@@ -51,19 +53,14 @@ def hub_fix(name: str, kind: str = "") -> str:
     return f"; from the Hugging Face hub: hf download {kind}{name} --local-dir DIR"
 
 
-def check_sources(source: str, text_field: str, form: RecordFormat) -> None:
+def check_sources(source: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
     for each in sources_in(source):
-        check_data_path(each.path, each.text_field(text_field), each.form(form))
+        check_data_path(each.path, each.form(form))
 
 
-def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -> None:
-    """Check that a text source exists, is readable and starts with valid text; "stdlib" always passes.
-
-    Args:
-        source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
-        form: As in `DataConfig`.
+def check_data_path(source: str, form: RecordFormat) -> None:
+    """Check that a text source, as in `DataConfig`, is readable and starts with valid text; "stdlib" always passes.
 
     Raises:
         UserError: The source is missing, unreadable, empty or not text, a directory without text files, or JSONL whose
@@ -96,29 +93,21 @@ def check_data_path(source: str, text_field: str, form: RecordFormat = _PLAIN) -
         )
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data import records
     from bmburst.data.documents import check_beginnings
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field, form):
-        check_beginnings(files, text_field=text_field)
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), form):
+        check_beginnings(files, text_field=form.text_field)
 
 
-def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
-    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable.
-
-    Args:
-        source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
-        form: As in `DataConfig`.
-    """
-    # Imported here, because it imports numpy, which --help does not need.
+def hold_records(source: str, form: RecordFormat) -> bool:
+    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable."""
     from bmburst.data import are_records
 
     def holds(each: "Source") -> bool:
-        return each.path != STANDARD_LIBRARY and are_records(each.path, each.text_field(text_field), each.form(form))
+        return each.path != STANDARD_LIBRARY and are_records(each.path, each.form(form))
 
     try:
         return any(map(holds, sources_in(source)))
@@ -128,7 +117,6 @@ def hold_records(source: str, text_field: str, form: RecordFormat) -> bool:
 
 def have_groups(source: "Source", form: RecordFormat) -> bool:
     """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst import data
 
     return source.path != STANDARD_LIBRARY and data.have_groups(source.path, source.form(form))
@@ -136,7 +124,6 @@ def have_groups(source: "Source", form: RecordFormat) -> bool:
 
 def sources_in(source: str) -> "tuple[Source, ...]":
     """Return the sources of a mixture, or the single source."""
-    # Imported here, because it imports numpy, which --help does not need.
     from bmburst.data.mixture import sources_of
 
     return sources_of(source)

@@ -43,12 +43,7 @@ def find_text(config: TrainConfig, on_skip: Callable[[str], object] = lambda _: 
     """
     wanted = config.data
     return find_corpus(
-        wanted.source,
-        wanted.tokenizer,
-        text_field=wanted.text_field,
-        form=wanted,
-        chat_template=wanted.chat_template,
-        on_skip=on_skip,
+        wanted.source, wanted.tokenizer, form=wanted, chat_template=wanted.chat_template, on_skip=on_skip
     )
 
 
@@ -127,7 +122,8 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
     if cache is not None:
         require_cache("data.cache", cache, text)
     if text.encoder is not None:
-        return _check_records(config, text, cache)
+        _check_records(config, cache)
+        return text
     if config.dpo.is_on:
         raise _misfit(source, config, pairs=False)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
@@ -158,26 +154,40 @@ def _check_validation(config: TrainConfig, cache: Path | None) -> None:
         sequences_of(_tokens_of(config, cache or Path(folder)), config, "all")
 
 
-def _tokens_of(config: TrainConfig, cache: Path) -> data.TokenFile | MixedFiles:
-    """Return the token files of a configuration's source, tokenized into a cache if they are not there."""
-    parts = parts_of(config) or [config]
-    files = []
-    for part in parts:
-        given = part.data
-        file = data.open_corpus(
-            given.source,
-            given.tokenizer,
-            cache,
-            text_field=given.text_field,
-            form=given,
-            chat_template=given.chat_template,
-            progress=True,
-        )
-        file = replace(file, path=Path(given.source))  # for messages
+def _tokens_of(config: TrainConfig, cache: Path, *, progress: bool = True) -> data.TokenFile | MixedFiles:
+    """Return the token files of a configuration's sources, tokenized into a cache if they are not there."""
+
+    def opened(part: TrainConfig) -> data.TokenFile:
+        file = replace(_open_corpus(part, cache, progress=progress), path=Path(part.data.source))  # for messages
         file.require_vocab(config.model.vocab_size)
-        files.append(file)
+        return file
+
+    return _of_sources(config, opened)
+
+
+def _of_sources(config: TrainConfig, open_one: Callable[[TrainConfig], data.TokenFile]) -> data.TokenFile | MixedFiles:
+    """Return the token file of a configuration, or the files of the parts of a mixture, as `open_one` opens them."""
     sources = read_mixture(config.data.source)
-    return files[0] if sources is None else MixedFiles(tuple(files), shares_of(sources, files))
+    if sources is None:
+        return open_one(config)
+    files = tuple(map(open_one, parts_of(config)))
+    return MixedFiles(files, shares_of(sources, files))
+
+
+def _open_corpus(
+    config: TrainConfig, cache: Path, *, progress: bool, on_skip: Callable[[str], object] = lambda _: None
+) -> data.TokenFile:
+    """Return the token file of a configuration's one source; see `data.open_corpus`."""
+    wanted = config.data
+    return data.open_corpus(
+        wanted.source,
+        wanted.tokenizer,
+        cache,
+        form=wanted,
+        chat_template=wanted.chat_template,
+        progress=progress,
+        on_skip=on_skip,
+    )
 
 
 def steps_of_epochs(config: TrainConfig, cache: Path, done: tuple[int, int] = (0, 0)) -> int:
@@ -202,31 +212,19 @@ def sequences_of_epochs(config: TrainConfig, sequences: Sequences) -> int:
     return max(math.ceil(config.epochs * len(sequences) - 1e-6), 1)
 
 
-def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:
+def _check_records(config: TrainConfig, cache: Path | None) -> None:
     """Tokenize all records into the ranks' token cache and check them, so that no rank finds an invalid line.
 
     Args:
         config: The run.
-        text: The records.
         cache: As in `check_text`; None: a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
-        corpus = data.open_corpus(
-            config.data.source,
-            config.data.tokenizer,
-            cache or folder,
-            text_field=config.data.text_field,
-            form=config.data,
-            chat_template=config.data.chat_template,
-            progress=cache is not None,
-        )
-        corpus = replace(corpus, path=Path(config.data.source))
-        corpus.require_vocab(config.model.vocab_size)
+        corpus = _tokens_of(config, cache or Path(folder), progress=cache is not None)
         sequences = sequences_of(corpus, config, "train")
         say_too_long(sequences)
         if config.data.held_out_fraction:
             sequences_of(corpus, config, "held_out")
-    return text
 
 
 def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Text) -> int:
@@ -286,11 +284,7 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         UserError: On all ranks, if the text or the tokenizer cannot be read on a host, or there are token ids outside
             the model's vocabulary.
     """
-    sources = read_mixture(config.data.source)
-    if sources is None:
-        return _open_one(config, folder, runtime)
-    files = tuple(_open_one(part, folder, runtime) for part in parts_of(config))
-    return MixedFiles(files, shares_of(sources, files))
+    return _of_sources(config, partial(_open_one, folder=folder, runtime=runtime))
 
 
 def open_validation(
@@ -323,24 +317,13 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
 
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
-
-    def opened(say: Callable[[str], object] = lambda _: None) -> data.TokenFile:
-        return data.open_corpus(
-            config.data.source,
-            config.data.tokenizer,
-            cache,
-            text_field=config.data.text_field,
-            form=config.data,
-            chat_template=config.data.chat_template,
-            progress=is_main,
-            on_skip=say,
-        )
+    opened = partial(_open_corpus, config, cache, progress=is_main)
 
     def prepare() -> None:
         if runtime.local_rank != 0:
             return
         began = time.time()
-        corpus = opened(say_left_out) if is_main else opened()
+        corpus = opened(on_skip=say_left_out) if is_main else opened()
         # A file that was written just now is not verified.
         if config.data.verify and corpus.path.stat().st_mtime < began:
             corpus.verify(beat)

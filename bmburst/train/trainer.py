@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bmburst import data
-from bmburst.checkpoint.training import RunProgress
+from bmburst.checkpoint.files import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
 from bmburst.data.batches import Sequences
@@ -125,9 +125,8 @@ class Trainer:
         )
         group = zero_group_for(config, self.mesh, bmt.config["local_size"])
         self._groups = ZeroGroups.of(self.mesh, group)
-        config = config.replace(parallel=replace(parallel, zero_group=group))
-        level = zero_level_for(config, self.mesh, bmt.config["local_size"])
-        config = config.replace(parallel=replace(config.parallel, zero_level=level))
+        config = config.with_parallel(zero_group=group)
+        config = config.with_parallel(zero_level=zero_level_for(config, self.mesh, bmt.config["local_size"]))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         self.config = config = config.replace(recompute=recompute)
         self._beginning.end("ranks")

@@ -18,9 +18,9 @@ from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.rope import rotary_frequencies
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.conversion import convert
+from bmburst.checkpoint.files import FORMAT
 from bmburst.checkpoint.model_center import model_center_name
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, save_mapped
-from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
 from tests import tiny
 from tests.refusals import refusal_of, says

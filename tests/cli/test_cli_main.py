@@ -175,8 +175,6 @@ def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_
             assert spec.nproc == 1 and "torch" not in sys.modules
             return handover._call(module, request)
         handover.run_on_ranks = run_here
-        import bmburst.cli.train
-        bmburst.cli.train.run_on_ranks = run_here
         assert main({[*map(str, words), "--nproc", "1"]}) == 0
         assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
     """

@@ -18,11 +18,11 @@ from safetensors.torch import save, save_file
 
 from benchmarks.engine.kinds import KINDS, Results, load_kind
 from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.files import newest_complete, read_progress
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.checkpoint.model_center import ModelCenterConfig
 from bmburst.checkpoint.sharded_files import parts_of
 from bmburst.checkpoint.tensor_files import open_tensors
-from bmburst.checkpoint.training import newest_complete, read_progress
 from bmburst.cli import COMMANDS, CommandParser, find_command, main
 from bmburst.data.documents import check_beginnings, read_documents
 from bmburst.data.sources import find_sources

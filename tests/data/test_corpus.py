@@ -16,6 +16,7 @@ import pytest
 
 from bmburst.cli.files import configure_data, run_data
 from bmburst.data import ByteTokenizer, PackedSequences, TokenFile, open_corpus
+from bmburst.record_format import RecordFormat
 from tests.refusals import refused, says
 
 COMMAND = """
@@ -75,7 +76,7 @@ def test_second_time_is_the_cache_and_a_change_is_seen(tmp_path, folder):
     stamp = first.path.stat().st_mtime_ns
     second = open_corpus(str(folder), None, cache)
     assert (second.path, second.path.stat().st_mtime_ns) == (first.path, stamp)
-    assert texts_of(open_corpus(folder, "bytes", cache, text_field="body"))[1:] == ["eins", "zwei"]
+    assert texts_of(open_corpus(folder, "bytes", cache, form=RecordFormat(text_field="body")))[1:] == ["eins", "zwei"]
     (folder / "a.txt").write_text("HELLO héllo")  # as long as before
     os.utime(folder / "a.txt", ns=(1, 1))
     assert texts_of(open_corpus(folder, "bytes", cache))[0] == "HELLO héllo"

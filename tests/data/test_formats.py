@@ -38,20 +38,19 @@ def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
     json.loads(line.strip("`"))
     words = shlex.split(options.strip("`"))
     names = {word.removeprefix("--data."): value for word, value in zip(words[::2], words[1::2], strict=True)}
-    text_field = names.pop("text_field", "text")
     form = build_config(RecordFormat, read_layer(RecordFormat, names, ""))
     encoder = RecordEncoder(load_tokenizer(str(chat.directory(tmp_path / "t"))), None, form.learned_roles)
     found = find_sources([path])
     if wanted.startswith("refused"):
         with pytest.raises(UserError) as error:
-            list(read_records(found, text_field=text_field, form=form, check=encoder.encode))
+            list(read_records(found, form=form, check=encoder.encode))
         for word in re.findall(r"`([^`]+)`", wanted.split(";")[0]):
             assert word in str(error.value)
         return
-    records = list(read_records(found, text_field=text_field, form=form))
+    records = list(read_records(found, form=form))
     made = encoder.encode(records[0])
     assert made.answers.any()
-    kind = "text" if not hold_records(found, text_field, form) else "pair" if isinstance(records[0], Pair) else "record"
+    kind = "text" if not hold_records(found, form) else "pair" if isinstance(records[0], Pair) else "record"
     assert wanted.split()[0].rstrip(",:") == kind
     tokenizer = encoder.tokenizer
     first = slice(made.documents[0][0] if made.documents else None)

@@ -208,4 +208,4 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
 
 def test_the_fields_of_a_subclass_are_those_of_the_format():
     assert RecordFormat(**MAPPED).record_format == RecordFormat(**MAPPED)
-    assert {each.name for each in fields(RecordFormat)} == {*MAPPED, "roles", "columns", "learned_roles"}
+    assert {each.name for each in fields(RecordFormat)} == {*MAPPED, "text_field", "roles", "columns", "learned_roles"}

@@ -79,7 +79,7 @@ def test_a_source_of_a_mixture_has_names_of_its_own(tmp_path):
     assert first.form(RecordFormat(role_field="who")) == RecordFormat(
         messages_field="dialog", role_field="who", roles=("bot=assistant",)
     )
-    assert (second.form(RecordFormat()), second.text_field("text")) == (RecordFormat(), "text")
+    assert second.form(RecordFormat()) == RecordFormat()
     parts = parts_of(TrainConfig(data=DataConfig(source=str(mix), tokenizer="bytes")))
     assert [part.data.messages_field for part in parts] == ["dialog", None]
     for text, words in (

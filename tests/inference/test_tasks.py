@@ -15,7 +15,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer
 from bmburst.inference.generator import Generator, Source
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.inference.tasks import TASKS, TaskPrompts, TaskTest, measure_tasks, score_of
+from bmburst.inference.tasks import TASKS, TaskPrompts, TaskTest, measure, score_of
 from bmburst.mesh import Mesh
 from bmburst.outputs import is_picture
 from bmburst.schedule.parallelism import MeshShape
@@ -94,7 +94,7 @@ def test_ranks_that_share_the_text_give_the_same_answers(cache: str) -> None:
         made = Generator(source, mesh=mesh, cache=cache, dtype="float32")
         encoder = PromptEncoder(source.tokenizer, made.config.vocab_size)
         prompts = TaskPrompts(ByteTokenizer(), test, encoder)
-        return measure_tasks(made, prompts, test)
+        return [cell for length in test.lengths for cell in measure(made, prompts, test, length, lambda _: None)]
 
     (alone,) = run_ranks(1, body)
     assert [(cell.length, cell.task) for cell in alone] == [(n, task) for n in (700, 901) for task in TASKS]

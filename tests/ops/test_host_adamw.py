@@ -1,7 +1,5 @@
 """AdamW in host memory: the compiled kernel, its torch twin and the formula in fp64 agree."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -11,15 +9,8 @@ from tests.pairs import pairwise
 from tests.refusals import says
 
 SCALE = 8.0
+RATES = host_adamw.Rates(lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5)
 COUNTS = (0, 1, 31, 4099, host_adamw.PIECE + 17)
-
-
-@dataclass(frozen=True)
-class Rates:
-    lr: float = 0.02
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-3
-    weight_decay: float = 0.5
 
 
 class Shard:
@@ -34,7 +25,7 @@ class Shard:
     def step(self, gradient, step, kernel, factor=None):
         kept = {"master": self.master, "remainder": self.remainder}
         options = {"step": step, "scale": SCALE, "factor": factor, "kernel": kernel}
-        host_adamw.adamw_(self.weights, gradient, self.moments, Rates(), **options, **kept)
+        host_adamw.adamw_(self.weights, gradient, self.moments, RATES, **options, **kept)
 
     def in_fp32(self):
         if self.remainder is not None:

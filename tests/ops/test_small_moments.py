@@ -1,12 +1,11 @@
 """AdamW's moments in bfloat16 and 8 bits: C, torch and Triton agree, and follow fp64 where bf16 to nearest stalls."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bmburst_ops.host_adamw import adamw_, joined, split
+from bmburst_ops.host_adamw import Rates, adamw_, joined, split
 from bmburst_ops.moments import (
     BLOCK,
     Rounding,
@@ -59,7 +58,7 @@ def step_of(kernel, weights, master, remainder, gradient, moments, step, rates=R
             remainder=remainder,
         )
         return
-    asked = SimpleNamespace(**rates)
+    asked = Rates(**rates)
     adamw_(
         *(weights, gradient, tuple(moments.numbers), asked),
         step=step,
@@ -208,7 +207,7 @@ def test_tiny_second_moments_follow_fp64_for_2000_steps():
         for weights, moments in kept.values():
             step_of("auto", weights, None, None, gradient * SCALE, moments, step, rates)
         wide = of_naive.wide()
-        adamw_(naive, gradient, tuple(wide), SimpleNamespace(**rates), step=step)
+        adamw_(naive, gradient, tuple(wide), Rates(**rates), step=step)
         for stored, values in zip(of_naive.numbers, wide, strict=True):
             stored.copy_(values)
     square = reference.state[exact]["exp_avg_sq"]

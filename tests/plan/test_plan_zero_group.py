@@ -32,14 +32,14 @@ def test_slow_links_between_nodes_choose_the_node(hardware, ranks):
     settings = settings_of(best.candidate)["parallel"]
     assert settings.get("zero_group") == ("node" if ranks == 8 else None)
     choice = choose_zero_group(predict(WORLD, hardware), predict(NODE, hardware))
-    assert choice.ranks == (8 if ranks == 8 else None)
+    assert choice.value == (8 if ranks == 8 else None)
     assert "\n" not in choice.message and ("auto: node" if ranks == 8 else "auto: world") in choice.message
 
 
 def test_what_does_not_fit_is_not_chosen():
     small = replace(SLOW, memory=memory_of(WORLD, SLOW).total + 1e9)
     choice = choose_zero_group(predict(WORLD, small), predict(NODE, small))
-    assert choice.ranks is None and "does not fit" in choice.message
+    assert choice.value is None and "does not fit" in choice.message
 
 
 def test_state_is_divided_by_the_ranks_of_a_group():

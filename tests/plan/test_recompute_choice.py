@@ -44,16 +44,16 @@ def test_the_more_is_free_the_faster():
     taken, seconds = [], []
     for gib in (60, 70, 80, 100, 140, 300, 2000):
         choice = choose_recompute(asked, H200, gib * GIB, layout="zigzag")
-        taken.append(choice.name)
-        seconds.append(predict(replace(asked, recompute=choice.name), H200).seconds)
-        fits = peak(asked, choice.name) <= 0.95 * gib * GIB
+        taken.append(choice.value)
+        seconds.append(predict(replace(asked, recompute=choice.value), H200).seconds)
+        fits = peak(asked, choice.value) <= 0.95 * gib * GIB
         assert fits == ("the fastest that fits" in choice.message)
-        assert choice.name in choice.message and "\n" not in choice.message
+        assert choice.value in choice.message and "\n" not in choice.message
         for other in POLICIES if fits else ():  # no other that fits is faster
             if peak(asked, other) <= 0.95 * gib * GIB:
                 found = predict(replace(asked, recompute=other), H200)
                 assert found.seconds >= seconds[-1] * (1 - 1e-3)
-                assert "offload" not in choice.name or found.memory.in_host or found.seconds > seconds[-1]
+                assert "offload" not in choice.value or found.memory.in_host or found.seconds > seconds[-1]
     assert taken[-1] == "none" and len(set(taken)) > 2
     assert all(later <= earlier * (1 + 1e-3) for earlier, later in pairwise(seconds))  # closer ones are alike
 
@@ -66,34 +66,34 @@ def test_between_two_policies_the_fewest_layers_that_fit(name, model, sequence, 
     layers, names = PRESETS[model].num_layers, ["none", name]
     least, most = (peak(asked, policy) / 0.95 for policy in (f"{name}+first-{layers - 1}", "none"))
     assert peak(asked, name) / 0.95 < least < most
-    assert choose_recompute(asked, H200, most * 1.0001, layout="zigzag", policies=names).name == "none"
-    assert choose_recompute(asked, H200, least * 0.9999, layout="zigzag", policies=names).name == name
+    assert choose_recompute(asked, H200, most * 1.0001, layout="zigzag", policies=names).value == "none"
+    assert choose_recompute(asked, H200, least * 0.9999, layout="zigzag", policies=names).value == name
     taken = []
     for part in (0.0001, 0.02, 0.3, 0.5, 0.77, 0.9999):
         free = least + part * (most - least)
         choice = choose_recompute(asked, H200, free, layout="zigzag", policies=names)
-        policy = Policy.parse(choice.name)
+        policy = Policy.parse(choice.value)
         taken.append(policy.layers)
         assert replace(policy, layers=None).name == name
-        assert choice.message.startswith(f"recompute: {choice.name} (the fastest that fits: ")
+        assert choice.message.startswith(f"recompute: {choice.value} (the fastest that fits: ")
         assert "\n" not in choice.message
-        assert peak(asked, choice.name) <= 0.95 * free
+        assert peak(asked, choice.value) <= 0.95 * free
         fewer = "none" if policy.layers == 1 else f"{name}+first-{policy.layers - 1}"
         assert peak(asked, fewer) > 0.95 * free
         more = name if policy.layers == layers - 1 else f"{name}+first-{policy.layers + 1}"
-        slower, own = (predict(replace(asked, recompute=each), H200).seconds for each in (more, choice.name))
+        slower, own = (predict(replace(asked, recompute=each), H200).seconds for each in (more, choice.value))
         assert slower > own
     assert taken[0] == layers - 1 and taken[-1] == 1 and taken == sorted(taken, reverse=True)
 
 
 def test_first_layers_are_tried_between_policies_that_are():
     free = 0.5 * (peak(way(), "block") + peak(way(), "none"))
-    assert "+first-" in choose_recompute(way(), H200, free, layout="zigzag").name
+    assert "+first-" in choose_recompute(way(), H200, free, layout="zigzag").value
     for names in (["none", "block-keep-attention:0.5"], ["block", "block-keep-attention"], ["none"]):
-        assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).name in names
+        assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).value in names
     alone = replace(way(), task=replace(way().task, model=replace(PRESETS["llama-3-8b"], num_layers=1)))
     two = ["none", "block"]
-    assert choose_recompute(alone, H200, peak(alone, "none"), layout="zigzag", policies=two).name == "block"
+    assert choose_recompute(alone, H200, peak(alone, "none"), layout="zigzag", policies=two).value == "block"
 
 
 @pytest.mark.parametrize("name", ["block-keep-attention", "block"])
@@ -142,22 +142,22 @@ def test_outputs_of_an_mlp_go_to_the_host_where_they_save_time():
     assert not taken(of=replace(asked, offload=Offload.OPTIMIZER)) and not taken(of=way(1 << 14, 2))
     assert not taken(of=replace(way(1 << 17, 2), tensor=2, ulysses_degree=1))
     choice = choose_recompute(asked, H200, H200.memory - reserved_memory(asked.task, H200), layout="zigzag")
-    assert choice.name == f"{keep}-29+first-29" and "203.0 GiB of each host's" in choice.message
+    assert choice.value == f"{keep}-29+first-29" and "203.0 GiB of each host's" in choice.message
 
 
 def test_the_host_must_have_room_too():
     asked = way()
     free = 0.5 * (peak(asked, "block-keep-attention+offload-all") + peak(asked, "block")) / 0.95
     rich = choose_recompute(asked, H200, free, layout="zigzag")
-    assert "offload" in rich.name and "of each host's" in rich.message
+    assert "offload" in rich.value and "of each host's" in rich.message
     poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag")
-    assert "offload" not in poor.name and "+every-" in poor.name and "fastest" in poor.message
+    assert "offload" not in poor.value and "+every-" in poor.value and "fastest" in poor.message
     plain = [name for name in POLICIES if name != "block-keep-attention"]  # without segments
     poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag", policies=plain)
-    assert "offload" not in poor.name and "none fits" in poor.message
+    assert "offload" not in poor.value and "none fits" in poor.message
     moved = replace(way(), offload=Offload.OPTIMIZER)
     beside = choose_recompute(moved, replace(H200, host_memory=100 * GIB), free, layout="zigzag")
-    assert "offload" not in beside.name  # AdamW's state takes it
+    assert "offload" not in beside.value  # AdamW's state takes it
 
 
 def test_what_hosts_have_left_keeps_attention():
@@ -165,7 +165,7 @@ def test_what_hosts_have_left_keeps_attention():
     found = {}
     for gib in (200, 250, 400, 700):
         room = replace(H200, host_memory=float(gib * GIB))
-        name = choose_recompute(asked, room, 138 * GIB, layout="zigzag").name
+        name = choose_recompute(asked, room, 138 * GIB, layout="zigzag").value
         found[gib] = Policy.parse(name), predict(replace(asked, recompute=name), room)
         assert found[gib][1].memory.in_host <= HOST_SHARE * room.host_memory
     hosted = {gib: policy.offloads_attention for gib, (policy, _) in found.items()}
@@ -180,15 +180,15 @@ def test_what_hosts_have_left_keeps_attention():
 def test_where_nothing_fits_it_takes_what_needs_least():
     choice = choose_recompute(way(), H200, 10 * GIB, layout="zigzag")
     assert "none fits" in choice.message
-    assert peak(way(), choice.name) == min(peak(way(), name) for name in POLICIES)
+    assert peak(way(), choice.value) == min(peak(way(), name) for name in POLICIES)
 
 
 def test_layouts_that_share_no_end_are_left_out():
     names = ["block-keep-attention:0.5", "block"]
     free = 2000 * GIB
-    assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).name == names[0]
-    assert choose_recompute(way(), H200, free, layout="contiguous", policies=names).name == "block"
-    assert choose_recompute(way(gpus=1), H200, free, layout="contiguous", policies=names).name == names[0]
+    assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).value == names[0]
+    assert choose_recompute(way(), H200, free, layout="contiguous", policies=names).value == "block"
+    assert choose_recompute(way(gpus=1), H200, free, layout="contiguous", policies=names).value == names[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ FREE = HARDWARE.memory - 3e9
 def predicted(level, gpus, tokens):
     task = Task(model=PRESETS["llama-3-8b"], sequence=tokens, gpus=gpus)
     way = Candidate(task=task, data=1, ulysses_degree=gpus, zero=level)
-    return predict(replace(way, recompute=choose_recompute(way, HARDWARE, FREE, layout="zigzag").name), HARDWARE)
+    return predict(replace(way, recompute=choose_recompute(way, HARDWARE, FREE, layout="zigzag").value), HARDWARE)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_stage_2_where_nothing_is_recomputed_for_it(gpus, tokens, level):
     kept, gathered = (predicted(each, gpus, tokens) for each in (2, 3))
     assert kept.memory.fits and gathered.memory.fits
     choice = choose_zero_level(kept, gathered)
-    assert choice.level == level
+    assert choice.value == level
     assert "\n" not in choice.message and f"auto: {level}" in choice.message
     if level == 2:
         assert kept.time.zero < gathered.time.zero
@@ -45,4 +45,4 @@ def test_what_does_not_fit_is_not_chosen():
     kept, gathered = (predicted(level, 2, 1 << 13) for level in (2, 3))
     small = replace(HARDWARE, memory=gathered.memory.total + 1e9)
     choice = choose_zero_level(*(predict(each.candidate, small) for each in (kept, gathered)))
-    assert choice.level == 3 and "not fit" in choice.message
+    assert choice.value == 3 and "not fit" in choice.message

@@ -92,7 +92,7 @@ def no_tools(monkeypatch, tmp_path):
 
 
 def test_everything_missing_is_named_at_once_with_its_command(no_tools, tmp_path):
-    missing = {tool.what.split()[0]: tool.command for tool in list_missing(no_tools)}
+    missing = {tool.split()[0]: command for tool, command in list_missing(no_tools).items()}
     assert set(missing) >= {"nvcc", "cmake", "a", "Python.h", "pip", "setuptools", "wheel", "pybind11", "nccl.h"}
     assert "--no-deps nvidia-nccl-cu13" in missing["nccl.h"], "with its dependencies it could replace torch's"
     with pytest.raises(UserError) as refused:

@@ -261,10 +261,10 @@ def test_only_what_training_needs_decides():
 def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmburst_test_package")
     (folder / "__init__.py").write_text("import no_such_module_at_all\n")
-    look = doctor.PackageCheck("bmburst_test_package", "some-name", "nothing")
-    assert look("x").status == "broken" and look("x").fix.endswith("--force-reinstall some-name")
-    look = doctor.PackageCheck("bmburst_no_package", "some-name", "nothing")
-    assert look("x").status == "missing" and look("x").fix.endswith("pip install some-name")
+    found = doctor.package("bmburst_test_package", "nothing", "some-name")
+    assert found.status == "broken" and found.fix.endswith("--force-reinstall some-name")
+    found = doctor.package("bmburst_no_package", "nothing", "some-name")
+    assert found.status == "missing" and found.fix.endswith("pip install some-name")
 
 
 @pytest.mark.parametrize(("gpus", "status"), [([], "note"), ([75], "note"), ([90], "missing")])

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.checkpoint import files as checkpoint
 from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import staging
-from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.staging import Staging
 from bmburst.checkpoint.tensor_files import SafetensorsWriter

@@ -49,7 +49,7 @@ def _equal_transformers(folder, pack):
     )
 
     model = LlamaForCausalLM.from_pretrained(saved)
-    corpus = open_corpus(str(source), "bytes", folder, text_field="text")
+    corpus = open_corpus(str(source), "bytes", folder)
     sequences = PackedSequences(corpus, split="all", sequence_length=43, pack=pack)
     sums: dict[int, list[float]] = {}
     for batch in evaluation_batches(sequences, limit=None):

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint import files as checkpoint
 from bmburst.outputs import TRAINING_LOCK, lock_folder
 from bmburst.train.config import DataConfig
 from tests.distributed.programs import run_program

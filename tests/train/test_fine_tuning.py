@@ -23,7 +23,7 @@ from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.sampling import generation_options
 from bmburst.train.config import EvalConfig
 from bmburst.train.evaluate import read_model
-from bmburst.train.kept import kept_by_rank_0, kept_tokenizer, kept_with_model
+from bmburst.train.kept import kept_by_rank_0, kept_with_model, read_tokenizer
 from bmburst.train.resolve import resolve, set_defaults_of_data
 from bmburst.train.text import check_text, open_text
 from tests import chat, tiny
@@ -37,6 +37,10 @@ ANSWERS = {"capital of France?": "Paris", "2 + 2?": "four", "who are you?": "a t
 STEPS = 40
 IM_END = chat.SPECIAL.index("<|im_end|>")
 HELD_OUT = ("colour of grass?", "green")  # one of the four conversations, copies included, by its content
+
+
+def files_of(text, chat_template):
+    return read_tokenizer(text.tokenizer_name, text.tokenizer_identity, chat_template)
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +106,12 @@ def test_a_checkpoint_has_the_tokenizer_and_the_template(folder):
     config = resolve((), {"data.source": str(folder / "chats.jsonl"), "data.tokenizer": str(folder / "base")})
     text = open_corpus(config.data.source, config.data.tokenizer, folder / "cache")
     (folder / "mine.jinja").write_text(chat.MARKED)
-    assert kept_tokenizer(text, folder / "mine.jinja")["chat_template.jinja"] == chat.MARKED.encode()
+    assert files_of(text, folder / "mine.jinja")["chat_template.jinja"] == chat.MARKED.encode()
     # Whatever has taken its place since is not the model's.
     moved = chat.directory(folder / "moved")
     (moved / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
-    assert kept_tokenizer(replace(text, tokenizer_name=str(moved)), None) == {}
-    assert kept_tokenizer(replace(text, tokenizer_name="bytes"), None) == {}
+    assert files_of(replace(text, tokenizer_name=str(moved)), None) == {}
+    assert files_of(replace(text, tokenizer_name="bytes"), None) == {}
 
 
 def test_a_checkpoint_names_the_token_that_ends_an_answer(folder):
@@ -302,15 +306,15 @@ def test_the_files_of_a_name_on_the_hub_are_those_of_the_local_cache(tmp_path, m
     (tmp_path / "a.txt").write_text("once upon a time. " * 60)
     text = open_corpus(tmp_path / "a.txt", str(chat.directory(tmp_path / "words")), tmp_path / "cache")
     text = replace(text, tokenizer_name="some/words")
-    assert kept_tokenizer(text, None) == {}, "not in the cache"
-    assert kept_tokenizer(replace(text, tokenizer_name="moved--away"), None) == {}, "no name on the hub"
-    assert kept_tokenizer(replace(text, tokenizer_name="a/b/moved"), None) == {}
+    assert files_of(text, None) == {}, "not in the cache"
+    assert files_of(replace(text, tokenizer_name="moved--away"), None) == {}, "no name on the hub"
+    assert files_of(replace(text, tokenizer_name="a/b/moved"), None) == {}
     repository = tmp_path / "hub" / "models--some--words"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots").mkdir()
     found = chat.directory(repository / "snapshots" / "abc")
     names = ("tokenizer.json", "tokenizer_config.json")
-    assert kept_tokenizer(text, None) == {name: (found / name).read_bytes() for name in names}
+    assert files_of(text, None) == {name: (found / name).read_bytes() for name in names}
     (found / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
-    assert kept_tokenizer(text, None) == {}, "another tokenizer by now"
+    assert files_of(text, None) == {}, "another tokenizer by now"

@@ -52,9 +52,10 @@ def state_of(weights):
 def update(weights, gradient, state, **changes):
     from bmburst.optim.states import part_of_all
     from bmburst.optim.updates import Update
+    from bmburst_ops.host_adamw import Rates
 
-    values = {"weight_decay": 0.0, **RATES, "parts": part_of_all(weights.numel(), ""), **changes}
-    return Update(weights=weights, gradient=gradient, state=state, **values)
+    parts, rates = part_of_all(weights.numel(), ""), Rates(**{"weight_decay": 0.0, **RATES, **changes})
+    return Update(weights=weights, gradient=gradient, state=state, parts=parts, rates=rates)
 
 
 def against_torch(piece, depth):

@@ -16,7 +16,7 @@ from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.conversion import convert
 from bmburst.checkpoint.files import newest_whole, require_whole
-from bmburst.checkpoint.sharded_files import on_every_rank
+from bmburst.checkpoint.sharded_files import GatheredTensors, on_every_rank
 from bmburst.cli import main
 from bmburst.cli.run_folder import bytes_to_come, checkpoint_bytes
 from bmburst.errors import RunError
@@ -45,8 +45,9 @@ def trainer(folder, name, **changes):
 def _saves(folder):
     ours = trainer(folder, "run")
     for part_bytes in (None, 1):
-        progress = checkpoint.RunProgress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
-        checkpoint.save(folder / "run", ours.model, ours.optimizer, progress, keep=2, part_bytes=part_bytes)
+        progress = checkpoint_files.RunProgress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
+        parts = {"keep": 2, "part_bytes": part_bytes}
+        checkpoint.Draft.of(folder / "run", ours.model, ours.optimizer, progress, **parts).write(GatheredTensors())
         ours.step()
     if ours.is_main:
         from bmburst.train.resolve import write_run_config

@@ -226,6 +226,7 @@ def _copies_that_come_late_are_waited_for():
     from bmburst.comm.host_memory import HostShard, ShardCopies
     from bmburst.optim import states, updates
     from bmburst.optim.updates import ShardUpdate
+    from bmburst_ops.host_adamw import Rates
     from tests.train.lazy_streams import late_copies
 
     with late_copies():
@@ -280,9 +281,9 @@ def _copies_that_come_late_are_waited_for():
         copies.send_gradients(blocks[0], reader)
         parts = states.part_of_all(len(shard.weights), "")
         state = states.initial_state(shard.weights, shard.weights.device, "float32", parts, with_weights=True)
-        rates = {"parts": parts, "lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
+        given = {"parts": parts, "rates": Rates(1.0, (0.5, 0.5), 0.0, 0.0), "scale": 1.0}
         late = updates.LateUpdates()
-        late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
+        late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **given)])
         shard.settle()
         assert state["exp_avg"].unique().item() == 0.5
         assert shard.weights.unique().item() == 6.0

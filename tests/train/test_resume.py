@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint import files as checkpoint
 from bmburst.checkpoint.files import require_whole
 from bmburst.data import open_corpus
 from bmburst.train.config import DataConfig, ParallelConfig

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint import files as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
 from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from bmburst.checkpoint import training as checkpoint
-from bmburst.checkpoint.sharded_files import owners_of
+from bmburst.checkpoint.files import RunProgress, newest_complete
+from bmburst.checkpoint.sharded_files import GatheredTensors, owners_of
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.errors import UserError
 from tests.distributed.programs import run_program
@@ -52,13 +53,18 @@ def test_parts_hold_what_one_file_does_and_load_on_any_ranks(tmp_path):
     run_program(2, _load_parts, tmp_path)
 
 
+def save(folder, ours, progress, part_bytes):
+    draft = checkpoint.Draft.of(folder, ours.model, ours.optimizer, progress, keep=1, part_bytes=part_bytes)
+    draft.write(GatheredTensors())
+
+
 def _save_in_parts(folder):
     ours = trainer(folder, "parts")
     for _ in range(2):
         ours.step()
-    progress = checkpoint.RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
+    progress = RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
     for name, part_bytes in (("whole", None), ("parts", 1)):
-        checkpoint.save(folder / name, ours.model, ours.optimizer, progress, keep=1, part_bytes=part_bytes)
+        save(folder / name, ours, progress, part_bytes)
     from bmburst.checkpoint import hugging_face
 
     target = folder / "export"
@@ -125,23 +131,23 @@ def _measure_memory(folder):
     small = trainer(folder, "small")
     small.step()
     small.save()  # what is imported on the way takes more than these tensors do
-    checkpoint.load(checkpoint.newest_complete(folder / "small"), small.model, small.optimizer)
+    checkpoint.load(newest_complete(folder / "small"), small.model, small.optimizer)
     shape = dataclasses.replace(program.SHAPE, head_dim=64, **LARGE)
     ours = trainer(folder, "run", model=shape)
     ours.step()
     largest = 4 * LARGE["hidden_size"] * LARGE["intermediate_size"]
     total = 4 * shape.num_parameters
     assert total > 30 * largest
-    progress = checkpoint.RunProgress(step=1, data=ours.batches.state_dict(), tokenizer="bytes")
+    progress = RunProgress(step=1, data=ours.batches.state_dict(), tokenizer="bytes")
     for part_bytes in (None, 1):
 
-        def save(part_bytes=part_bytes):
-            checkpoint.save(folder / "run", ours.model, ours.optimizer, progress, keep=1, part_bytes=part_bytes)
+        def write(part_bytes=part_bytes):
+            save(folder / "run", ours, progress, part_bytes)
 
         # One that is gathered with its piece, one that waits, one that is written; how many are freed late is chance.
-        grown = _growth(save)
+        grown = _growth(write)
         assert grown < total / 2, grown / largest
-    grown = _growth(lambda: checkpoint.load(checkpoint.newest_complete(folder / "run"), ours.model, ours.optimizer))
+    grown = _growth(lambda: checkpoint.load(newest_complete(folder / "run"), ours.model, ours.optimizer))
     assert grown < total / 2, grown / largest
 
 

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -147,7 +146,7 @@ def choices(folder: Path) -> None:
     assert ranks_of_node(mesh.world) == 2
     del os.environ[NODE_SWITCH]
     assert ranks_of_node(mesh.world) == 4
-    node = asked.replace(parallel=replace(asked.parallel, zero_group="node"))
+    node = asked.with_parallel(zero_group="node")
     assert zero_group_for(asked, mesh, 4) == zero_group_for(node, mesh, 4) == "world"
     for names in ("aaab", "abab"):
         os.environ[NODE_SWITCH] = names[rank]
