@@ -1,6 +1,7 @@
 """The tokens that end the answers of records: a model that learns them stops with them."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ class AnswerEnds:
     """How the answers of records end.
 
     Attributes:
-        tokens: The special tokens that end answers; empty if fewer than half of the answers end with one. A special
-            token that ends few answers may belong to their text, as `</think>` does, and would cut others short.
+        tokens: The special tokens that end answers; empty if fewer than half of the answers end with one. Tokens that
+            text follows in other answers, such as `</think>`, would cut these short: they count only if there are no
+            others.
         open: Whether some answers end without a special token.
     """
 
@@ -35,19 +37,35 @@ def answer_ends(file: TokenFile, tokenizer: PromptTokenizer) -> AnswerEnds:
         tokenizer: Its tokenizer.
     """
     ends: Counter[int] = Counter()
+    inside: set[int] = set()
     opened = 0
     if file.loss_mask is None:
         return AnswerEnds()
     for document in range(0, file.document_count, -(-file.document_count // _MOST)):
         begin, end = (int(each) for each in file.document_offsets[document : document + 2])
         learned = np.flatnonzero(file.answers_in(range(begin, end)))[::-1] + begin
-        tokens = (int(file.tokens[at]) for at in learned)
+        tokens = [int(file.tokens[at]) for at in learned]
+        inside |= set(_inside(learned[::-1].tolist(), tokens[::-1], tokenizer))
         last = next((token for token in tokens if token in tokenizer.special_ids or _has_text(token, tokenizer)), None)
         if last in tokenizer.special_ids:
             ends[last] += 1
         elif last is not None:
             opened += 1
-    return AnswerEnds(frozenset(ends) if ends.total() >= opened else frozenset(), opened > 0)
+    found = frozenset(ends) - inside or frozenset(ends)
+    return AnswerEnds(found if ends.total() >= opened else frozenset(), opened > 0)
+
+
+def _inside(places: list[int], tokens: list[int], tokenizer: PromptTokenizer) -> Iterator[int]:
+    """Yield the special tokens that text follows in the same answer."""
+    special: int | None = None
+    for place, before, token in zip(places, [-1, *places], tokens, strict=False):
+        if place != before + 1:  # another answer
+            special = None
+        if token in tokenizer.special_ids:
+            special = token
+        elif special is not None and _has_text(token, tokenizer):
+            yield special
+            special = None
 
 
 def _has_text(token: int, tokenizer: PromptTokenizer) -> bool:

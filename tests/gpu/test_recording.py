@@ -125,7 +125,7 @@ def _memory_given_back():
     expected = attend(inputs, grad, "causal")
     taken, left = [], []
     for _ in range(6):
-        for _ in range(CALLS + 2):
+        for _ in range(2 * CALLS + 2):  # two outboxes take turns: a kernel has the same places in every second call
             results = attend(inputs, grad, "causal")
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
         assert kept_by_graphs(device) > 0

@@ -160,8 +160,10 @@ SOME_END = chat.MARKED.replace(
         (chat.MARKED.replace("'<|im_end|>' }}{% endg", "'' }}{% endg"), [("a", 0), ("b", 0)], set(), True),
         (SOME_END, [("a", 1), ("b", 0), (" ", 0)], {IM_END}, True),  # white space alone is not an end
         (SOME_END, [("a", 1), ("b", 0), ("c", 0)], set(), True),  # a special token in a text, rather than its end
+        (SOME_END, [("a</s>b", 1), ("c</s>", 0)], {IM_END}, False),  # text follows the other one
+        (chat.MARKED, [("a<|im_end|>b", 0), ("c", 0)], {IM_END}, False),  # there is no other
     ],
-    ids=["plain", "line break", "no end", "half", "few"],
+    ids=["plain", "line break", "no end", "half", "few", "inside", "inside, alone"],
 )
 def test_the_ends_of_answers_are_found(template, said, ends, is_open, tmp_path, capsys):
     words = chat.directory(tmp_path / "words", template)
