@@ -14,6 +14,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError
@@ -26,6 +27,7 @@ from bmburst.mesh import Mesh
 __all__ = ["SplitBatches", "share_batches"]
 
 _PART = "part"  # key of the part in a micro-batch
+_IS_SCALED = "the loss is scaled"
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What accelerate sets in a model that it prepares for an evaluation."""
 
@@ -98,6 +100,7 @@ class SplitBatches:
         self._without_labels = self._last = 0
         require_understood(self, [name for name, value in options.items() if value is not None])
         _require_plain(self._trainer)
+        _tell_scaled(self._trainer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
@@ -283,6 +286,12 @@ def _require_no_router(model: torch.nn.Module) -> None:
         )
 
 
+def _tell_scaled(trainer: Any) -> None:
+    """Tell transformers before 5.19, which has no `loss_is_scaled_for_ga`, in its way; it calls this nowhere."""
+    if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        trainer.compute_loss_func = _IS_SCALED
+
+
 def _require_plain(trainer: Any) -> None:
     """Check that a Trainer uses no model and no feature that is not supported on split sequences."""
     _require_no_router(trainer.model)
@@ -290,7 +299,7 @@ def _require_plain(trainer: Any) -> None:
     require_next_token_loss(trainer.model)
     given = {"compute_loss_func": trainer.compute_loss_func, "compute_metrics": trainer.compute_metrics}
     for name, value in given.items():
-        if value is not None:
+        if value is not None and not isinstance(value, str):  # a text stands for `loss_is_scaled_for_ga`, as in TRL
             raise UserError(
                 f"{name} needs the logits of a whole sequence, which fit on no rank\n"
                 "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"

@@ -94,6 +94,14 @@ def test_an_argument_of_a_later_version(tmp_path: Path) -> None:
         _trainer(tmp_path, given=_arguments("trl.sft_config", tmp_path, weight_of_loss=2.0))
 
 
+def test_transformers_before_5_19(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divides the loss by the number of micro-batches, unless there is a loss function; TRL puts a text there."""
+    monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga", raising=False)
+    made = _trainer(tmp_path, compute_loss_func="non-None value to disable scaling")
+    assert isinstance(made.compute_loss_func, str)
+    assert isinstance(_trainer(tmp_path).compute_loss_func, str)
+
+
 def test_an_argument_of_a_later_trainer(tmp_path: Path) -> None:
     class Later(SplitTrainer):
         def __init__(self, weigh: Any) -> None: ...
