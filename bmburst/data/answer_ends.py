@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bmburst.data.token_file import TokenFile
 from bmburst.data.tokenizer import PromptTokenizer
@@ -43,10 +45,13 @@ def answer_ends(file: TokenFile, tokenizer: PromptTokenizer) -> AnswerEnds:
         return AnswerEnds()
     for document in range(0, file.document_count, -(-file.document_count // _MOST)):
         begin, end = (int(each) for each in file.document_offsets[document : document + 2])
-        learned = np.flatnonzero(file.answers_in(range(begin, end)))[::-1] + begin
-        tokens = [int(file.tokens[at]) for at in learned]
-        inside |= set(_inside(learned[::-1].tolist(), tokens[::-1], tokenizer))
-        last = next((token for token in tokens if token in tokenizer.special_ids or _has_text(token, tokenizer)), None)
+        learned = np.flatnonzero(file.answers_in(range(begin, end))) + begin
+        tokens = file.tokens[learned]
+        inside.update(_inside(learned, tokens, tokenizer))
+        backward = map(int, reversed(tokens))
+        last = next(
+            (token for token in backward if token in tokenizer.special_ids or _has_text(token, tokenizer)), None
+        )
         if last in tokenizer.special_ids:
             ends[last] += 1
         elif last is not None:
@@ -55,17 +60,16 @@ def answer_ends(file: TokenFile, tokenizer: PromptTokenizer) -> AnswerEnds:
     return AnswerEnds(found if ends.total() >= opened else frozenset(), opened > 0)
 
 
-def _inside(places: list[int], tokens: list[int], tokenizer: PromptTokenizer) -> Iterator[int]:
-    """Yield the special tokens that text follows in the same answer."""
-    special: int | None = None
-    for place, before, token in zip(places, [-1, *places], tokens, strict=False):
-        if place != before + 1:  # another answer
-            special = None
-        if token in tokenizer.special_ids:
-            special = token
-        elif special is not None and _has_text(token, tokenizer):
-            yield special
-            special = None
+def _inside(places: NDArray[Any], tokens: NDArray[Any], tokenizer: PromptTokenizer) -> Iterator[int]:
+    """Yield the special tokens that text follows in the same answer, of learned tokens and their places."""
+    is_special = np.isin(tokens, list(tokenizer.special_ids))
+    for at in np.flatnonzero(is_special):
+        for after in range(at + 1, len(tokens)):
+            if places[after] != places[after - 1] + 1 or is_special[after]:  # another answer
+                break
+            if _has_text(int(tokens[after]), tokenizer):
+                yield int(tokens[at])
+                break
 
 
 def _has_text(token: int, tokenizer: PromptTokenizer) -> bool:
