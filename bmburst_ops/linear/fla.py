@@ -10,13 +10,14 @@ from torch import Tensor
 
 from bmburst_ops.linear.fla_kinds import KINDS, NAME
 from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens
+from bmburst_ops.linear.fla_tuning import HOPPER
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
 from bmburst_ops.machine import HERE, Machine
 
 VERSIONS = ((0, 6), (0, 7))
 """From the first on, below the second: fla 0.5.1 and older compute wrong gradients of KDA."""
 
-_HOPPER, _WRONG = 9, ((3, 4), (3, 7, 1))
+_WRONG = ((3, 4), (3, 7, 1))
 _MOST_KEY_DIM = 256
 
 
@@ -33,7 +34,7 @@ def unusable(capability: tuple[int, int], machine: Machine = HERE) -> tuple[str,
         return f"fla-core {found} is installed; allowed: 0.6 to below 0.7", "pip install 'fla-core>=0.6,<0.7'"
     if triton is None:
         return "the package triton is not installed", "pip install triton"
-    if capability[0] == _HOPPER and _WRONG[0] <= triton < _WRONG[1] and not machine.has("tilelang"):
+    if capability[0] == HOPPER and _WRONG[0] <= triton < _WRONG[1] and not machine.has("tilelang"):
         found = ".".join(map(str, triton))
         return (
             f"Triton {found} computes wrong gradients on Hopper; allowed: from 3.7.1 on, or the package tilelang",

@@ -89,6 +89,9 @@ class _Delta(Kind):
     in `[U, M]`, because every column of a state evolves alone.
     """
 
+    decays: str
+    """fla's name of the decays in its scans."""
+
     def summaries(self, cut: Cut) -> tuple[Tensor, Tensor]:
         """See `Kind.summaries`."""
         keys, w, u = self.written
@@ -101,9 +104,6 @@ class _Delta(Kind):
         decay = {self.decays: cut.of(self.sums)}
         _, _, ends = self.fla.fwd_h(k=cut.of(keys), w=cut.of(w), u=wider, **decay, **options, **cut.options)
         return ends[..., value_dim:], ends[..., :value_dim]
-
-    decays: str
-    """fla's name of the decays in its scans."""
 
     @property
     @abstractmethod

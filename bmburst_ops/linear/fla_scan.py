@@ -8,10 +8,9 @@ fragment that need no state and give none, such as short documents, have no M an
 """
 
 import math
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +30,26 @@ def fragment_tokens(tokens: int, heads: int, value_dim: int, processors: int) ->
     return max(_LEAST, CHUNK * math.ceil(tokens / max(1.0, fragments) / CHUNK))
 
 
+class Plan(NamedTuple):
+    """How pieces are cut into fragments. Pieces that are cut, or whose states are used, are folded.
+
+    Attributes:
+        edges: Edges of all fragments, in tokens.
+        folded: Number of folded pieces. Their fragments have M and U.
+        places: Numbers of these fragments.
+        by_piece: Edges of the folded pieces among these fragments.
+        waiting: Numbers of the waiting pieces, among the folded ones.
+        exporting: Likewise, of the exporting pieces.
+    """
+
+    edges: tuple[int, ...]
+    folded: int
+    places: tuple[int, ...]
+    by_piece: tuple[int, ...]
+    waiting: tuple[int, ...]
+    exporting: tuple[int, ...]
+
+
 class FlaScan:
     """See `bmburst_ops.linear.kernel.PreparedScan`.
 
@@ -47,26 +66,18 @@ class FlaScan:
     ) -> None:
         assert tokens % CHUNK == 0
         self._recurrence, self._inputs, self._pieces, self._kept = recurrence, inputs, pieces, kept
-        self._edges, by_piece = fragments(pieces.edges, tokens)
-        state_is_used = {*pieces.waiting, *pieces.exporting}
-        self._folded = [n for n, (a, b) in enumerate(pairwise(by_piece)) if b - a > 1 or n in state_is_used]
-        """Pieces whose fragments have M and U."""
-        self._places = [at for n in self._folded for at in range(by_piece[n], by_piece[n + 1])]
-        """Fragments of these pieces."""
-        counts = [by_piece[n + 1] - by_piece[n] for n in self._folded]
-        self._by_piece = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
-        self._cut = _cut(self._edges, tuple(self._places), inputs[0].device)
+        self._plan = make_plan(pieces, tokens)
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """See `PreparedScan.summary`."""
         heads, key_dim, value_dim = self._recurrence.state_shape(self._inputs)
-        numbers = self._of_folded(self._pieces.exporting)
+        numbers = list(self._plan.exporting)
         if not numbers:
             transition = self._recurrence.transition_shape(self._inputs)
             return self._zeros(0, *transition), self._zeros(0, heads, key_dim, value_dim)
-        firsts = self._zeros(len(self._folded), heads, key_dim, value_dim + key_dim)
+        firsts = self._zeros(self._plan.folded, heads, key_dim, value_dim + key_dim)
         firsts[..., value_dim:] = torch.eye(key_dim, device=firsts.device)
-        _, lasts = fold_fragments(*self._summaries, firsts, self._by_piece)
+        _, lasts = fold_fragments(*self._summaries, firsts, self._plan.by_piece)
         ends, transitions = lasts[numbers].split([value_dim, key_dim], -1)
         return transitions if self._recurrence.is_delta else transitions[..., :1, :1], ends
 
@@ -77,28 +88,30 @@ class FlaScan:
 
     def kept(self) -> tuple[Tensor, ...]:
         """See `PreparedScan.kept`."""
-        if not self._folded or self._before is None:
+        if self._before is None:
             return ()
-        found = (self._before, self._summaries[0].contiguous())
-        return found if sum(t.nbytes for t in found) <= _MOST_KEPT else ()
+        transitions = self._summaries[0]
+        if self._before.nbytes + transitions.nbytes > _MOST_KEPT:
+            return ()
+        return self._before, transitions.contiguous()
 
     def start_gradients(self, grad_out: Tensor) -> Tensor:
         """See `PreparedScan.start_gradients`."""
-        self._grad_out = self._without_padding(grad_out.clone())[None]
-        numbers = self._of_folded(self._pieces.waiting)
+        self._grad_out = self._without_padding(grad_out.clone() if self._pieces.padding else grad_out)[None]
+        numbers = list(self._plan.waiting)
         shape = self._recurrence.state_shape(self._inputs)
         if not numbers:
             return self._zeros(0, *shape)
-        _, lasts = self._folded_back(self._zeros(len(self._folded), *shape))
+        _, lasts = self._folded_back(self._zeros(self._plan.folded, *shape))
         return lasts[numbers]
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:
         """See `PreparedScan.backward`."""
         del grad_out  # `start_gradients` was called with it
         after = None
-        if self._folded:
-            firsts = self._zeros(len(self._folded), *self._recurrence.state_shape(self._inputs))
-            firsts[self._of_folded(self._pieces.exporting)] = grad_ends.float()
+        if self._plan.folded:
+            firsts = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
+            firsts[list(self._plan.exporting)] = grad_ends.float()
             after = self._of_all(self._folded_back(firsts)[0])
         before = self._kept[0] if self._kept else self._states(starts)
         dq, dk, *others = self._kind.gradients(before, self._grad_out, after)
@@ -116,11 +129,17 @@ class FlaScan:
     @cached_property
     def _kind(self) -> Any:
         inputs = *(x for x, _ in self._normed), *(t[None] for t in self._inputs[2:])
-        return KINDS[self._recurrence.kind](inputs, self._recurrence.scale, _options(self._edges, inputs[0].device))
+        options = _options(self._plan.edges, inputs[0].device)
+        return KINDS[self._recurrence.kind](inputs, self._recurrence.scale, options)
+
+    @cached_property
+    def _cut(self) -> Cut:
+        """The fragments that have M and U."""
+        return _cut(self._plan, self._inputs[0].device)
 
     @cached_property
     def _summaries(self) -> tuple[Tensor, Tensor]:
-        """M and U of the fragments of `_folded`."""
+        """M and U of the fragments that have them."""
         found: tuple[Tensor, Tensor] = self._kind.summaries(self._cut)
         return found
 
@@ -131,29 +150,26 @@ class FlaScan:
         return found
 
     def _folded_back(self, firsts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the states after these fragments, and of those before the pieces of `_folded`."""
+        """Return the gradients of the states after these fragments, and of those before their pieces."""
         transitions = self._kept[1] if self._kept else self._summaries[0]
-        return fold_fragments(transitions, self._own_gradients, firsts, self._by_piece, backward=True)
+        return fold_fragments(transitions, self._own_gradients, firsts, self._plan.by_piece, backward=True)
 
     def _states(self, starts: Tensor) -> Tensor | None:
         """Return the state before each fragment; None if all are zero."""
-        if not self._folded:
+        if not self._plan.folded:
             return None
-        firsts = self._zeros(len(self._folded), *self._recurrence.state_shape(self._inputs))
-        firsts[self._of_folded(self._pieces.waiting)] = starts.float()
-        return self._of_all(fold_fragments(*self._summaries, firsts, self._by_piece)[0])
+        firsts = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
+        firsts[list(self._plan.waiting)] = starts.float()
+        return self._of_all(fold_fragments(*self._summaries, firsts, self._plan.by_piece)[0])
 
     def _of_all(self, states: Tensor) -> Tensor:
-        """Return the states of the fragments of `_folded` among those of all fragments, zero for the others."""
-        if len(self._places) == len(self._edges) - 1:
+        """Return the states of the fragments that have M and U among those of all fragments, zero for the others."""
+        count = len(self._plan.edges) - 1
+        if len(states) == count:
             return states
-        found = self._zeros(len(self._edges) - 1, *states.shape[1:])
-        found[self._places] = states
+        found = self._zeros(count, *states.shape[1:])
+        found[list(self._plan.places)] = states
         return found
-
-    def _of_folded(self, numbers: Sequence[int]) -> list[int]:
-        """Return the places of pieces in `_folded`."""
-        return [self._folded.index(number) for number in numbers]
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self._inputs[0].device)
@@ -175,18 +191,35 @@ def fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tup
 
 
 @lru_cache(maxsize=64)
-def _cut(edges: tuple[int, ...], places: tuple[int, ...], device: torch.device) -> Cut:
-    """Return some of the fragments with these edges, in order."""
+def make_plan(pieces: Pieces, tokens: int) -> Plan:
+    """Return how pieces are cut into fragments of `tokens` tokens."""
+    edges, ends = fragments(pieces.edges, tokens)
+    state_is_used = {*pieces.waiting, *pieces.exporting}
+    folded = [n for n, (begin, end) in enumerate(pairwise(ends)) if end - begin > 1 or n in state_is_used]
+    rank = {number: i for i, number in enumerate(folded)}
+    return Plan(
+        edges=edges,
+        folded=len(folded),
+        places=tuple(at for n in folded for at in range(ends[n], ends[n + 1])),
+        by_piece=tuple(accumulate((ends[n + 1] - ends[n] for n in folded), initial=0)),
+        waiting=tuple(rank[number] for number in pieces.waiting),
+        exporting=tuple(rank[number] for number in pieces.exporting),
+    )
+
+
+@lru_cache(maxsize=64)
+def _cut(plan: Plan, device: torch.device) -> Cut:
+    """Return the fragments of a plan that have M and U, in order."""
     spans: list[slice] = []
     own = [0]
-    for at in places:
-        begin, end = edges[at], edges[at + 1]
+    for at in plan.places:
+        begin, end = plan.edges[at], plan.edges[at + 1]
         own.append(own[-1] + end - begin)
         if spans and spans[-1].stop == begin:
             spans[-1] = slice(spans[-1].start, end)
         else:
             spans.append(slice(begin, end))
-    return Cut(tuple(spans), tuple(own), _options(tuple(own), device) if places else {})
+    return Cut(tuple(spans), tuple(own), _options(tuple(own), device))
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ import torch
 TUNING = "BMBURST_FLA_TUNING"
 """The environment variable that, set to "all", lets fla try all choices of each kernel."""
 
-_HOPPER = 9
+HOPPER = 9
 
 
 def restrict_tuning() -> None:
@@ -27,7 +27,7 @@ def restrict_tuning() -> None:
 
 def few_choices() -> None:
     """Leave each kernel of fla that is imported one or two choices, nearest to 4 warps, 3 stages and blocks of 64."""
-    is_small = torch.cuda.is_available() and torch.cuda.get_device_capability() < (_HOPPER, 0)
+    is_small = torch.cuda.is_available() and torch.cuda.get_device_capability() < (HOPPER, 0)
     tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):

@@ -11,7 +11,7 @@ import torch
 from bmburst_ops.errors import KernelError
 from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
 from bmburst_ops.linear.fla import FlaKernel, unusable
-from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens, fragments
+from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens, fragments, make_plan
 from tests.linear.oracle import problem, whole
 from tests.ops.another_machine import AnotherMachine
 
@@ -136,6 +136,14 @@ def test_fragments_cover_the_pieces():
     edges, by_piece = fragments((0, 150, 190, 200), 64)
     assert (edges, by_piece) == ((0, 64, 128, 150, 190, 200), (0, 3, 4, 5))
     assert fragments((0, 64, 130), 64) == ((0, 64, 128, 130), (0, 1, 3))
+
+
+def test_pieces_of_one_fragment_without_states_are_not_folded():
+    plan = make_plan(Pieces((0, 60, 190, 200, 230), waiting=(2,), exporting=(1,)), 64)
+    assert plan.edges == (0, 60, 124, 188, 190, 200, 230)
+    assert (plan.folded, plan.places, plan.by_piece) == (2, (1, 2, 3, 4), (0, 3, 4))
+    assert (plan.waiting, plan.exporting) == ((1,), (0,))
+    assert make_plan(Pieces((0, 60, 100)), 64).places == ()
     assert fragment_tokens(65_536, 32, 128, 132) % 64 == 0
     assert 4 < 65_536 / fragment_tokens(65_536, 32, 128, 132) < 16
     assert fragment_tokens(2_048, 4, 64, 132) == 1_024 and fragment_tokens(65_536, 4096, 128, 132) == 65_536
