@@ -46,7 +46,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             ref_model_sync_steps entropy_coef max_tool_calling_iterations off_policy_mask_threshold
             use_bias_correction_kl normalize_advantages reward_clip_range log_completions num_completions_to_print
             log_unique_prompts log_completions_hub_repo reward_funcs reward_processing_classes tools rollout_func
-            environment_factory
+            environment_factory metric_for_best_model
             """,
         "read by TRL; vLLM has attention of its own": """
             use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex

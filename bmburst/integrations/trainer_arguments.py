@@ -23,8 +23,8 @@ SHARED = """
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
     eval_strategy eval_steps eval_delay per_device_eval_batch_size eval_on_start save_only_model save_strategy
     save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
-    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
-    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end greater_is_better
+    ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint full_determinism
     seed data_seed use_cpu dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
     dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order dataloader_drop_last
     remove_unused_columns ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend ddp_timeout
@@ -77,6 +77,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             "accelerator_config"
         ),
         "read; predictions are refused, because logits of a long sequence fit on no rank": "prediction_loss_only",
+        "read; what TRL logs besides the loss is refused": "metric_for_best_model",
         "read; the noise is that of the whole sequence": "neftune_noise_alpha",
         "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
         "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",

@@ -30,6 +30,8 @@ _PART = "part"  # key of the part in a micro-batch
 _IS_SCALED = "the loss is scaled"
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What accelerate sets in a model that it prepares for an evaluation."""
+_NOT_COMPUTED = ("aux_loss", "entropy", "mean_token_accuracy", "num_tokens")
+"""What TRL logs besides the loss."""
 
 
 def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
@@ -52,7 +54,7 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSamplerShard) or batches.split_batches:
         raise UserError(
-            f"batches of a {type(loader.dataset).__name__} cannot be shared by the ranks of a sequence\n"
+            f"batches of {type(loader.dataset).__name__} cannot be shared by the ranks of a sequence\n"
             "allowed: a loader from Accelerator.prepare whose data set has a length\n"
             "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset"
         )
@@ -304,6 +306,11 @@ def _require_plain(trainer: Any) -> None:
                 f"{name} needs the logits of a whole sequence, which fit on no rank\n"
                 "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"
             )
+    if (best := str(trainer.args.metric_for_best_model)).endswith(_NOT_COMPUTED):
+        raise UserError(
+            f"metric_for_best_model is {best!r}, but an evaluation on split sequences gives only the loss\n"
+            "fix: metric_for_best_model='loss'"
+        )
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and max(config.cp_size, config.sp_size, config.tp_size) > 1:
         sizes = f"cp_size={config.cp_size}, sp_size={config.sp_size}, tp_size={config.tp_size}"

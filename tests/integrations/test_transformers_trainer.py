@@ -68,6 +68,10 @@ def _trainer(
         ),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size | alone | allowed: False"),
         ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
+        (
+            {"args": {"metric_for_best_model": "eval_my_mean_token_accuracy"}},
+            "metric_for_best_model | 'eval_my_mean_token_accuracy' | only the loss | fix: metric_for_best_model='loss'",
+        ),
     ],
 )
 def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
