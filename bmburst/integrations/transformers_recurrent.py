@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
@@ -156,12 +157,11 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 def _passing_masks(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Return the mask function for recurrent layers, which returns the mask of a split batch as it is."""
-    signature = inspect.signature(theirs)
 
     @wraps(theirs)
     def masks(*args: Any, **kwargs: Any) -> Any:
-        mask = signature.bind(*args, **kwargs).arguments.get("attention_mask")
-        return mask if isinstance(mask, SequenceMask) else theirs(*args, **kwargs)
+        split = next((value for value in (*args, *kwargs.values()) if isinstance(value, SequenceMask)), None)
+        return theirs(*args, **kwargs) if split is None else split
 
     return masks
 
@@ -172,7 +172,7 @@ def _over_ranks(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(theirs)
     def either(*args: Any, **kwargs: Any) -> Any:
-        scope = SCOPE.get()
+        scope = None if torch.compiler.is_compiling() else SCOPE.get()  # a scope is never compiled
         if scope is None:
             return theirs(*args, **kwargs)
         scope.used.add(name)
@@ -187,6 +187,8 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
 
     @wraps(theirs)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not any(map(_is_split, (*args, *kwargs.values()))):  # the rest of this function does not compile
+            return theirs(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         split = given.arguments.get("attention_mask")
         name, cache = _cache_of(given)
@@ -218,6 +220,11 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
         return found
 
     return forward
+
+
+def _is_split(value: object) -> bool:
+    """Return whether an argument of a mixer is the mask of a split batch, or a cache that is split over ranks."""
+    return isinstance(value, SequenceMask) or (isinstance(value, Cache) and hasattr(value, "has_split_states"))
 
 
 def _cache_of(given: inspect.BoundArguments) -> tuple[str, Any]:

@@ -133,6 +133,14 @@ def test_outside_of_split_batches_nothing_changes(part: Any, model: Any) -> None
     assert other.generate(IDS, max_new_tokens=2, min_new_tokens=2).shape == (1, 13)
 
 
+def test_outside_of_split_batches_nothing_breaks_a_graph() -> None:
+    register()
+    tiny_model("lfm2", NAME)
+    plain = tiny_model("lfm2", "sdpa")
+    compiled: Any = torch.compile(plain, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits)
+
+
 def test_recomputation_keeps_what_was_exchanged(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
     calls = []
     gathered = ChainCall.gathered
