@@ -49,7 +49,7 @@ def states_between(
 def states_after(
     recurrence: Recurrence, transitions: Tensor, ends: Tensor, edges: tuple[int, ...], *, backward: bool = False
 ) -> Tensor:
-    """Return U of each piece, `[pieces, *state]`: the state after it if the one before is zero; see `states_between`."""
+    """Return U of each piece, `[pieces, *state]`: the state after it if the first is zero; see `states_between`."""
     if len(edges) - 1 == len(ends):
         return ends
     act = recurrence.act_transposed if backward else recurrence.act

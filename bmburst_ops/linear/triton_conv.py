@@ -110,33 +110,34 @@ def _sizes(weight: Tensor, activation: str | None) -> dict[str, int | bool]:
 def _sum_of_taps(
     x, halos, weight, bias, firsts, sources, token, channel, tokens, channels, width: tl.constexpr
 ):  # fmt: skip
-    """Return the convolution before the activation, and the first token of each token's piece."""
+    """Return the convolution before the activation, and what `_tap` needs of the tokens."""
     there, real = token < tokens, channel < channels
     first = tl.load(firsts + token, mask=there, other=-1)
     source = tl.load(sources + token, mask=there, other=-1)
+    reads_halo = tl.max(((source >= 0) & (token - (width - 1) < first)).to(tl.int32), 0)
     total = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(width):
-        total += (
-            _tap(x, halos, token - (width - 1 - tap), first, source, channel, channels)
-            * tl.load(weight + channel * width + tap, mask=real, other=0.0).to(tl.float32)[None, :]
-        )
-    return total, first, source
+        factor = tl.load(weight + channel * width + tap, mask=real, other=0.0).to(tl.float32)
+        place = token - (width - 1 - tap)
+        total += _tap(x, halos, place, first, source, reads_halo, channel, channels) * factor[None, :]
+    return total, first, source, reads_halo
 
 
 @triton.jit
-def _tap(x, halos, place, first, source, channel, channels):
+def _tap(x, halos, place, first, source, reads_halo, channel, channels):
     """Return the values of some places: of tokens, of halos in front of a piece, else zero; zero in padding."""
     real = (channel < channels)[None, :]
     row = place.to(tl.int64) * channels
-    values = tl.load(
-        x + row[:, None] + channel[None, :], mask=((first >= 0) & (place >= first))[:, None] & real, other=0.0
-    )
-    row = (source + place - first).to(tl.int64) * channels
-    is_halo = (first >= 0) & (place < first) & (source >= 0)
-    before = tl.load(halos + row[:, None] + channel[None, :], mask=is_halo[:, None] & real, other=0.0)
-    return values.to(tl.float32) + before.to(tl.float32)
+    inside = (first >= 0) & (place >= first)
+    values = tl.load(x + row[:, None] + channel[None, :], mask=inside[:, None] & real, other=0.0).to(tl.float32)
+    if reads_halo > 0:
+        row = (source + place - first).to(tl.int64) * channels
+        is_halo = (first >= 0) & (place < first) & (source >= 0)
+        before = tl.load(halos + row[:, None] + channel[None, :], mask=is_halo[:, None] & real, other=0.0)
+        values += before.to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def _forward_kernel(
 ):  # fmt: skip
     token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     channel = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
-    total, first, _ = _sum_of_taps(x, halos, weight, bias, firsts, sources, token, channel, tokens, channels, width)
+    total, first, _, _ = _sum_of_taps(x, halos, weight, bias, firsts, sources, token, channel, tokens, channels, width)
     if is_silu:
         total *= tl.sigmoid(total)
     total = tl.where((first >= 0)[:, None], total, 0.0)
@@ -167,7 +168,7 @@ def _inner_kernel(
     added = tl.zeros((block_taps, block_channels), tl.float32)
     for i in range(times):
         token = (tl.program_id(0) * times + i) * block_tokens + tl.arange(0, block_tokens)
-        total, first, source = _sum_of_taps(
+        total, first, source, reads_halo = _sum_of_taps(
             x, halos, weight, bias, firsts, sources, token, channel, tokens, channels, width
         )
         row = token.to(tl.int64) * channels
@@ -184,7 +185,7 @@ def _inner_kernel(
         )
         added += tl.where(taps[:, None] == width, tl.sum(value, 0)[None, :], 0.0)
         for tap in tl.static_range(width):
-            seen = _tap(x, halos, token - (width - 1 - tap), first, source, channel, channels)
+            seen = _tap(x, halos, token - (width - 1 - tap), first, source, reads_halo, channel, channels)
             added += tl.where(taps[:, None] == tap, tl.sum(value * seen, 0)[None, :], 0.0)
     place = (tl.program_id(0) * (width + 1) + taps)[:, None] * channels + channel[None, :]
     tl.store(sums + place, added, mask=(taps <= width)[:, None] & (channel < channels)[None, :])
