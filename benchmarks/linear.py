@@ -146,7 +146,8 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                     if options.peers and kind != "decay" and group.size > 1:
                         context = fla_context(length * group.size, layout, group.device)
                         calls["fla CP"] = partial(_fla, theirs, mine, cp_context=context)
-                    row = {"kind": kind, "tokens a rank": length, "ranks": group.size, "gates": gates, "layout": layout}
+                    row = {"kind": kind, "heads": options.heads, "tokens a rank": length, "ranks": group.size}
+                    row |= {"gates": gates, "layout": layout}
                     yield row | _compared(calls, mine, group, options.repeats)
 
 

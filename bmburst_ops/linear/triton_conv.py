@@ -1,7 +1,8 @@
 """The causal depthwise convolution in Triton, forward and backward, over the pieces of a flat batch; fp32 inside.
 
-torch's depthwise convolution takes 30 times as long as these for bfloat16, 8,192 channels and 4 taps (H200). Programs
-compute some tokens of some channels, and read the tokens before them again, from the cache.
+On an H200, torch takes 7.3 ms for 32K tokens of 8,192 channels in bfloat16 with 4 taps, and 20 ms for the gradients;
+these take 0.7 and 2.3 ms. Programs compute some tokens of some channels, and read the tokens before them again, from
+the cache.
 """
 
 from functools import lru_cache
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from bmburst_ops.linear.kernel import Pieces
 
-_TOKENS, _CHANNELS, _WARPS = 32, 128, 4
-_TIMES = 8  # blocks of tokens that a program of the backward pass adds up
+_TOKENS, _CHANNELS, _WARPS = 16, 64, 2
+_TIMES = 16  # blocks of tokens that a program of the backward pass adds up
 
 
 def causal_conv(
