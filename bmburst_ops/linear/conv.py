@@ -47,10 +47,11 @@ def causal_conv_gradients(
             grad, x, halos, weight, bias, pieces, activation
         )
         return found
-    given = [t for t in (x, halos, weight, bias) if t is not None]
-    leaves = [t.detach().requires_grad_() for t in given]
+    x, halos, weight = (t.detach().requires_grad_() for t in (x, halos, weight))
+    bias = None if bias is None else bias.detach().requires_grad_()
     with torch.enable_grad():
-        out = _convolved(*leaves[:3], leaves[3] if bias is not None else None, pieces, activation)
+        out = _convolved(x, halos, weight, bias, pieces, activation)
+    leaves = [x, halos, weight, *([] if bias is None else [bias])]
     of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
     return of_x, of_halos, of_weight, of_bias[0] if of_bias else None
 

@@ -108,8 +108,8 @@ class GatedDelta(Kind):
     @property
     def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """See `Kind.scan`."""
-        q, k, *_ = self.inputs
-        return q, k, *self._chunks[:2]
+        (q, k, *_), (w, u, _) = self.inputs, self._chunks
+        return q, k, w, u
 
     def _scanned(self, before: Tensor | None) -> Inputs:
         """Return the state before each chunk, and the values that the chunks add."""

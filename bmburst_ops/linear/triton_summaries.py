@@ -5,8 +5,10 @@ their results. All tensors are contiguous, of one flat batch: `[1, tokens, heads
 and their sums in fp32, as in fla's kernels.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -106,7 +108,8 @@ def _shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have; 0 on a CPU, in Triton's interpreter."""
     if device.type == "cpu":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit
