@@ -52,7 +52,7 @@ class SequenceConv(torch.autograd.Function):
             of_x, of_halos, of_weight, of_bias = causal_conv_gradients(
                 grad.flatten(0, 1), x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation
             )
-            of_x = of_x.view_as(x).clone(memory_format=torch.contiguous_format)  # it is changed in place
+            of_x = of_x.view_as(x)
             of_initial = _return_halos(call, of_x, of_halos, grad_final)
         given_initial = None if ctx.initial_dtype is None else of_initial.to(ctx.initial_dtype)
         return None, of_x, of_weight, of_bias, given_initial

@@ -41,7 +41,10 @@ def causal_conv_gradients(
     pieces: Pieces,
     activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, halos, weight and bias, given that of the output of `causal_conv`."""
+    """Return the gradients of x, halos, weight and bias, given that of the output of `causal_conv`.
+
+    That of x is dense and shares no memory with others, so that the caller may add to it.
+    """
     if fused := _fused(x, halos, weight):
         found: tuple[Tensor, Tensor, Tensor, Tensor | None] = fused.causal_conv_gradients(
             grad, x, halos, weight, bias, pieces, activation
@@ -53,6 +56,7 @@ def causal_conv_gradients(
         out = _convolved(x, halos, weight, bias, pieces, activation)
     leaves = [x, halos, weight, *([] if bias is None else [bias])]
     of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
+    of_x = of_x.clone(memory_format=torch.contiguous_format)
     return of_x, of_halos, of_weight, of_bias[0] if of_bias else None
 
 
