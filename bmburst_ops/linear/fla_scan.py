@@ -2,7 +2,7 @@
 
 fla's training kernels pass a state from chunk to chunk of a piece in one program for some columns of a head. With few
 heads, most of a GPU then waits. Here each piece is cut at multiples of 64 tokens into fragments. First the fragments
-compute their M and U, then `fold_fragments` gives the state before each, then all compute their outputs from these. In
+compute their M and U, then `states_between` gives the state before each, then all compute their outputs from these. In
 backward the same is done for gradients, from the last fragment to the first. The results are exact. Pieces of one
 fragment that need no state and give none, such as short documents, have no M and U.
 """
@@ -192,7 +192,7 @@ def fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tup
     found, by_piece = [0], [0]
     for begin, end in pairwise(edges):
         count = max(1, round((end - begin) / tokens))
-        each = CHUNK * math.ceil((end - begin) / count / CHUNK)
+        each = max(CHUNK, CHUNK * math.ceil((end - begin) / count / CHUNK))
         found += [*range(begin + each, end, each), end]
         by_piece.append(len(found) - 1)
     return tuple(found), tuple(by_piece)
