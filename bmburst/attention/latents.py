@@ -4,10 +4,10 @@ Keys and values of all heads are computed from a latent and a rotary key of each
 After an exchange of heads, a rank needs keys and values of all tokens, but only for its own heads. Here it gets the
 latents of all tokens, and expands them for its own heads: as many FLOPs as to expand its own tokens for all heads.
 
-Backward exchanges the latents again and expands them again, so that no more is kept between the passes than without
-ranks. The gradients of latents from a rank's heads return to the owners of the tokens, who sum them. The gradient of
-the weight is that of this rank's heads, for all tokens, and zero for other heads. So the sum over ranks, which data
-parallelism takes of every weight's gradient, is the gradient.
+Backward exchanges and expands the latents again: between the passes, a rank keeps only those of its tokens. The
+gradients of latents, from each rank's heads, return to the owners of the tokens, who sum them. The gradient of the
+weight on a rank is that of its own heads, for all tokens, and zero for other heads. The sum over the ranks, which data
+parallelism takes of every gradient, is thus the gradient.
 """
 
 from collections.abc import Sequence
