@@ -28,7 +28,7 @@ from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
-from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
+from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_steps import (
@@ -160,7 +160,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         """
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
-        _attach(model)
+        number_layers(model)
         with one_length(model, whole):
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
@@ -336,17 +336,10 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
     require_rows(model, int(input_ids.max()))
 
 
-def _attach(model: PreTrainedModel) -> None:
-    """Let the layers of a model find their layers of a split cache."""
-    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        attach_latents(type(part))
-    number_layers(model)
-
-
 @torch.no_grad()
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
-    _attach(model)
+    number_layers(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons

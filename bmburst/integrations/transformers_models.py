@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
+from bmburst.integrations.transformers_latent import attach_latents
 from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
 from bmburst.recompute import checkpoint
@@ -111,6 +112,7 @@ def refuse_other_tables() -> None:
         if requested_attention == NAME:
             attach(type(self))
             attach_attention(type(self))
+            attach_latents(type(self))
         if requested_attention == NAME and (table := _own_table(self)) is not None:
             raise UserError(
                 f"model type '{self.config.model_type}' has a table of attention classes of its own ({table}) and does "

@@ -246,6 +246,7 @@ class Strategy:
             empty: all in one step.
         backward_units: The same for backward.
         at_once: Whether heads are exchanged by one collective each way, before and after all kernels.
+        latents: Whether ranks then send latents instead of keys and values (`bmburst.attention.latents`).
     """
 
     ulysses_degree: int
@@ -255,6 +256,7 @@ class Strategy:
     forward_units: tuple[int, ...] = ()
     backward_units: tuple[int, ...] = ()
     at_once: bool = False
+    latents: bool = False
 
     def units(self, *, backward: bool) -> tuple[int, ...]:
         """Return the units of a pass."""
