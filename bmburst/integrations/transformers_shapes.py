@@ -116,7 +116,8 @@ def _recurrent(layer: nn.Module) -> RecurrentLayer:
         state = found.num_heads, found.ssm_state_size, found.head_dim
         return RecurrentLayer(state, False, found.conv_dim, found.conv_kernel_size, gates=1, factors=0)
     if _has(layer, ("conv",)) and isinstance(found.conv, nn.Conv1d):
-        return RecurrentLayer((), False, found.conv.in_channels, *found.conv.kernel_size, gates=0, factors=0)
+        (width,) = found.conv.kernel_size
+        return RecurrentLayer((), False, found.conv.in_channels, width, gates=0, factors=0)
     raise _unpriced(layer, "its recurrence is none of those that plan knows")
 
 

@@ -102,10 +102,9 @@ class RecurrentLayer:
         piece = -(-batch * sequence // (gpus * pieces))
         tokens = fragment_tokens(piece * pieces, self.state[0], self.state[-1], multiprocessors)
         in_piece = len(fragments((0, piece), tokens)[0]) - 1
-        if gpus == 1:  # one fragment begins with a state that is zero, and nobody reads its last one
-            kept = pieces * in_piece if in_piece > 1 else 0
-        else:  # before fragments, and of the links between ranks
-            kept = pieces * (in_piece + 1)
+        if gpus == 1 and in_piece == 1:  # it begins with a state that is zero, and nobody reads the last one
+            return 0
+        kept = pieces * (in_piece + (gpus > 1))  # of fragments, and of the links between ranks
         return kept * (self.costs(gpus, batch)[0].transition + _STATE * prod(self.state))
 
     def costs(self, size: int, batch: int) -> tuple[LinearCost, LinearCost]:

@@ -41,9 +41,7 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
     Raises:
         UserError: They are not.
     """
-    for name, tensor in (("tokens", tokens), ("labels", labels)):
-        if tensor is None and name == "labels":
-            continue
+    for name, tensor in (("tokens", tokens), *([] if labels is None else [("labels", labels)])):
         if not isinstance(tensor, Tensor):
             raise UserError(
                 f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
