@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
+from bmburst.attention.options import require_dense, require_numbers
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
@@ -158,6 +159,14 @@ class SplitCache(Cache):  # type: ignore[misc]
         Raises:
             UserError: As in `SplitSequences.part`, or the model is not exact on split sequences.
         """
+
+        def decide() -> tuple[None, str]:
+            _require_tokens(input_ids)
+            if not isinstance(model, PreTrainedModel):
+                raise UserError(f"{type(model).__name__} is no model of transformers\nfix: AutoModelForCausalLM")
+            return None, "SplitCache.prefill"
+
+        self.mesh.sequence.decided(decide)
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
         number_layers(model)
@@ -318,16 +327,28 @@ def generate(
     return found
 
 
-def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
+def _require_tokens(input_ids: object) -> None:
+    """Check the type, the shape and the dtype of token ids; the host does not wait for them."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
         got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise UserError(
             f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
-    if input_ids.dtype not in (torch.int64, torch.int32) or int(input_ids.min()) < 0:
+    require_dense("input_ids", input_ids)
+    require_numbers("input_ids", input_ids)
+    if input_ids.dtype not in (torch.int64, torch.int32):
         raise UserError(
-            f"input_ids must be token ids, int64 of at least 0, got {input_ids.dtype} from {input_ids.min()}\n"
+            f"input_ids must be token ids, int64 or int32, got {input_ids.dtype}\n"
+            'fix: tokenizer(text, return_tensors="pt").input_ids'
+        )
+
+
+def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
+    _require_tokens(input_ids)
+    if int(input_ids.min()) < 0:
+        raise UserError(
+            f"input_ids must be token ids of at least 0, got {input_ids.min()}\n"
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))

@@ -89,7 +89,7 @@ class MeshShape:
         """
         given = {"world_size": world_size, "data": data, "sequence": sequence, "tensor": tensor, "pipe": pipe}
         for name, ranks in given.items():
-            if ranks is not None:
+            if ranks is not None or name not in ("data", "sequence"):
                 _require_whole(name, ranks)
         _require_part("pipe", pipe, world_size, f"{world_size} ranks")
         of_stage = world_size // pipe

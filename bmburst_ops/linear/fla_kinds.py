@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from bmburst_ops.fragments import CHUNK
 from bmburst_ops.fused import import_package
 from bmburst_ops.linear.fla_tuning import restrict_tuning
 from bmburst_ops.linear.kernel import Inputs
 
 NAME = "fla"
-CHUNK = 64
-"""Tokens of a chunk of fla's kernels."""
 
 
 class Kind(ABC):

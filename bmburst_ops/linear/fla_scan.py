@@ -7,7 +7,6 @@ backward the same is done for gradients, from the last fragment to the first. Th
 fragment that need no state and give none, such as short documents, have no M and U.
 """
 
-import math
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -15,21 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.linear.fla_kinds import CHUNK, KINDS, fla_functions
+from bmburst_ops.fragments import CHUNK, fragments
+from bmburst_ops.linear.fla_kinds import KINDS, fla_functions
 from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
-
-_LEAST = 64 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
-_COLUMNS = 64  # of a state in one program
-
-
-def fragment_tokens(tokens: int, heads: int, value_dim: int, processors: int) -> int:
-    """Return the usual tokens of a fragment, at least 4,096, so that about each multiprocessor has a program.
-
-    On an H200, more fragments than that take longer: their summaries cost more than a scan by more programs saves.
-    """
-    fragments = processors // (heads * math.ceil(value_dim / _COLUMNS))
-    return max(_LEAST, math.ceil(tokens / max(1, fragments)))
 
 
 class Plan(NamedTuple):
@@ -182,20 +170,6 @@ class FlaScan:
 def _chosen(tensors: Tensor, numbers: tuple[int, ...]) -> Tensor:
     """Return some of the pieces' tensors; all of them as they are."""
     return tensors if len(numbers) == len(tensors) else torch.stack([tensors[number] for number in numbers])
-
-
-def fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the edges of all fragments in tokens, and the edges of the pieces in fragments.
-
-    A piece has so many fragments that each has about `tokens` tokens: all but the last the same number of chunks.
-    """
-    found, by_piece = [0], [0]
-    for begin, end in pairwise(edges):
-        count = max(1, round((end - begin) / tokens))
-        each = max(CHUNK, CHUNK * math.ceil((end - begin) / count / CHUNK))
-        found += [*range(begin + each, end, each), end]
-        by_piece.append(len(found) - 1)
-    return tuple(found), tuple(by_piece)
 
 
 @lru_cache(maxsize=64)

@@ -177,6 +177,7 @@ _POSITIONS = torch.tensor([[*range(6)] * 2])
         ({"cu_seq_lens_q": [0, 12, 24], "max_length_q": 11}, "max_length_q | 11 | 12 tokens | fix: "),
         ({"cu_seq_lens_q": [12, 24]}, "cu_seqlens | start at 0 | fix: "),
         ({"seq_idx": _HALVES[:, :5]}, "seq_idx | [2, 12] | [2, 5]"),
+        ({"seq_idx": _HALVES.to("meta")}, "seq_idx | numbers | meta tensor"),
         ({"seq_idx": _HALVES, "documents": Documents((6, 6))}, "documents | seq_idx | leave seq_idx out"),
         ({"attention_mask": -_HALVES}, "attention_mask | 0 and 1 | numbers of documents | allowed: "),
         ({"token_type_ids": IDS * 0}, "token_type_ids | cannot use | allowed: | cu_seq_lens_q | fix: | collator"),

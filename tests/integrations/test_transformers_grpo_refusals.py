@@ -124,6 +124,9 @@ def test_models(tmp_path: Path) -> None:
     with refused("Qwen3NextGatedDeltaNet | next tokens of a tree | rows one by one"):
         recurrent = tiny.transformers_model("qwen3_next", attention="bmburst")
         _trainer(tmp_path, share_prompts=True, model=recurrent, args={"router_aux_loss_coef": 0.0})
+    with refused("share_prompts=True | window of 7 tokens | max_completion_length 8 | fix: share_prompts=False"):
+        narrow = tiny.transformers_model("mistral", attention="bmburst", sliding_window=7)
+        _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 8})
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
     for name in ("bmburst", 3):

@@ -15,6 +15,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
+from bmburst.integrations.transformers_cache import SplitCache
 from tests import tiny
 from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_program as program
@@ -312,6 +313,28 @@ def test_what_a_part_has_is_not_given_again(name: str) -> None:
         _part().loss(_model("llama"), **{name: IDS})
 
 
+def test_embeddings_instead_of_ids() -> None:
+    """They are refused, and the way that the message names has the loss and the gradient of the whole batch."""
+    model, whole = _model("llama").eval(), torch.randn(2, 11, 24)
+    embeddings = [whole.clone().requires_grad_() for _ in range(2)]
+    part = _part()
+    with refused("inputs_embeds | split batch | fix: a forward hook | part.cut.take"):
+        part.loss(model, inputs_embeds=whole)
+    with refused("num_items_in_batch | split batch | fix: part.loss(model, valid="):
+        part.loss(model, num_items_in_batch=3)
+    with refused("LlamaForCausalLM returns no logits | fix: leave return_dict out"):
+        part.loss(model, return_dict=False)
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: part.cut.take(embeddings[0]))
+    ours = part.loss(model)
+    hook.remove()
+    model.set_attn_implementation("eager")
+    theirs = model(inputs_embeds=embeddings[1], labels=IDS).loss
+    for loss in (ours, theirs):
+        loss.backward()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(embeddings[0].grad, embeddings[1].grad)
+
+
 def test_no_model_no_part_and_no_number() -> None:
     split, part, model = SplitSequences(_mesh()), _part(), _model("llama")
     for none in (None, "llama"):
@@ -323,9 +346,23 @@ def test_no_model_no_part_and_no_number() -> None:
     for wrong, got in (((), "none"), ((None,), "NoneType"), ((part, 5), "int")):
         with refused(f"labels | parts of SplitSequences | {got} | fix: "):
             split.valid(*wrong)
-    for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]")):
+    meta = torch.ones((), device="meta")
+    for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]"), (meta, "float32[]")):
         with refused(f"a loss | tensor of one number | {got} | fix: what part.loss"):
             split.mean(wrong)
+    cache = SplitCache(model.config, _mesh())
+    for wrong, got in (
+        (None, "NoneType"),
+        (IDS + 0j, "complex64"),
+        (IDS.to("meta"), "meta"),
+        (IDS.to_sparse(), "sparse"),
+    ):
+        with refused(f"input_ids | {got} | fix: "):
+            cache.prefill(model, wrong)
+    with refused("NoneType | no model of transformers | fix: "):
+        cache.prefill(None, IDS)  # type: ignore[arg-type]
+    with refused("Mesh.sum | a number of each rank | None | fix: "):
+        split.mesh.sum(None)  # type: ignore[arg-type]
     for wrong, got in (
         ("x", "'x'"),
         (-3, "-3"),

@@ -245,3 +245,5 @@ def test_groups_of_which_one_would_read_a_batch_more() -> None:
 def test_one_rank_reads_what_it_read() -> None:
     loader: DataLoader[Any] = DataLoader(_Endless())
     assert share_batches(loader, _mesh()) is loader
+    with refused("mesh | bmburst.Mesh | NoneType | fix: "):
+        share_batches(loader, None)  # type: ignore[arg-type]

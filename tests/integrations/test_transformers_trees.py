@@ -169,7 +169,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
     (lambda split: split.part(), "input_ids | NoneType"),
     (lambda split: split.part(torch.zeros(1, 3).long(), documents=Tree([-1, 0], [1, 2])), "tree=bmburst.pack_tree"),
     (lambda split: split.part(torch.tensor([ROWS[0]])).row_logps(_model()), "row_logps | plain batch | pack_tree"),
-    (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | already part"),
+    (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | split.part"),
     (
         lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)),
         "window of 7 | tree | of 13",

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
+from bmburst_ops.fragments import fragment_tokens, fragments
 from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
 from bmburst_ops.linear.fla import FlaKernel, unusable
-from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens, fragments, make_plan
+from bmburst_ops.linear.fla_scan import FlaScan, make_plan
 from tests.linear.oracle import problem, whole
 from tests.ops.another_machine import AnotherMachine
 
