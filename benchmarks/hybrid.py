@@ -18,7 +18,6 @@ its row.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -43,7 +42,6 @@ from benchmarks.engine.timing import in_turns
 from benchmarks.hugging_face import Training
 from benchmarks.linear import fla_context
 from bmburst.amounts import GIB, numbers, short, tokens
-from bmburst.cli import main
 from bmburst.errors import first_line, require_known
 from bmburst.integrations import transformers_recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, register
@@ -233,6 +231,3 @@ BENCHMARKS = (
         is_wrong=lambda row: row["method"] == "ours" and "failed" in row,
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "hybrid", *sys.argv[1:]]))

@@ -10,7 +10,6 @@ measured, and the time of the rest is that of their median.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.hugging_face import Training, shape_of
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
 
@@ -213,6 +211,3 @@ def table(found: Mapping[str, Any]) -> str:
 BENCHMARKS = (
     RowBenchmark(name="shared-prefixes", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "shared-prefixes", *sys.argv[1:]]))
