@@ -28,7 +28,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -113,8 +112,7 @@ class _Step:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         self.loss = self._step()
-        own = torch.tensor(float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=self._group.device)
-        self.peak = max(self.peak, self._group.all_reduce(own, dist.ReduceOp.MAX).item())
+        self.peak = max(self.peak, self._group.largest(torch.cuda.max_memory_allocated() if on_gpu else 0))
 
 
 def _ours(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
