@@ -134,9 +134,8 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
 
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
-            shared = tensor, store, segments, mlp_chunk, norm, lora
-            of_block = partial(TransformerBlock, layer=number, kept_apart=kept_apart, prefetches=prefetches)
-            return of_block(config, attention, dtype, policy, *shared)
+            given = config, attention, dtype, policy, tensor, store, segments, mlp_chunk, norm, lora
+            return TransformerBlock(*given, layer=number, kept_apart=kept_apart, prefetches=prefetches)
 
         policies = recompute.of_layers(config.num_layers)
         if stage.is_first or (stage.is_last and config.tie_embeddings):
