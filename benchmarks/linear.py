@@ -16,7 +16,6 @@ short sequence with the definition in fp64 instead.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,7 +31,6 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, once, quotient
 from bmburst.amounts import tokens
-from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
 from bmburst.sequence import shard, unshard
@@ -205,6 +203,3 @@ BENCHMARKS = (
         is_wrong=lambda row: not row.get("right", True),
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "linear", *sys.argv[1:]]))

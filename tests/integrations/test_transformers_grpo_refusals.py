@@ -11,12 +11,11 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 
-from bmburst import Mesh, MeshShape
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.integrations.transformers_grpo import SplitRows, require_read
 from tests import tiny
+from tests.distributed.threads import mesh_of
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
 from tests.refusals import refused
 
@@ -47,8 +46,7 @@ def _registered() -> None:
 
 
 def _split() -> SplitSequences:
-    alone = single_rank_group()
-    return SplitSequences(Mesh(MeshShape(1, 1, 1), 0, alone, alone, alone))
+    return SplitSequences(mesh_of())
 
 
 def _trainer(folder: Path, **options: Any) -> Any:

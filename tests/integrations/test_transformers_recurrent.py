@@ -14,17 +14,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from benchmarks.tiny_families import tiny_config, tiny_model
-from bmburst import Mesh, MeshShape
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations import transformers_recurrent as recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from bmburst.linear.call import ChainCall
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import mesh_of
 from tests.integrations import recurrent_program as program
 from tests.refusals import refused
 
-ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+ALONE = mesh_of()
 IDS = torch.arange(3, 14)[None]
 Found = dict[str, Any]
 LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5, "zamba2": 1e-4}
