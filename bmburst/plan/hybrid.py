@@ -6,16 +6,17 @@ weights and exchanged bytes are exact. Seconds and activations are estimates tha
 
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
-- a recurrence takes `RECURRENCE` for each number of its states, whatever its kind;
+- a recurrence takes `RECURRENCE` for each number of its states, a convolution `CONVOLUTION` for each channel;
 - latent attention exchanges and computes keys and values of all heads;
 - recurrent layers keep the states between fragments and the factors of chunks as fla's kernels do, and a block in
   backward has their inputs beside the results of its matrix products;
-- norms, activations, gates, convolutions, routing and the host are not counted.
+- norms, activations, gates, routing and the host are not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from bmburst.amounts import GIB, short
@@ -29,9 +30,13 @@ from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.fragments import CHUNK, fragment_tokens, fragments
 
-RECURRENCE = 6.46e-3 / (16384 * 32 * 128 * 128)
-"""Seconds for a token and a number of a state, both passes, on an H200: the gated delta rule of fla-core 0.6.0 with
-16,384 tokens and 32 heads of 128 x 128. Other recurrences and machines are assumed to be as fast."""
+_MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
+RECURRENCE = MappingProxyType({0: 10.4e-3 / _MEASURED, 1: 19.8e-3 / _MEASURED, 2: 49.8e-3 / _MEASURED})
+"""Seconds for a token and a number of a state, both passes, by `RecurrentLayer.factors`: scalar decay, the gated delta
+rule, Kimi delta attention. Measured with two runs of 32,768 tokens and 32 heads of 128 x 128 on an H200, without
+exchange. Other machines are assumed to be as fast."""
+CONVOLUTION = 3.7e-3 / (32_768 * 8_192)
+"""Seconds for a token and a channel, forward twice and backward once, with 4 taps on an H200."""
 _STATE = 4  # bytes of a number of a state: fp32
 _PASSES = 4  # of matrix products: forward, recomputed, and twice backward
 _SHARDS = 16  # bytes of a weight: fp32 weight, gradient and both moments of AdamW
@@ -186,14 +191,17 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
     if sequence < gpus:
         raise UserError(f"--sequence-length {sequence} is less than a token a GPU\nallowed: at least {gpus}")
     rows, itemsize = batch * -(-sequence // gpus), ITEMSIZE["bfloat16"]
-    seconds = dict.fromkeys(("attention", "attention communication", "recurrences", "exchange of states"), 0.0)
+    seconds = dict.fromkeys(
+        ("attention", "attention communication", "recurrences", "convolutions", "exchange of states"), 0.0
+    )
     for layer, count in model.attention.items():
         kernel, exposed = _attention(layer, sequence, batch, gpus, hardware)
         seconds["attention"] += count * kernel
         seconds["attention communication"] += count * exposed
     exchanged = 0
     for recurrent, count in model.recurrent.items():
-        seconds["recurrences"] += count * rows * prod(recurrent.state or (0,)) * RECURRENCE
+        seconds["recurrences"] += count * rows * prod(recurrent.state or (0,)) * RECURRENCE[recurrent.factors]
+        seconds["convolutions"] += count * rows * recurrent.channels * CONVOLUTION
         state, halo = recurrent.costs(gpus, batch)
         for cost, hops in ((state, state.hops(hardware)), (halo, 1)):
             if gpus > 1 and cost.state:
@@ -258,8 +266,7 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         *(f"  {name:26} {nbytes / GIB:8.2f} GiB" for name, nbytes in step.memory.items()),
         "",
         "Weights and exchanged bytes are exact. Seconds and GiB are estimates that were not compared with a run.",
-        "Norms, activations, convolutions, routing and the host are not counted.",
-        *(["A recurrence of any kind is priced as the gated delta rule of fla-core."] if recurrent else ()),
+        "Norms, activations, routing and the host are not counted.",
     ]
     if not step.fits:
         lines[:0] = ["It does not fit into memory: use more GPUs or a shorter sequence.", ""]

@@ -11,7 +11,7 @@ from benchmarks.tiny_families import tiny_config
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.integrations.transformers_shapes import hybrid_of
-from bmburst.plan.hybrid import RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
+from bmburst.plan.hybrid import CONVOLUTION, RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.fragments import fragment_tokens
 from bmburst_ops.linear.fla_scan import make_plan
@@ -110,7 +110,8 @@ def test_a_step_is_that_of_a_formula():
     assert hybrid_step(model, 131072, 3, 2, hardware).exchanged == found[2].exchanged
     for gpus, step in found.items():
         rows = 3 * 65536 // gpus
-        assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE)
+        assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE[1])
+        assert step.seconds["convolutions"] == pytest.approx(rows * 64 * CONVOLUTION)
         assert step.seconds["matmul"] == pytest.approx(hardware.matmul_seconds(8.0 * model.active * rows, rows))
         assert step.memory["weights, gradients, AdamW"] == 16 * 22016 / gpus
         # Inputs, attention, the recurrence with a row of the inverse of its chunk; states and M of fragments and links,
