@@ -344,7 +344,7 @@ def test_no_model_no_part_and_no_number() -> None:
     for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]"), (meta, "float32[]")):
         with refused(f"a loss | tensor of one number | {got} | fix: what part.loss"):
             split.mean(wrong)
-    cache = SplitCache(model.config, _mesh())
+    cache = SplitCache(model.config, mesh_of())
     for wrong, got in (
         (None, "NoneType"),
         (IDS + 0j, "complex64"),
