@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
-from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
+from bmburst.integrations.transformers_layers import attach_attention, calls_registry, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
@@ -150,7 +150,7 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
         return f"its recurrent layer is not the one that was read: {changed}", _RELEASE
     if (changed := changed_attention(model)) is not None:
         return f"its attention is not the one that was read: {changed}", _RELEASE
-    uses_registry = was_read or model._supports_attention_backend or type(model).__module__ in READ
+    uses_registry = was_read or model._supports_attention_backend or calls_registry(model)
     if not uses_registry:
         return "it does not say that it calls attention through transformers' registry", another
     if chosen != NAME:

@@ -205,6 +205,8 @@ def test_other_media_and_biases_by_distance(part: Any) -> None:
     gemma = tiny_model("gemma4_unified", "bmburst")
     assert part.logits(gemma).shape == (1, 12, program.VOCABULARY)  # one is padding
     falcon = tiny_model("falcon", "bmburst")
+    falcon.__class__ = type("FSDPFalconForCausalLM", (type(falcon),), {"__module__": __name__})  # as FSDP2 does it
+    assert part.logits(falcon).shape == (1, 12, program.VOCABULARY)
     falcon.config.alibi = True
     with refused("bias by distance"):
         part.logits(falcon)
