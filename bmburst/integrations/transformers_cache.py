@@ -31,14 +31,8 @@ from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, St
 from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
-from bmburst.integrations.transformers_steps import (
-    Streamer,
-    Together,
-    cache_argument,
-    one_length,
-    own_frequencies,
-    split_steps,
-)
+from bmburst.integrations.transformers_rotary import one_length, own_frequencies
+from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout

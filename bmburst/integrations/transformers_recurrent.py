@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
@@ -236,9 +237,10 @@ def _conv(
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
-    chosen = "silu" if activation == "swish" else activation
+    fused = "silu" if activation in ("silu", "swish") else None
     options = scope.options() | {"initial_state": scope.tail()}
-    return scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **options)).mT
+    out = scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=fused, **options)).mT
+    return out if fused or activation is None else ACT2FN[activation](out)
 
 
 def _delta(

@@ -162,14 +162,14 @@ def test_a_cache_and_generation(part: Any, model: Any) -> None:
         cache.crop(text.shape[1] - 2)
 
 
-def test_limits_of_dt() -> None:
-    """The tiny types have none; these cut every step, which is 0.5 to 1 without them."""
+def test_limits_of_dt_and_other_activations() -> None:
+    """The tiny types have SiLU and no limits; these cut every step, which is 0.5 to 1 without them."""
     register()
     logits = {}
     for attention in ("bmburst", "eager"):
         nemotron = tiny_model("nemotron_h", attention)
         for layer in recurrent.mixers(nemotron):
-            layer.time_step_limit = (0.01, 0.1)
+            layer.time_step_limit, layer.activation = (0.01, 0.1), "relu2"
         with torch.no_grad():
             logits[attention] = (
                 nemotron(IDS, use_cache=False).logits
