@@ -175,6 +175,10 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     ]
     if mixing:
         return f"its convolution {mixing[0]} reads neighbouring tokens", another
+    if any(module.training and getattr(module, "layerdrop", 0) for module in model.modules()):
+        return "ranks would skip different layers at random, and wait for each other", "layerdrop=0.0 in its config"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "its chunk_size_feed_forward divides the tokens of a rank", "config.chunk_size_feed_forward = 0"
     if getattr(config, "output_router_logits", False) and not routed:
         return "its router's loss is no sum over tokens", "config.output_router_logits = False"
     return None

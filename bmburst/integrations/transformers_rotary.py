@@ -43,12 +43,13 @@ class Rotary(NamedTuple):
 
 def by_length(model: torch.nn.Module) -> Iterator[Rotary]:
     """Yield the rotary modules of a model whose tables depend on the length, once for each type of layers."""
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layers, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
             if not isinstance(kind, str) or kind == "default":
                 continue
-            config: Any = module.config
+            config = module.config
             parameters = config.rope_parameters if layers is None else config.rope_parameters[layers]
             if "dynamic" in kind:
                 own = f"{layers}_max_seq_len_cached"

@@ -106,6 +106,8 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
         ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
         ("doge", {"output_router_logits": True}, "router's loss of DogeForCausalLM | not read | output_router_logits"),
         ("bloom", {}, "attention | registry"),
+        ("opt", {"layerdrop": 0.5}, "skip | layers | fix: layerdrop=0.0"),
+        ("bert", {"is_decoder": True, "chunk_size_feed_forward": 4}, "chunk_size_feed_forward | fix: "),
         ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
     ],
 )
