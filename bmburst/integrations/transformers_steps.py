@@ -139,13 +139,14 @@ class Streamer:
 
 
 @contextmanager
-def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Iterator[None]:
+def split_steps(model: PreTrainedModel, cache: Any, together: Together, prompt: int) -> Iterator[None]:
     """Let `model.generate` compute over the ranks of a `SplitCache`, as in the module's docstring.
 
     Args:
         model: The model of transformers itself, not a wrapper.
         cache: The cache that `model.generate` gets.
         together: What the ranks agree on.
+        prompt: Tokens of the prompt.
     """
     prepare, criteria, processors = (
         model.prepare_inputs_for_generation,
@@ -172,6 +173,7 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
             inputs = GenerationMixin.prepare_inputs_for_generation(model, input_ids, **kwargs)
         if not cache.split_layers:  # no layer needs a mask, but Mamba would multiply one by the new token alone
             inputs["attention_mask"], cache.passed = None, length
+        cache.of_prompt = length == prompt
         return inputs | own_cache
 
     with (
