@@ -32,14 +32,8 @@ from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, St
 from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
-from bmburst.integrations.transformers_steps import (
-    Streamer,
-    Together,
-    cache_argument,
-    one_length,
-    own_frequencies,
-    split_steps,
-)
+from bmburst.integrations.transformers_rotary import one_length, own_frequencies
+from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
@@ -77,6 +71,8 @@ class SplitCache(Cache):  # type: ignore[misc]
         """Tokens of the text that the newest prefill was for, which may determine the rotary frequencies."""
         self.passed = 0
         """Tokens that the states have passed, if no layer has keys and values."""
+        self.of_prompt = False
+        """Whether the tokens that all ranks compute are of a prompt: transformers limits Mamba's dt there alone."""
 
     @property
     def is_compileable(self) -> bool:
@@ -174,9 +170,8 @@ class SplitCache(Cache):  # type: ignore[misc]
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
                 early = input_ids.shape[1]
-            # Some recurrences of transformers continue a state for one token at a time only.
-            for tokens in input_ids[:, :early].split(1 if self.has_split_states else early, 1) if early else ():
-                self._run(model, tokens)
+            if early:
+                self._run(model, input_ids[:, :early])
             if early < input_ids.shape[1]:
                 self._run_split(model, input_ids[:, early:], whole)
 
@@ -205,6 +200,7 @@ class SplitCache(Cache):  # type: ignore[misc]
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
         ones = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device).long()
+        self.of_prompt = True
         # Bamba counts positions from 0 without them, whatever is cached.
         self._call(model, input_ids, ones if self.split_layers else None, self._positions(input_ids))
         self.passed += input_ids.shape[1]
@@ -284,6 +280,11 @@ def generate(
                 f"the cache of transformers {__version__} has no states for the recurrent layers of "
                 f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
             )
+        if mixers(model) and not cache.split_layers and cache_argument(_inner(model)) == "past_key_values":
+            raise UserError(
+                f"{type(_inner(model)).__name__} cannot generate without a layer of attention, also in transformers\n"
+                "fix: a layer of attention in layer_types"
+            )
         cache.require_behind(input_ids)
         if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
             shape = list(input_ids.shape)
@@ -315,7 +316,7 @@ def generate(
     with (
         torch.random.fork_rng(devices),
         own_frequencies(model, mesh.sequence.device),
-        split_steps(inner, cache, together),
+        split_steps(inner, cache, together, input_ids.shape[1]),
     ):
         torch.manual_seed(seed)
         mask = torch.ones_like(input_ids)

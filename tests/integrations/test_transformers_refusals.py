@@ -101,6 +101,8 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
         ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
         ("doge", {"output_router_logits": True}, "router's loss of DogeForCausalLM | not read | output_router_logits"),
         ("bloom", {}, "attention | registry"),
+        ("opt", {"layerdrop": 0.5}, "skip | layers | fix: layerdrop=0.0"),
+        ("bert", {"is_decoder": True, "chunk_size_feed_forward": 4}, "chunk_size_feed_forward | fix: "),
         ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
     ],
 )
@@ -415,9 +417,20 @@ def test_frequencies_that_depend_on_the_largest_position() -> None:
                 if (kind, layout) == ("longrope", "striped"):
                     part.logits(_model("llama", **options))
                     continue
-                with refused(f"rope type | '{kind}' | frequencies | ranks | to 50"):
+                with refused(f"rope type | '{kind}' | tables | ranks | to 50"):
                     part.logits(_model("llama", **options))
             short = SplitSequences(mesh_of(comm)).part(ids[:, :original])
-            short.logits(_model("llama", **options))
+            model = _model("llama", **options)
+            short.logits(model)
+            model.model.rotary_emb(torch.zeros(1), ids)  # remembers the length of a longer batch
+            if kind == "longrope":
+                short.logits(model)
+                continue
+            with refused("'dynamic' | 30 to 40 | at most 39"):
+                short.logits(model)
+        scales = {"original_max_position_embeddings": 48, "short_mscale": 1.1, "long_mscale": 1.7}
+        phi = _model("phimoe", rope_parameters=_rope("yarn")["rope_parameters"] | scales, num_local_experts=2)
+        with refused("rope type | 'yarn' | tables | ranks | to 50"):
+            SplitSequences(mesh_of(comm)).part(ids).logits(phi)
 
     run_ranks(2, body)
